@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every value has the effect that values.yaml says, and the schema refuses the rest."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+import yaml
+from chart_rendering import CHART, NAMESPACE, Chart, Document, RenderError, leaves, of_kind, pod_specs, the_only
+
+NO_NAMESPACE_RIGHTS = {"Role", "RoleBinding"}
+
+
+def operator_pod(documents: list[Document]) -> dict[str, Any]:
+    spec: dict[str, Any] = the_only(documents, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def operator_container(documents: list[Document]) -> dict[str, Any]:
+    (container,) = operator_pod(documents)["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def operator_arguments(documents: list[Document]) -> list[str]:
+    arguments: list[str] = operator_container(documents)["args"]
+    return arguments
+
+
+def test_the_operator_is_started_with_the_release_namespace_by_default(chart: Chart) -> None:
+    documents = chart.documents()
+    assert operator_arguments(documents) == [
+        *("run", "--engine-image", "registry.example/diffusion-worker:0.1.0", "--operator-key-file", "/etc/diffusion-operator/key/key"),
+        *("--namespace", NAMESPACE, "--liveness-port", "8080"),
+    ]
+    assert the_only(documents, "Role")["metadata"]["namespace"] == NAMESPACE
+
+
+def test_named_namespaces_get_a_role_each_and_nothing_else(chart: Chart) -> None:
+    documents = chart.documents("namespaces-values.yaml")
+    assert operator_arguments(documents).count("--namespace") == 2
+    for kind in NO_NAMESPACE_RIGHTS:
+        assert [d["metadata"]["namespace"] for d in of_kind(documents, kind)] == ["team-a", "team-b"]
+    assert of_kind(documents, "ClusterRoleBinding") == []
+
+
+def test_a_star_watches_everything_by_a_cluster_role(chart: Chart) -> None:
+    documents = chart.documents("cluster-wide-values.yaml")
+    assert "--all-namespaces" in operator_arguments(documents) and "--namespace" not in operator_arguments(documents)
+    assert not NO_NAMESPACE_RIGHTS & {d["kind"] for d in documents}
+    bound = the_only(documents, "ClusterRoleBinding")["roleRef"]["name"]
+    (cluster_role,) = (d for d in of_kind(documents, "ClusterRole") if d["metadata"]["name"] == bound)
+    assert cluster_role["rules"] == the_only(chart.documents(), "Role")["rules"]
+
+
+def test_the_image_is_named_by_tag_or_digest(chart: Chart) -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert operator_container(chart.documents())["image"] == f"registry.example/diffusion-operator:{version}"
+    assert operator_container(chart.documents("namespaces-values.yaml"))["image"] == "registry.example/diffusion-operator:1.2.3"
+    assert operator_container(chart.documents("cluster-wide-values.yaml"))["image"].startswith("registry.example/diffusion-operator@sha256:0123")
+
+
+@pytest.mark.parametrize(("key", "message"), [("image.repository", "name the operator's image"), ("engine.image", "name the worker's image")])
+def test_an_image_that_is_not_named_is_asked_for(chart: Chart, key: str, message: str) -> None:
+    with pytest.raises(RenderError, match=message):
+        chart.text(overrides={key: ""})
+
+
+def test_crds_can_be_left_out_or_let_go(chart: Chart) -> None:
+    assert of_kind(chart.documents(overrides={"crds.enabled": False}), "CustomResourceDefinition") == []
+    for crd in of_kind(chart.documents(overrides={"crds.keep": False}), "CustomResourceDefinition"):
+        assert "helm.sh/resource-policy" not in crd["metadata"].get("annotations", {})
+
+
+def test_the_key_is_random_long_and_kept_at_uninstall(chart: Chart) -> None:
+    first, second = (the_only(chart.documents(), "Secret") for _ in range(2))
+    assert first["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert len(base64.b64decode(first["data"]["key"])) == 64
+    assert first["data"] != second["data"]
+    (volume,) = (v for v in operator_pod(chart.documents())["volumes"] if v["name"] == "key")
+    assert volume["secret"]["secretName"] == first["metadata"]["name"]
+
+
+def test_a_key_of_ones_own_is_mounted_and_none_is_made(chart: Chart) -> None:
+    documents = chart.documents("cluster-wide-values.yaml")
+    assert of_kind(documents, "Secret") == []
+    (volume,) = (v for v in operator_pod(documents)["volumes"] if v["name"] == "key")
+    assert volume["secret"]["secretName"] == "our-key"
+    assert volume["secret"]["items"] == [{"key": "token-key", "path": "token-key"}]
+    assert "/etc/diffusion-operator/key/token-key" in operator_arguments(documents)
+
+
+def test_optional_keys_of_the_pod_arrive(chart: Chart) -> None:
+    values = yaml.safe_load((CHART / "ci" / "namespaces-values.yaml").read_text())
+    documents = chart.documents("namespaces-values.yaml")
+    pod = operator_pod(documents)
+    for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName", "imagePullSecrets"):
+        assert pod[key] == values[key], key
+    assert operator_container(documents)["resources"] == values["resources"]
+    assert operator_container(documents)["imagePullPolicy"] == "Always"
+    assert the_only(documents, "Deployment")["spec"]["template"]["metadata"]["annotations"] == values["podAnnotations"]
+    assert the_only(documents, "ServiceAccount")["metadata"]["annotations"] == values["serviceAccount"]["annotations"]
+    assert the_only(documents, "ServiceAccount")["metadata"]["name"] == pod["serviceAccountName"] == "images-operator"
+    assert the_only(documents, "Pod")["spec"]["containers"][0]["image"] == "registry.example/python:3.13"
+
+
+def test_names_follow_their_overrides(chart: Chart) -> None:
+    assert the_only(chart.documents(), "Deployment")["metadata"]["name"] == "demo-diffusion-operator"
+    assert the_only(chart.documents(overrides={"nameOverride": "pictures"}), "Deployment")["metadata"]["name"] == "demo-pictures"
+    assert the_only(chart.documents("namespaces-values.yaml"), "Deployment")["metadata"]["name"] == "images"
+
+
+def test_what_is_switched_off_is_not_there(chart: Chart) -> None:
+    documents = chart.documents("bare-values.yaml")
+    assert {d["kind"] for d in documents} == {"Deployment", "Secret", "Service", "Pod"}
+    assert {spec["serviceAccountName"] for _, spec in pod_specs(documents)} == {"made-elsewhere"}
+    assert "resources" not in operator_container(documents)
+
+
+def test_rights_for_people_go_where_they_are_said_to_go(chart: Chart) -> None:
+    roles = {d["metadata"]["name"].removeprefix(f"demo-diffusion-operator-{NAMESPACE}-"): d for d in of_kind(chart.documents(), "ClusterRole")}
+    assert roles.keys() == {"view", "edit", "edit-adapters"}
+    aggregated = {name: {k.rpartition("-")[2] for k in role["metadata"]["labels"] if "aggregate-to" in k} for name, role in roles.items()}
+    assert aggregated == {"view": {"view", "edit", "admin"}, "edit": {"edit", "admin"}, "edit-adapters": set()}
+    assert {verb for rule in roles["view"]["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+
+
+def test_the_network_policy_closes_the_operator_and_egress_only_when_asked(chart: Chart) -> None:
+    assert the_only(chart.documents(), "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
+    spec = the_only(chart.documents("cluster-wide-values.yaml"), "NetworkPolicy")["spec"]
+    assert spec["policyTypes"] == ["Ingress", "Egress"]
+    assert [[port["port"] for port in rule["ports"]] for rule in spec["egress"]] == [[53, 53], [6443, 16443], [8001]]
+
+
+def test_the_test_pod_asks_the_probe_by_its_own_service(chart: Chart) -> None:
+    documents = chart.documents()
+    service, pod = the_only(documents, "Service"), the_only(documents, "Pod")
+    assert pod["spec"]["containers"][0]["args"][1] == f"http://{service['metadata']['name']}.{NAMESPACE}.svc:8080/healthz"
+    compile(pod["spec"]["containers"][0]["args"][0], "test_operator.py", "exec")
+    assert all(d["metadata"]["annotations"]["helm.sh/hook"] == "test" for d in (service, pod))
+
+
+def test_every_value_is_described_in_the_schema_and_every_map_is_closed() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    open_maps = {"nodeAffinity", "podAffinity", "podAntiAffinity", "global"}
+
+    def closed(node: object, name: str) -> None:
+        if isinstance(node, dict):
+            if node.get("type") == "object" and name not in open_maps:
+                assert node.get("additionalProperties") is not None, name
+            for key, inner in node.items():
+                closed(inner, key)
+        elif isinstance(node, list):
+            for inner in node:
+                closed(inner, name)
+
+    closed(schema, "root")
+    for leaf in leaves(yaml.safe_load((CHART / "values.yaml").read_text())):
+        node = schema
+        for part in leaf.split("."):
+            assert part in node["properties"], leaf
+            node = node["properties"][part]
+
+
+def test_the_readme_names_every_value() -> None:
+    table = (CHART / "README.md").read_text()
+    for leaf in leaves(yaml.safe_load((CHART / "values.yaml").read_text())):
+        top, _, last = leaf.rpartition(".")
+        assert f"`{leaf}`" in table or (f"`.{last}`" in table and f"`{top}." in table) or leaf.startswith("resources."), leaf
+
+
+def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
+    assert chart.documents(overrides={"global": {"imageRegistry": "registry.example"}})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"replicas": 2},
+        {"image.repositry": "x"},
+        {"image.pullPolicy": "Sometimes"},
+        {"image.digest": "sha256:1234"},
+        {"image.tag": "with space"},
+        {"engine.tag": "1"},
+        {"engine.image": "two words"},
+        {"watchNamespaces": "default"},
+        {"watchNamespaces": ["*", "default"]},
+        {"watchNamespaces": ["Default"]},
+        {"watchNamespaces": ["a", "a"]},
+        {"crds.enabled": "yes"},
+        {"crds.install": True},
+        {"operatorKey.value": "secret"},
+        {"operatorKey.secretKey": "../key"},
+        {"serviceAccount.automount": True},
+        {"rbac.clusterWide": True},
+        {"resources.limits": {"memory": "lots"}},
+        {"resources.claims": []},
+        {"podAnnotations": {"a": 1}},
+        {"nodeSelector": {"gpu": True}},
+        {"tolerations": [{"key": "a", "effekt": "NoSchedule"}]},
+        {"affinity": {"nodeAffinities": {}}},
+        {"imagePullSecrets": ["registry"]},
+        {"networkPolicy.enabled": "on"},
+        {"networkPolicy.apiServerPorts": [0]},
+        {"networkPolicy.apiServerPorts": []},
+        {"tests.enabled": False},
+        {"fullnameOverride": "With-Capitals"},
+    ],
+    ids=json.dumps,
+)
+def test_bad_values_are_refused_by_the_schema(chart: Chart, bad: dict[str, object]) -> None:
+    with pytest.raises(RenderError, match="values don't meet the specifications of the schema"):
+        chart.text(overrides=bad)
