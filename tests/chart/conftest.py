@@ -2,10 +2,11 @@
 """The chart, rendered by a real helm."""
 
 import pytest
+
 from chart_rendering import Chart
-from tools.devcluster.helm import helm_binary
+from tools.devcluster import programs
 
 
 @pytest.fixture(scope="session")
 def chart() -> Chart:
-    return Chart(helm_binary())
+    return Chart(programs.helm())

@@ -4,20 +4,21 @@
 import kubernetes_validate
 import pytest
 import yaml
-from chart_rendering import CHART, NAMESPACE, ROOT, VALUE_SETS, Chart, Document, of_kind, pod_specs, the_only
+
+from chart_rendering import CHART, KUBERNETES, NAMESPACE, ROOT, VALUE_SETS, Chart, Document, of_kind, pod_specs, the_only
 
 CRD_FILES = sorted((ROOT / "crds").glob("*.yaml"))
 ROLE_KINDS = ("Role", "ClusterRole")
 
 
-@pytest.fixture(params=VALUE_SETS)
+@pytest.fixture(params=VALUE_SETS, scope="session")
 def documents(request: pytest.FixtureRequest, chart: Chart) -> list[Document]:
     return chart.documents(request.param)
 
 
 def test_every_document_is_strictly_valid(documents: list[Document]) -> None:
     for document in documents:
-        kubernetes_validate.validate(document, "1.36.0", strict=True)
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
 def test_no_two_documents_are_the_same_object(documents: list[Document]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from chart_rendering import CHART, NAMESPACE, Chart, Document, RenderError, leaves, of_kind, pod_specs, the_only
 
 NO_NAMESPACE_RIGHTS = {"Role", "RoleBinding"}
@@ -58,10 +59,14 @@ def test_the_image_is_named_by_tag_or_digest(chart: Chart) -> None:
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert operator_container(chart.documents())["image"] == f"registry.example/diffusion-operator:{version}"
     assert operator_container(chart.documents("namespaces-values.yaml"))["image"] == "registry.example/diffusion-operator:1.2.3"
-    assert operator_container(chart.documents("cluster-wide-values.yaml"))["image"].startswith("registry.example/diffusion-operator@sha256:0123")
+    assert operator_container(chart.documents("cluster-wide-values.yaml"))["image"].startswith(
+        "registry.example/diffusion-operator@sha256:0123"
+    )
 
 
-@pytest.mark.parametrize(("key", "message"), [("image.repository", "name the operator's image"), ("engine.image", "name the worker's image")])
+@pytest.mark.parametrize(
+    ("key", "message"), [("image.repository", "name the operator's image"), ("engine.image", "name the worker's image")]
+)
 def test_an_image_that_is_not_named_is_asked_for(chart: Chart, key: str, message: str) -> None:
     with pytest.raises(RenderError, match=message):
         chart.text(overrides={key: ""})
@@ -119,7 +124,9 @@ def test_what_is_switched_off_is_not_there(chart: Chart) -> None:
 
 
 def test_rights_for_people_go_where_they_are_said_to_go(chart: Chart) -> None:
-    roles = {d["metadata"]["name"].removeprefix(f"demo-diffusion-operator-{NAMESPACE}-"): d for d in of_kind(chart.documents(), "ClusterRole")}
+    roles = {
+        d["metadata"]["name"].removeprefix(f"demo-diffusion-operator-{NAMESPACE}-"): d for d in of_kind(chart.documents(), "ClusterRole")
+    }
     assert roles.keys() == {"view", "edit", "edit-adapters"}
     aggregated = {name: {k.rpartition("-")[2] for k in role["metadata"]["labels"] if "aggregate-to" in k} for name, role in roles.items()}
     assert aggregated == {"view": {"view", "edit", "admin"}, "edit": {"edit", "admin"}, "edit-adapters": set()}
@@ -161,6 +168,7 @@ def test_every_value_is_described_in_the_schema_and_every_map_is_closed() -> Non
         for part in leaf.split("."):
             assert part in node["properties"], leaf
             node = node["properties"][part]
+            node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
 
 def test_the_readme_names_every_value() -> None:

@@ -13,6 +13,10 @@ Document = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "diffusion-operator"
 NAMESPACE = "release-namespace"
+# A helm that was built by `go install` takes 1.20 for its own.
+KUBERNETES = "1.36.0"
+# libyaml where it is there: the documents with the CRDs are long.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 VALUE_SETS = sorted(path.name for path in (CHART / "ci").glob("*-values.yaml"))
 
 
@@ -35,10 +39,11 @@ class Chart:
     def text(self, values: str = "default-values.yaml", *, overrides: Mapping[str, object] | None = None, chart: Path = CHART) -> str:
         """Render one value set of ci/, with single keys set to other values on top, e.g. {"crds.keep": False}."""
         sets = [part for key, value in (overrides or {}).items() for part in ("--set-json", f"{key}={json.dumps(value)}")]
-        return self.run("template", "demo", str(chart), "--namespace", NAMESPACE, "--values", str(CHART / "ci" / values), *sets)
+        arguments = ["--namespace", NAMESPACE, "--kube-version", KUBERNETES, "--values", str(CHART / "ci" / values), *sets]
+        return self.run("template", "demo", str(chart), *arguments)
 
     def documents(self, values: str = "default-values.yaml", *, overrides: Mapping[str, object] | None = None) -> list[Document]:
-        return [document for document in yaml.safe_load_all(self.text(values, overrides=overrides)) if document]
+        return [document for document in yaml.load_all(self.text(values, overrides=overrides), Loader=LOADER) if document]
 
 
 def of_kind(documents: list[Document], kind: str) -> list[Document]:
