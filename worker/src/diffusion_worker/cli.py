@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`diffusion-worker`: the command line. Options are checked before anything is started; every error is one line and exit code 1."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from diffusion_worker.config import Dtype, WorkerConfig, read_model_index, served_name_of
+from diffusion_worker.errors import ConfigError
+
+MAX_RANKS = 64
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+ADAPTER_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+PORT = click.IntRange(0, 65535)
+SECONDS = click.FloatRange(min=0.001, max=86_400)
+
+
+@click.group()
+@click.version_option(package_name="diffusion-worker")
+def cli() -> None:
+    """Serves one diffusion model on a group of ranks."""
+
+
+@cli.command()
+@click.option("--model", required=True, metavar="PATH", help="A diffusers folder.")
+@click.option("--served-name", metavar="NAME", help="The model's name in requests; by default that of its folder.")
+@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Processes, one for each GPU.")
+@click.option("--lora", "loras", multiple=True, metavar="NAME=PATH", help="An adapter to load at start: its name and its peft folder.")
+@click.option("--desired", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
+@click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
+@click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS", help="The diffusers pipeline class.")
+@click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Pictures in one batch.")
+@click.option("--max-loras", type=click.IntRange(1, 1024), default=4, show_default=True, help="Adapters loaded at once.")
+@click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
+@click.option("--host", default="0.0.0.0", show_default=True)
+@click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
+@click.option("--control-port", type=PORT, default=8001, show_default=True, help="State, sleep, wake, adapters; 0 takes a free one.")
+@click.option("--control-token-file", metavar="FILE", help="Its bearer token; without one the control port is on 127.0.0.1 only.")
+@click.option("--startup-timeout-seconds", type=SECONDS, default=1800.0, show_default=True)
+@click.option("--tick-timeout-seconds", type=SECONDS, default=300.0, show_default=True, help="A rank silent for longer has failed.")
+@click.option("--drain-timeout-seconds", type=SECONDS, default=25.0, show_default=True, help="For running requests after SIGTERM.")
+def serve(
+    *,
+    model: str,
+    served_name: str | None,
+    ranks: int,
+    loras: tuple[str, ...],
+    desired: str | None,
+    dtype: str,
+    pipeline: str,
+    max_batch_size: int,
+    max_loras: int,
+    max_lora_rank: int,
+    host: str,
+    port: int,
+    control_port: int,
+    control_token_file: str | None,
+    startup_timeout_seconds: float,
+    tick_timeout_seconds: float,
+    drain_timeout_seconds: float,
+) -> None:
+    """Serve a model: pictures on one port, control on another."""
+    config = WorkerConfig(
+        model=model,
+        served_name=served_name or served_name_of(model),
+        ranks=ranks,
+        dtype=Dtype(dtype),
+        pipeline=pipeline,
+        max_batch_size=max_batch_size,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        preload_loras=parse_loras(loras),
+        desired_path=desired,
+        control_token_path=control_token_file,
+        startup_timeout_s=startup_timeout_seconds,
+        tick_timeout_s=tick_timeout_seconds,
+        drain_timeout_s=drain_timeout_seconds,
+    )
+    check(config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Late, so that a wrong option is answered at once.
+    from diffusion_worker.ranks.executor import RankExecutor
+    from diffusion_worker.server.serve import Listen, run
+
+    sys.exit(run(config, Listen(host=host, port=port, control_port=control_port), RankExecutor(config)))
+
+
+def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
+    """`NAME=PATH` of every `--lora`; raises ConfigError."""
+    found: dict[str, str] = {}
+    for option in options:
+        name, separator, path = option.partition("=")
+        if not separator or not path:
+            raise ConfigError(f"--lora {option!r}: expected NAME=PATH")
+        if not ADAPTER_NAME.fullmatch(name):
+            raise ConfigError(f"--lora {option!r}: expected a name of a-z, 0-9, '.', '_' and '-', at most 63 long, found {name!r}")
+        if name in found:
+            raise ConfigError(f"--lora {option!r}: the name {name!r} is given twice")
+        found[name] = path
+    return found
+
+
+def check(config: WorkerConfig) -> None:
+    """What can be known to be wrong without torch; raises ConfigError with the option's name."""
+    try:
+        read_model_index(config.model)
+    except ConfigError as error:
+        raise ConfigError(f"--model: {error}") from None
+    if not NAME.fullmatch(config.served_name):
+        raise ConfigError(f"--served-name: expected letters, digits, '.', '_' and '-', at most 63, found {config.served_name!r}")
+    for name, path in config.preload_loras.items():
+        if name == config.served_name:
+            raise ConfigError(f"--lora {name}={path}: the name is that of the model, choose another or another --served-name")
+        if not Path(path).is_dir():
+            raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
+    if len(config.preload_loras) > config.max_loras:
+        raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is {config.max_loras}")
+
+
+def main() -> None:
+    """Entry point of the program: every error of a user's making is one line on stderr and exit code 1."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(1)
+    except ConfigError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

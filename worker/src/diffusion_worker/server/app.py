@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two applications, data and control, over one engine."""
+
+import time
+from pathlib import Path
+
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.server import control, images
+from diffusion_worker.server.control_token import RequireToken, TokenFile
+from diffusion_worker.server.metrics import Metrics
+from diffusion_worker.server.problems import install_error_answers
+from diffusion_worker.server.request_log import RequestLog
+
+# A prompt is a few kilobytes; there is no upload of pictures here.
+MAX_BODY_BYTES = 1_048_576
+
+
+def data_app(engine: Engine) -> FastAPI:
+    """The data port's application: images, models, probes, metrics."""
+    app = _app(engine, title="diffusion-worker")
+    app.state.metrics = Metrics(engine)
+    app.state.started_at = int(time.time())
+    app.add_middleware(RequestLog, metrics=app.state.metrics)
+    app.include_router(images.router)
+    return app
+
+
+def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
+    """The control port's application; without a token it must listen on loopback only.
+
+    Raises:
+        ConfigError: the token file is missing or empty.
+    """
+    app = _app(engine, title="diffusion-worker control")
+    if token_path is None:
+        app.include_router(control.router)
+        return app
+    token_file = TokenFile(token_path)
+    token_file.require()
+    app.add_middleware(RequireToken, token_file=token_file)
+    # Checked by the middleware; here for the OpenAPI document.
+    app.include_router(control.router, dependencies=[Depends(HTTPBearer(auto_error=False))])
+    return app
+
+
+def _app(engine: Engine, *, title: str) -> FastAPI:
+    app = FastAPI(
+        title=title,
+        # The interactive pages load scripts from other hosts.
+        docs_url=None,
+        redoc_url=None,
+        max_body_size=MAX_BODY_BYTES,
+        # One registry of metrics is enough; spans of every request cost time and validation logs would hold prompts.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
+    )
+    app.state.engine = engine
+    install_error_answers(app)
+    return app

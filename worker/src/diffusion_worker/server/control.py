@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the control port. Long operations are started here and observed in `/v1/state`."""
+
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.server.schemas import (
+    AdapterBody,
+    AdapterName,
+    AdapterRemoval,
+    ErrorBody,
+    OperationAnswer,
+    RemovedAdapter,
+    SleepBody,
+    WakeBody,
+)
+
+router = APIRouter()
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    int(status): {"model": ErrorBody}
+    for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE)
+}
+OPERATION: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, 202: {"model": OperationAnswer}, **ERRORS}
+
+
+@router.get("/v1/state", response_model=None)
+async def state(request: Request) -> Response:
+    """Everything there is to know of this worker; cheap, and answered in every state."""
+    return _encoded(_engine(request).state_document())
+
+
+@router.post("/v1/sleep", response_model=None, responses=OPERATION)
+async def sleep(body: SleepBody, request: Request) -> Response:
+    """Start to sleep: 202; 200 where that operation is done already or there is nothing to do."""
+    return _operation(_engine(request), body.operation_id, running=_engine(request).sleep(body.call()))
+
+
+@router.post("/v1/wake", response_model=None, responses=OPERATION)
+async def wake(body: WakeBody, request: Request) -> Response:
+    """Start to wake: 202; 200 where that operation is done already or there is nothing to do."""
+    return _operation(_engine(request), body.operation_id, running=_engine(request).wake(body.call()))
+
+
+@router.put("/v1/adapters/{name}", response_model=None, responses=ERRORS)
+async def put_adapter(name: AdapterName, body: AdapterBody, request: Request) -> Response:
+    """Load an adapter on every rank, or update its scale; answers its record as in `/v1/state`."""
+    return _encoded(await _engine(request).put_adapter(name, body.call()))
+
+
+@router.delete("/v1/adapters/{name}", responses=ERRORS)
+async def delete_adapter(name: AdapterName, query: Annotated[AdapterRemoval, Query()], request: Request) -> RemovedAdapter:
+    """Take an adapter away: new requests are refused at once, running ones have `drainSeconds`."""
+    await _engine(request).delete_adapter(name, operation_id=query.operation_id, boot_id=query.boot_id, drain_s=query.drain_seconds)
+    return RemovedAdapter(name=name)
+
+
+def _engine(request: Request) -> Engine:
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+def _encoded(document: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _operation(engine: Engine, operation_id: str, *, running: bool) -> Response:
+    answer = OperationAnswer(operationId=operation_id, state=engine.state)
+    return JSONResponse(answer.model_dump(), HTTPStatus.ACCEPTED if running else HTTPStatus.OK)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bearer token of the control port: read from a file, and again whenever that changes, so that it can be rotated."""
+
+import hmac
+import logging
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.server.problems import error_answer
+
+# The API's description is no secret.
+OPEN_PATHS = frozenset({"/openapi.json"})
+
+log = logging.getLogger(__name__)
+
+
+class TokenFile:
+    """A file with one token. While it is unreadable or empty, every token is wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int, int] | None = None
+        self._token = b""
+
+    def require(self) -> None:
+        """Raises ConfigError where the file holds no token."""
+        try:
+            token = self._path.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"--control-token-file {str(self._path)!r}: cannot be read: {error.strerror}") from None
+        if not token:
+            raise ConfigError(f"--control-token-file {str(self._path)!r}: expected a token in it, found nothing")
+
+    def accepts(self, authorization: str | None) -> bool:
+        """Whether a request with this `Authorization` header may pass."""
+        scheme, _, given = (authorization or "").partition(" ")
+        expected = self._current()
+        # compare_digest first, so that time tells nothing of the token.
+        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
+        return same and bool(expected) and scheme.lower() == "bearer"
+
+    def _current(self) -> bytes:
+        try:
+            # Follows the symbolic link that Kubernetes swaps when a mounted Secret changes: another file, another inode.
+            stat = self._path.stat()
+            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if stamp != self._stamp:
+                self._token = self._path.read_bytes().strip()
+                self._stamp = stamp
+        except OSError as error:
+            if self._stamp is not None:
+                log.warning("control token file cannot be read: %s", error)
+            self._token, self._stamp = b"", None
+        return self._token
+
+
+class RequireToken:
+    """ASGI middleware in front of the control port: nothing is parsed before the token is right."""
+
+    def __init__(self, app: ASGIApp, token_file: TokenFile) -> None:
+        self._app = app
+        self._token_file = token_file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        authorization = Request(scope).headers.get("authorization")
+        if self._token_file.accepts(authorization):
+            await self._app(scope, receive, send)
+            return
+        found = "another one" if authorization else "none"
+        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected the control token as 'Authorization: Bearer …', found {found}")
+        await error_answer(error, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

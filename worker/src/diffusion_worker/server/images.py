@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the data port: pictures as the OpenAI SDK asks for them, models, probes, metrics."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from diffusion_worker.engine.documents import AdapterDocument, EngineState
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.server.encoding import images_answer
+from diffusion_worker.server.schemas import ErrorBody, ImagesAnswer, ImagesRequest, ModelCard, ModelList
+
+router = APIRouter()
+# nginx's number for a client that went away; nobody receives it.
+CLIENT_CLOSED_REQUEST = 499
+READY_RETRY_S = 1.0
+T = TypeVar("T")
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    int(status): {"model": ErrorBody}
+    for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
+}
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had an answer; raised and handled in this module."""
+
+
+@router.post("/v1/images/generations", response_model=None, responses={200: {"model": ImagesAnswer}, **ERRORS})
+async def generate_images(body: ImagesRequest, request: Request) -> Response:
+    """Make `n` pictures of one prompt. Their seeds follow each other and are in the answer."""
+    engine: Engine = request.app.state.engine
+    try:
+        pictures = await _unless_client_goes(request, engine.generate(body.params()))
+    except ClientGone:
+        request.state.error_code = "ClientGone"
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    content = await asyncio.to_thread(images_answer, pictures, int(time.time()))
+    return Response(content, media_type="application/json")
+
+
+@router.get("/v1/models", response_model_exclude_none=True)
+async def list_models(request: Request) -> ModelList:
+    """The base model first, then the adapters that are loaded."""
+    served = request.app.state.engine.served_models()
+    return ModelList(data=[_card(name, adapter, served[0][0], request.app.state.started_at) for name, adapter in served])
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process lives and its event loop turns."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses={503: {"model": ErrorBody}})
+async def readyz(request: Request) -> dict[str, str]:
+    """200 from the end of the first load until the drain for termination, also asleep."""
+    engine: Engine = request.app.state.engine
+    if engine.loaded:
+        return {"status": "ready"}
+    code = ErrorCode.TERMINATING if engine.state in (EngineState.TERMINATING, EngineState.FAILED) else ErrorCode.STARTING
+    raise RequestError(code, f"the worker is {engine.state}", retry_after_s=READY_RETRY_S)
+
+
+@router.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    content, media_type = request.app.state.metrics.exposition()
+    return Response(content, headers={"Content-Type": media_type})
+
+
+def _card(name: str, adapter: AdapterDocument | None, base: str, created: int) -> ModelCard:
+    if adapter is None:
+        return ModelCard(id=name, created=created)
+    return ModelCard(id=name, created=created, parent=base, digest=adapter.digest)
+
+
+async def _unless_client_goes(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it when the client closes the connection, so that its rows are free for others."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for unfinished in (task, gone):
+            unfinished.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client is gone; the body was read before, so nothing else can arrive."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `/metrics` shows: counters of the HTTP edge, and a collector that reads the engine when it is asked.
+
+Labels are bounded: codes and states come from closed lists, ranks from the configuration. No adapter's name, no request's id.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from diffusion_worker.engine.documents import AdapterState, EngineState, RankDocument
+from diffusion_worker.engine.engine import Engine
+
+PREFIX = "diffusion_worker_"
+# From a small model on a GPU to a large picture on a CPU.
+SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+class Metrics:
+    """The registry of one server process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(PREFIX + "requests", "Image requests answered, by error code or OK.", ["code"], registry=self._registry)
+        self._seconds = Histogram(
+            PREFIX + "request_seconds", "Time from an image request to its answer.", buckets=SECONDS_BUCKETS, registry=self._registry
+        )
+        self._registry.register(EngineCollector(engine))
+
+    def observe_request(self, code: str, seconds: float) -> None:
+        """Count one answered image request; only pictures go into the histogram, refusals would hide them."""
+        self._requests.labels(code=code).inc()
+        if code == "OK":
+            self._seconds.observe(seconds)
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The text of all metrics and its media type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class EngineCollector(Collector):
+    """Turns the engine's counters and its state document into metrics when they are scraped."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; called by the registry."""
+        document = self._engine.state_document()
+        yield from self._counters()
+        yield _gauge("requests_in_flight", "Image requests that are being worked on.", document.in_flight)
+        yield _gauge("requests_queued", "Image requests that wait for a place in the batch.", document.queued)
+        yield _gauge("load_bytes", "Bytes of weights loaded so far, all ranks.", document.load.bytes_done)
+        yield _gauge("load_bytes_expected", "Bytes of weights to load, all ranks.", document.load.bytes_total)
+        yield _by_state("state", "1 for the state the worker is in.", EngineState, {document.state: 1})
+        yield _by_state("adapters", "Adapters by state.", AdapterState, Tally[str](adapter.state for adapter in document.adapters))
+        yield from _rank_memory(document.ranks)
+
+    def _counters(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        yield CounterMetricFamily(PREFIX + "images", "Pictures made.", stats.images_total)
+        yield CounterMetricFamily(PREFIX + "steps", "Steps of the batch.", stats.steps_total)
+        yield CounterMetricFamily(PREFIX + "model_calls", "Merged model calls.", stats.model_calls_total)
+        yield CounterMetricFamily(PREFIX + "model_rows", "Rows of all merged model calls.", stats.rows_total)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value)
+
+
+def _by_state(name: str, text: str, states: Iterable[str], counts: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=["state"])
+    for state in states:
+        family.add_metric([str(state)], counts.get(state, 0))
+    return family
+
+
+def _rank_memory(ranks: list[RankDocument]) -> Iterator[Metric]:
+    figures = {
+        "rank_weights_bytes": ("Size of a rank's weights.", "weights_bytes"),
+        "rank_weights_resident_bytes": ("Part of a rank's weights that is in memory.", "weights_resident_bytes"),
+        "rank_mirror_memory_bytes": ("Memory from which a rank's weights come back at wake.", "mirror_memory_bytes"),
+    }
+    for name, (text, field) in figures.items():
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["rank"])
+        for rank in ranks:
+            family.add_metric([str(rank.rank)], getattr(rank.memory, field))
+        yield family

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error as the one body of the API: `{code, message, retryable, retryAfterSeconds, details}`.
+
+Messages name the field, what was expected and what was found. Prompts are never repeated, other values shortened.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from diffusion_worker.errors import RETRYABLE, ErrorCode, GroupFailed, RequestError
+
+# What a user wrote is theirs: it goes into no message and no log.
+PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
+SHOWN_CHARS = 80
+BODY_TOO_LARGE = "the body: expected at most {limit} bytes, found more"
+
+
+def install_error_answers(app: FastAPI) -> None:
+    """Answer every error that leaves a route, and those of routing itself, in the one form."""
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(GroupFailed, _group_failed)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def error_answer(
+    error: RequestError, *, request: Request | None = None, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The answer to `error`; leaves its code with the request for log and metrics."""
+    if request is not None:
+        request.state.error_code = error.code
+    retry_after_s = error.retry_after_s if error.retryable else None
+    sent = dict(headers or {})
+    if retry_after_s is not None:
+        sent["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    body = {
+        "code": error.code,
+        "message": error.message,
+        "retryable": error.code in RETRYABLE,
+        "retryAfterSeconds": retry_after_s,
+        "details": error.details,
+    }
+    return JSONResponse(body, status or error.status, sent)
+
+
+def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
+    """Field and message of one pydantic error."""
+    field = _field_name(problem["loc"])
+    kind = problem["type"]
+    if kind == "json_invalid":
+        return "body", f"the body: expected JSON, found an error at character {problem['loc'][-1]}: {problem['ctx']['error']}"
+    if kind == "extra_forbidden":
+        return field, f"{field}: unknown field"
+    if kind == "missing":
+        return field, f"{field}: required, found nothing" if field != "body" else "the body: expected a JSON object, found nothing"
+    if kind == "model_attributes_type":
+        return field, f"{'the body' if field == 'body' else field}: expected a JSON object, sent as application/json"
+    return field, f"{field}: {_expected(problem)}; found {_shown(field, problem.get('input'))}"
+
+
+def _field_name(location: Sequence[str | int]) -> str:
+    """`("body", "source", "path")` as `source.path`; a key that a client made up is shortened."""
+    if len(location) == 1:
+        return str(location[0])
+    return _short(".".join(str(part) for part in location[1:]))
+
+
+def _expected(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "string_pattern_mismatch":
+        return f"expected a text of the form {problem['ctx']['pattern']}"
+    message = str(problem["msg"])
+    return message.replace("Input should be", "expected", 1).replace("String should have", "expected", 1)
+
+
+def _shown(field: str, value: object) -> str:
+    if isinstance(value, str):
+        return f"a text of {len(value)} characters" if field in PRIVATE_FIELDS else _short(repr(value))
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    return _short(str(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "…"
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)  # starlette's handlers are typed for any exception
+    return error_answer(error, request=request)
+
+
+async def _group_failed(request: Request, error: Exception) -> Response:
+    return error_answer(RequestError(ErrorCode.ENGINE_FAILED, f"the worker lost its ranks and ends: {error}"), request=request)
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = [describe_validation(problem) for problem in error.errors()[:5]]
+    message = "; ".join(message for _, message in found)
+    return error_answer(RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": found[0][0]}), request=request)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = ErrorCode.NOT_FOUND if error.status_code == HTTPStatus.NOT_FOUND else ErrorCode.INVALID_REQUEST
+    route = f"{request.method} {_short(request.url.path)}"
+    messages = {
+        HTTPStatus.NOT_FOUND: f"{route}: there is no such route",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route has no such method",
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE: BODY_TOO_LARGE.format(limit=request.app.max_body_size),
+    }
+    message = messages.get(HTTPStatus(error.status_code), f"{route}: {error.detail}")
+    return error_answer(RequestError(code, message), request=request, status=error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """A fault of ours: the traceback goes to the log (the server logs what it re-raises), its kind to the client."""
+    return error_answer(RequestError(ErrorCode.ENGINE_FAILED, f"unexpected error in the worker: {type(error).__name__}"), request=request)

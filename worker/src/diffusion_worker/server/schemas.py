@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests and answers as pydantic models, so that `/openapi.json` is right and unknown fields are refused.
+
+Pydantic stays in this package: each body turns itself into the struct that the engine takes. Only the form is checked here;
+what depends on the model, on limits or on the engine's state is the engine's to judge.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from diffusion_worker.engine.documents import AdapterCall, AdapterSource, OperationCall, SleepCall, SleepMode
+from diffusion_worker.engine.engine import GenerationParams
+
+MAX_SEED = 2**63 - 1
+# An operation that takes longer than a day is a mistake of the caller.
+MAX_DEADLINE_S = 86_400.0
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
+OperationId = Annotated[str, Field(min_length=1, max_length=128)]
+BootId = Annotated[str, Field(min_length=1, max_length=128)]
+AdapterName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=63)]
+
+
+class ImagesRequest(BaseModel):
+    """What `client.images.generate(...)` of the OpenAI SDK sends, and the fields that diffusion adds to it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: Annotated[str, Field(min_length=1, description="What the picture shows.")]
+    model: Annotated[str | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
+    n: Annotated[int, Field(ge=1, description="How many pictures.")] = 1
+    size: Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", description="WIDTHxHEIGHT in pixels.")] = "auto"
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first picture; random if absent.")] = None
+    num_inference_steps: Annotated[int | None, Field(ge=1)] = None
+    guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
+    negative_prompt: str | None = None
+    lora_scale: Annotated[Finite | None, Field(description="Strength of the adapter in this request.")] = None
+    response_format: Literal["b64_json"] = "b64_json"
+
+    def params(self) -> GenerationParams:
+        """The request as the engine takes it."""
+        width, height = (None, None) if self.size == "auto" else map(int, self.size.split("x"))
+        return GenerationParams(
+            prompt=self.prompt,
+            model=self.model,
+            negative_prompt=self.negative_prompt,
+            n=self.n,
+            seed=self.seed,
+            height=height,
+            width=width,
+            steps=self.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            lora_scale=self.lora_scale,
+        )
+
+
+class ImageData(BaseModel):
+    """One picture."""
+
+    b64_json: str
+    seed: int
+
+
+class ImagesAnswer(BaseModel):
+    """The pictures, PNG in base64."""
+
+    created: int
+    data: list[ImageData]
+
+
+class ModelCard(BaseModel):
+    """The base model, or an adapter with the `parent` it belongs to."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "diffusion-worker"
+    parent: str | None = None
+    digest: str | None = None
+
+
+class ModelList(BaseModel):
+    """What this worker serves now; an adapter is in it once it is loaded."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is an error, on both ports."""
+
+    code: str
+    message: str
+    retryable: bool
+    retryAfterSeconds: float | None
+    details: dict[str, object]
+
+
+class ControlBody(BaseModel):
+    """Base of the control port's bodies: camelCase on the wire, nothing unknown, no conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
+
+
+class WakeBody(ControlBody):
+    """Body of `POST /v1/wake`. Without `bootId` the call is for whatever runs."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+
+    def call(self) -> OperationCall:
+        """The body as the engine takes it."""
+        return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
+
+
+class SleepBody(ControlBody):
+    """Body of `POST /v1/sleep`. The deadline bounds the drain; after it running requests end as by `Abort`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 300.0
+    level: Literal["HostMemory"] = "HostMemory"
+    mode: Literal["Wait", "Abort"] = "Wait"
+
+    def call(self) -> SleepCall:
+        """The body as the engine takes it."""
+        return SleepCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            level=self.level,
+            mode=SleepMode(self.mode),
+        )
+
+
+class SourceBody(ControlBody):
+    """A peft folder that the worker can read."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class AdapterBody(ControlBody):
+    """Body of `PUT /v1/adapters/{name}`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+    source: SourceBody
+    digest: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
+    scale: Annotated[Finite, Field(ge=-4, le=4)] = 1.0
+
+    def call(self) -> AdapterCall:
+        """The body as the engine takes it."""
+        return AdapterCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            source=AdapterSource(path=self.source.path),
+            digest=self.digest,
+            scale=self.scale,
+        )
+
+
+class AdapterRemoval(BaseModel):
+    """Query of `DELETE /v1/adapters/{name}`: requests that use the adapter have `drainSeconds` to finish."""
+
+    # Not strict: a query has only strings.
+    model_config = ConfigDict(extra="forbid", alias_generator=to_camel)
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    drain_seconds: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S, allow_inf_nan=False)] = 60.0
+
+
+class OperationAnswer(BaseModel):
+    """What became of a sleep or wake call; its outcome is in `/v1/state`."""
+
+    operationId: str
+    state: str
+
+
+class RemovedAdapter(BaseModel):
+    """The adapter that is gone."""
+
+    name: str

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's life: two listeners and the engine in one event loop, from the first answer to the exit code.
+
+The listeners answer while the ranks load. SIGTERM ends it with 0 after the running requests; a lost group, with 70, after they
+were answered with an error. Nothing here waits without end: a watchdog thread ends the process where the loop does not.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.errors import ConfigError, GroupFailed
+from diffusion_worker.server.app import control_app, data_app
+
+EXIT_OK = 0
+EXIT_CONFIG = 1
+EXIT_GROUP_LOST = os.EX_SOFTWARE  # 70
+
+LOOPBACK = "127.0.0.1"
+# From the end of the drain to the end of the process: 25 s of drain and this stay below Kubernetes' grace of 30 s.
+STOP_TIMEOUT_S = 4.0
+# A finished answer still has to reach a slow client.
+SEND_TIMEOUT_S = 3
+# Longer than clients keep an idle connection (aiohttp 15 s, nginx 60 s), so that none meets one that closes under its request.
+KEEP_ALIVE_S = 75
+TERMINATION_LOG = "/dev/termination-log"
+# The kubelet reads this much.
+TERMINATION_LOG_BYTES = 4096
+
+log = logging.getLogger(__name__)
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the worker listens; port 0 takes a free one, which the log names."""
+
+    host: str
+    port: int
+    control_port: int
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a worker ended."""
+
+    exit_code: int
+    reason: str
+
+
+class Listener(uvicorn.Server):
+    """A uvicorn server that leaves signals to the worker."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: two servers in one loop cannot both have them."""
+        yield
+
+
+def run(config: WorkerConfig, listen: Listen, ranks: RankGroup) -> int:
+    """Serve until SIGTERM or a failure; returns the exit code.
+
+    Raises:
+        ConfigError: a port cannot be bound or the control token cannot be read.
+    """
+    ending = asyncio.run(serve(config, listen, ranks))
+    if ending.exit_code == EXIT_OK:
+        log.info("worker ends exit_code=0 reason=%r", ending.reason)
+    else:
+        log.error("worker ends exit_code=%d reason=%r", ending.exit_code, ending.reason)
+        write_termination_log(ending.reason)
+    return ending.exit_code
+
+
+async def serve(config: WorkerConfig, listen: Listen, ranks: RankGroup) -> Ending:
+    """One worker's life in a running loop."""
+    stop = _stop_on_signals()
+    engine = Engine(config, ranks, boot_id=uuid.uuid4().hex)
+    token_path = Path(config.control_token_path) if config.control_token_path else None
+    control_host = listen.host if token_path else LOOPBACK
+    data_socket = _bind("--port", listen.host, listen.port)
+    control_socket = _bind("--control-port", control_host, listen.control_port)
+    listeners = [_listener(data_app(engine)), _listener(control_app(engine, token_path))]
+    serving = [
+        asyncio.create_task(listener.serve([bound])) for listener, bound in zip(listeners, (data_socket, control_socket), strict=True)
+    ]
+    log.info(
+        "listening data=%s:%d control=%s:%d boot_id=%s", *data_socket.getsockname()[:2], *control_socket.getsockname()[:2], engine.boot_id
+    )
+    life = asyncio.create_task(_life(engine))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({life, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    ending = life.result() if life.done() else Ending(EXIT_OK, "asked to terminate")
+    with _watchdog(ending, config.drain_timeout_s + STOP_TIMEOUT_S):
+        if life.done():
+            await _close(listeners, serving)
+            await engine.terminate()
+        else:
+            await engine.terminate()
+            await _close(listeners, serving)
+        life.cancel()
+        stopping.cancel()
+        await asyncio.gather(life, stopping, return_exceptions=True)
+    return ending
+
+
+async def _life(engine: Engine) -> Ending:
+    """Start and run; returns when the worker cannot go on."""
+    try:
+        await engine.start()
+        log.info("started state=%s", engine.state)
+        return Ending(EXIT_GROUP_LOST, await engine.run_until_failure())
+    except ConfigError as error:
+        return Ending(EXIT_CONFIG, str(error))
+    except GroupFailed as error:
+        return Ending(EXIT_GROUP_LOST, str(error))
+    except Exception as error:
+        log.exception("unexpected error in the engine")
+        return Ending(EXIT_GROUP_LOST, f"unexpected error in the engine: {error!r}")
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set; the second one ends the process at once (the ranks follow their parent)."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        log.info("%s: draining", number.name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def _bind(option: str, host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"{option} {port} on {host}: cannot listen: {error.strerror or error}") from None
+
+
+def _listener(app: FastAPI) -> Listener:
+    return Listener(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SEND_TIMEOUT_S,
+        )
+    )
+
+
+async def _close(listeners: list[Listener], serving: list[asyncio.Task[None]]) -> None:
+    """Stop listening, send what is finished, close the connections."""
+    for listener in listeners:
+        listener.should_exit = True
+    await asyncio.gather(*serving)
+
+
+@contextlib.contextmanager
+def _watchdog(ending: Ending, timeout_s: float) -> Iterator[None]:
+    """End the process from another thread if the block takes longer than it may, whatever the event loop does."""
+
+    def end() -> None:
+        log.error("shutdown took over %.0f s: ending at once, after: %s", timeout_s, ending.reason)
+        write_termination_log(f"shutdown took over {timeout_s:.0f} s, after: {ending.reason}")
+        os._exit(ending.exit_code or EXIT_GROUP_LOST)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def write_termination_log(reason: str) -> None:
+    """Leave the reason where the kubelet looks for it; only where that file is there already."""
+    path = Path(os.environ.get("DIFFUSION_TERMINATION_LOG", TERMINATION_LOG))
+    try:
+        with path.open("r+b") as file:
+            file.write(reason.encode("utf-8", "replace")[:TERMINATION_LOG_BYTES])
+            file.truncate()
+    except OSError as error:
+        log.debug("no termination log at %s: %s", path, error)
