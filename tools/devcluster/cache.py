@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Things that are slow to make, made once per content: `NAME-HASH` in the cache, complete or not there at all."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .paths import cache_dir
+
+IGNORED_DIRECTORIES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+
+
+def content_hash(parts: Iterable[Path | str], *, relative_to: Path) -> str:
+    """Twelve hex digits over the names and bytes of files (folders: all files in them) and over plain words."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            digest.update(b"word\0" + part.encode() + b"\0")
+            continue
+        for file in sorted(_files_in(part)):
+            digest.update(b"file\0" + str(file.relative_to(relative_to)).encode() + b"\0")
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+def _files_in(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for entry in path.iterdir() if path.is_dir() else ():
+        if entry.name not in IGNORED_DIRECTORIES and not entry.name.endswith((".egg-info", ".pyc")):
+            yield from _files_in(entry)
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One process at a time; a killed one's lock goes with it."""
+    directory = cache_dir() / "locks"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def cached(name: str, key: str, make: Callable[[Path], None]) -> Path:
+    """The folder that `make` fills, made only where there is none for this key; older ones of that name go."""
+    target = cache_dir() / f"{name}-{key}"
+    if target.is_dir():
+        return target
+    with locked(name):
+        if target.is_dir():
+            return target
+        draft = cache_dir() / f".{name}-draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        make(draft)
+        draft.rename(target)
+        for older in cache_dir().glob(f"{name}-{'?' * len(key)}"):
+            if older != target:
+                shutil.rmtree(older, ignore_errors=True)
+    return target

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machine must have, asked before anything is changed; a missing thing is named with the way to get it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import PrerequisiteMissing
+from .progress import run_quiet
+
+SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin"])
+GO_MINIMUM = (1, 26)
+# Measured for a whole set-up: Go caches 4, programs 1, images in buildah 6, in the registry 6, unpacked on the node 6.
+DISK_FREE_GB = 25
+
+
+def go() -> str:
+    """The Go command, of a version that can build Kubernetes."""
+    wanted = "Go {}.{} or later".format(*GO_MINIMUM)
+    found = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    if found is None:
+        raise PrerequisiteMissing(f"{wanted} is needed to build the cluster's programs and is not in PATH: unpack it from go.dev into /usr/local/go")
+    version = run_quiet([found, "version"])
+    match = re.search(r"go(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < GO_MINIMUM:
+        raise PrerequisiteMissing(f"{wanted} is needed to build the cluster's programs; {found} is {version.strip()!r}: unpack a newer one from go.dev")
+    return found
+
+
+def linux_root() -> None:
+    """Our own node needs the kernel's namespaces and the right to make them."""
+    if sys.platform != "linux":
+        raise PrerequisiteMissing("Without a Docker engine the local cluster runs on Linux only: start a Docker engine, or set KUBECONFIG to a cluster of yours")
+    if os.geteuid() != 0:
+        raise PrerequisiteMissing("Without a Docker engine the local cluster needs root: run this as root, start a Docker engine, or set KUBECONFIG to a cluster of yours")
+    if shutil.which("apt-get", path=SYSTEM_PATH) is None:
+        raise PrerequisiteMissing("Without a Docker engine the local cluster takes containerd, runc and etcd from Debian packages, and there is no apt-get here")
+    if "overlay" not in Path("/proc/filesystems").read_text().split():
+        raise PrerequisiteMissing("The kernel offers no overlay file system, which containerd needs: load the module (modprobe overlay)")
+
+
+def disk_free(directory: Path, *, needed_gb: float, what: str) -> None:
+    """Room where the cache lies."""
+    existing = next(p for p in (directory, *directory.parents) if p.exists())
+    free_gb = shutil.disk_usage(existing).free / 1e9
+    if free_gb < needed_gb:
+        raise PrerequisiteMissing(f"{what} needs about {needed_gb:.0f} GB free under {existing}; there are {free_gb:.1f}. XDG_CACHE_HOME moves the cache elsewhere")
+
+
+def networks_free(networks: list[str], *, own_link: str) -> None:
+    """None of the node's networks may be one that the machine already reaches another way."""
+    wanted = [ipaddress.ip_network(n) for n in networks]
+    for route in json.loads(run_quiet(["ip", "-4", "-j", "route", "show", "table", "all"])):
+        if route["dst"] == "default" or route.get("dev") == own_link:
+            continue
+        taken = ipaddress.ip_network(route["dst"], strict=False)
+        for network in wanted:
+            if taken.overlaps(network):
+                raise PrerequisiteMissing(f"The node wants the network {network}, but this machine has a route to {taken} by {route.get('dev')}")
+
+
+@contextmanager
+def no_services(policy: Path = Path("/usr/sbin/policy-rc.d")) -> Iterator[None]:
+    """While this lasts Debian starts no service that it installs; a policy that is there stays as it is."""
+    if policy.exists():
+        yield
+        return
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink()

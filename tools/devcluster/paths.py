@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where things lie: the repository, the cache (kept, keyed by content) and the state of what runs (gone after `down`)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+
+# The node runs as root, one a machine, so its places are fixed: a later `up` or `down` finds what a killed one left.
+NODE_STATE = Path("/var/lib/diffusion-operator/node")
+NODE_RUN = Path("/run/diffusion-operator/node")
+
+
+def cache_dir() -> Path:
+    """The cache of everything that is slow to make."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "diffusion-operator"
+
+
+def log_dir() -> Path:
+    """Logs of builds; the node's own logs lie with its state."""
+    directory = cache_dir() / "log"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def apiserver_state() -> Path:
+    """State of the stand-alone API server that `up --only-apiserver` leaves running; it needs no root."""
+    if os.geteuid() == 0:
+        return Path("/run/diffusion-operator/apiserver")
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/diffusion-operator-{os.geteuid()}") / "diffusion-operator-apiserver"

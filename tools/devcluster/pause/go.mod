@@ -1,0 +1,3 @@
+module diffusion-operator.dev/tools/devcluster/pause
+
+go 1.26.0

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long-running programs: started apart from us, found again by pid and start time, ended for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that may not be our child; the start time tells it from a later one with the same pid."""
+
+    name: str
+    pid: int
+    started_ticks: int
+
+    def alive(self) -> bool:
+        """Whether it still runs; collects it if it was ours."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
+        return _started_ticks(self.pid) == self.started_ticks
+
+    def stop(self) -> None:
+        """Ends it: asked first, and after five seconds without asking."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not self.alive():
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            ends = time.monotonic() + GRACE_S
+            while self.alive() and time.monotonic() < ends:
+                time.sleep(0.02)
+
+
+def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str] | None = None, dies_with_us: bool = False) -> Process:
+    """Starts a program in a session of its own. With `dies_with_us` the kernel ends it with the thread that started it, however that ends."""
+    words = [str(a) for a in argv]
+    if dies_with_us:
+        words = ["setpriv", "--pdeathsig", "KILL", *words]
+    output = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+    pid = os.posix_spawnp(words[0], words, dict(os.environ if env is None else env), file_actions=[no_input, output, (os.POSIX_SPAWN_DUP2, 1, 2)], setsid=True)
+    return Process(name, pid, _started_ticks(pid) or 0)
+
+
+def save(processes: Sequence[Process], file: Path) -> None:
+    """Notes processes for a later run of ours."""
+    file.write_text(json.dumps([asdict(p) for p in processes]))
+
+
+def load(file: Path) -> list[Process]:
+    """The processes noted by an earlier run; none where there is no note, or half a one."""
+    try:
+        return [Process(**entry) for entry in json.loads(file.read_text())]
+    except (FileNotFoundError, ValueError, TypeError):
+        return []
+
+
+def _started_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])

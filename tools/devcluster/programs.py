@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of the cluster, built from Go modules or unpacked from Debian packages into the cache; nothing prebuilt is committed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from . import checks
+from .cache import cached, content_hash
+from .paths import HERE, log_dir
+from .progress import run_logged
+
+KUBERNETES = "1.36.2"
+HELM = "v3.22.0"
+KIND = "v0.33.0"
+
+KUBE_NAMES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl", "cri-pull")
+_VERSION = "k8s.io/component-base/version"
+_KUBE_LDFLAGS = f"-s -w -X {_VERSION}.gitVersion=v{KUBERNETES} -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor={KUBERNETES.split('.')[1]}"
+
+# Unpacked beside each other, never installed: Debian would start them as services, now or after the next boot.
+UNPACKED = ("containerd", "containernetworking-plugins", "docker-registry", "etcd-server", "runc")
+# Installed, where they are missing: program -> package.
+INSTALLED = {
+    "buildah": "buildah",
+    "conntrack": "conntrack",
+    "debootstrap": "debootstrap",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "nft": "nftables",
+    "nsenter": "util-linux",
+    "openssl": "openssl",
+    "setpriv": "util-linux",
+    "sysctl": "procps",
+}
+
+
+def kube() -> Path:
+    """A folder with every Kubernetes program, kubectl among them."""
+    sources = HERE / "kube"
+
+    def make(draft: Path) -> None:
+        _go_build(sources, draft / "kube", ldflags=_KUBE_LDFLAGS, what=f"Kubernetes {KUBERNETES} from its Go modules (about 7 minutes on two cores, once)")
+        for name in KUBE_NAMES:
+            (draft / name).symlink_to("kube")
+
+    return cached("kube", content_hash([sources, _KUBE_LDFLAGS], relative_to=sources), make)
+
+
+def coredns() -> Path:
+    """The cluster's name server."""
+    return _own_program("coredns", what="CoreDNS (about 90 s, once)")
+
+
+def pause() -> Path:
+    """The first process of a pod and of the node."""
+    return _own_program("pause", what="pause")
+
+
+def helm() -> Path:
+    """Helm, the machine's own or one built from its Go module."""
+    return _found_or_installed("helm", f"helm.sh/helm/v3/cmd/helm@{HELM}", what=f"Helm {HELM} (about 90 s, once)")
+
+
+def kind() -> Path:
+    """kind, the machine's own or one built from its Go module."""
+    return _found_or_installed("kind", f"sigs.k8s.io/kind@{KIND}", what=f"kind {KIND} (about 30 s, once)")
+
+
+def debian() -> Path:
+    """A folder with containerd, runc, etcd, the CNI plugins and a registry in Debian's own folders (`usr/bin`, …)."""
+
+    def make(draft: Path) -> None:
+        apt = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
+        run_logged([*apt, "update"], what="apt-get update", log=log_dir() / "apt-update.log")
+        run_logged([*apt, "download", *UNPACKED], what="download of containerd, etcd, runc", log=log_dir() / "apt-download.log", cwd=draft)
+        for package in draft.glob("*.deb"):
+            run_logged(["dpkg", "-x", package, draft], what=f"unpack {package.name}", log=log_dir() / "dpkg.log")
+            package.unlink()
+
+    return cached("debian", content_hash([*UNPACKED], relative_to=HERE), make)
+
+
+def etcd() -> Path:
+    """etcd, the machine's own or Debian's."""
+    found = shutil.which("etcd")
+    return Path(found) if found else debian() / "usr/bin/etcd"
+
+
+def install_debian_packages(programs: tuple[str, ...]) -> None:
+    """Installs the packages of those programs that are missing, without starting a service."""
+    packages = sorted({INSTALLED[p] for p in programs if shutil.which(p, path=checks.SYSTEM_PATH) is None})
+    if not packages:
+        return
+    apt = ["apt-get", "-q", "-y", "--no-install-recommends"]
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    run_logged([*apt, "update"], what="apt-get update", log=log_dir() / "apt-update.log", env=environment)
+    with checks.no_services():
+        run_logged([*apt, "install", *packages], what=f"apt-get install {' '.join(packages)}", log=log_dir() / "apt-install.log", env=environment)
+
+
+def _own_program(name: str, *, what: str) -> Path:
+    sources = HERE / name
+    folder = cached(name, content_hash([sources], relative_to=sources), lambda draft: _go_build(sources, draft / name, ldflags="-s -w", what=what))
+    return folder / name
+
+
+def _found_or_installed(name: str, module: str, *, what: str) -> Path:
+    found = shutil.which(name)
+    if found:
+        return Path(found)
+
+    def make(draft: Path) -> None:
+        environment = {**_go_environment(), "GOBIN": str(draft)}
+        run_logged([checks.go(), "install", "-trimpath", "-ldflags", "-s -w", module], what=what, log=log_dir() / f"{name}.log", env=environment)
+
+    return cached(name, content_hash([module], relative_to=HERE), make) / name
+
+
+def _go_build(sources: Path, target: Path, *, ldflags: str, what: str) -> None:
+    argv = [checks.go(), "build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", target, "."]
+    run_logged(argv, what=what, log=log_dir() / f"{target.name}.log", env=_go_environment(), cwd=sources)
+
+
+def _go_environment() -> dict[str, str]:
+    # Without cgo the programs are static: they run in an empty image too.
+    return {**os.environ, "CGO_ENABLED": "0"}
