@@ -9,6 +9,7 @@ from fastapi.security import HTTPBearer
 
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.server import control, images
+from diffusion_worker.server.body_limit import BodyLimit
 from diffusion_worker.server.control_token import RequireToken, TokenFile
 from diffusion_worker.server.metrics import Metrics
 from diffusion_worker.server.problems import install_error_answers
@@ -52,10 +53,10 @@ def _app(engine: Engine, *, title: str) -> FastAPI:
         # The interactive pages load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
-        max_body_size=MAX_BODY_BYTES,
         # One registry of metrics is enough; spans of every request cost time and validation logs would hold prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
     )
     app.state.engine = engine
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     install_error_answers(app)
     return app

@@ -15,11 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from diffusion_worker.errors import RETRYABLE, ErrorCode, GroupFailed, RequestError
+from diffusion_worker.server.schemas import ADAPTER_NAME_PATTERN, SIZE_PATTERN
 
 # What a user wrote is theirs: it goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
-BODY_TOO_LARGE = "the body: expected at most {limit} bytes, found more"
+# Patterns in the words of their readers.
+FORMS = {SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'", ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'"}
 
 
 def install_error_answers(app: FastAPI) -> None:
@@ -75,7 +77,8 @@ def _field_name(location: Sequence[str | int]) -> str:
 
 def _expected(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "string_pattern_mismatch":
-        return f"expected a text of the form {problem['ctx']['pattern']}"
+        pattern = problem["ctx"]["pattern"]
+        return f"expected {FORMS.get(pattern, f'a text of the form {pattern}')}"
     message = str(problem["msg"])
     return message.replace("Input should be", "expected", 1).replace("String should have", "expected", 1)
 
@@ -117,12 +120,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = ErrorCode.NOT_FOUND if error.status_code == HTTPStatus.NOT_FOUND else ErrorCode.INVALID_REQUEST
     route = f"{request.method} {_short(request.url.path)}"
     messages = {
+        HTTPStatus.BAD_REQUEST: "the body: expected JSON, found what cannot be parsed",
         HTTPStatus.NOT_FOUND: f"{route}: there is no such route",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route has no such method",
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE: BODY_TOO_LARGE.format(limit=request.app.max_body_size),
     }
-    message = messages.get(HTTPStatus(error.status_code), f"{route}: {error.detail}")
-    return error_answer(RequestError(code, message), request=request, status=error.status_code, headers=error.headers)
+    problem = RequestError(code, messages.get(HTTPStatus(error.status_code), error.detail))
+    return error_answer(problem, request=request, status=error.status_code, headers=error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -17,11 +17,14 @@ MAX_SEED = 2**63 - 1
 # An operation that takes longer than a day is a mistake of the caller.
 MAX_DEADLINE_S = 86_400.0
 
+SIZE_PATTERN = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
+ADAPTER_NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
 OperationId = Annotated[str, Field(min_length=1, max_length=128)]
 BootId = Annotated[str, Field(min_length=1, max_length=128)]
-AdapterName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=63)]
+AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
 
 
 class ImagesRequest(BaseModel):
@@ -32,7 +35,7 @@ class ImagesRequest(BaseModel):
     prompt: Annotated[str, Field(min_length=1, description="What the picture shows.")]
     model: Annotated[str | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
     n: Annotated[int, Field(ge=1, description="How many pictures.")] = 1
-    size: Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", description="WIDTHxHEIGHT in pixels.")] = "auto"
+    size: Annotated[str, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels.")] = "auto"
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first picture; random if absent.")] = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
