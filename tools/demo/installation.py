@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the operator into the cluster with its chart, as a platform engineer would."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import DemoFailed
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "diffusion-operator"
+RELEASE = "diffusion-operator"
+
+
+@dataclass(frozen=True)
+class Images:
+    """References as the cluster's node knows them."""
+
+    operator: str
+    worker: str
+
+
+def helm_install(helm: Path, kubeconfig: Path, *, namespace: str, images: Images, deadline_s: int) -> str:
+    """`helm upgrade --install`, waiting for the operator's pod; what helm printed."""
+    repository, _, tag = images.operator.rpartition(":")
+    settings = {"image.repository": repository, "image.tag": tag, "engine.image": images.worker}
+    argv = [
+        *(str(helm), "upgrade", "--install", RELEASE, str(CHART), "--namespace", namespace, "--create-namespace"),
+        *("--wait", "--timeout", f"{deadline_s}s"),
+        *(part for key, value in settings.items() for part in ("--set-string", f"{key}={value}")),
+    ]
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=deadline_s + 30, env=environment, check=False)
+    if done.returncode != 0:
+        raise DemoFailed(f"helm upgrade --install {RELEASE}: {done.stderr.strip()}")
+    return done.stdout

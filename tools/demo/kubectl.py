@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kubectl, run as a person would run it, and the waits on what it shows. Every call and every wait has a deadline."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import DemoFailed, TookTooLong
+
+Document = dict[str, Any]
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """`command` is kubectl with what it needs to reach the cluster; `namespace` is put on every call."""
+
+    command: tuple[str, ...]
+    namespace: str
+
+    def text(self, *arguments: str, stdin: str | None = None, deadline_s: float = 60.0) -> str:
+        argv = [*self.command, "--namespace", self.namespace, *arguments]
+        try:
+            done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=deadline_s, check=False)
+        except subprocess.TimeoutExpired:
+            raise TookTooLong(f"kubectl {' '.join(arguments)}: no answer within {deadline_s:g} s") from None
+        if done.returncode != 0:
+            raise DemoFailed(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def get(self, *arguments: str) -> Document:
+        document: Document = json.loads(self.text("get", *arguments, "--output", "json"))
+        return document
+
+    def apply(self, manifest: Path) -> str:
+        return self.text("apply", "--filename", str(manifest))
+
+    def patch(self, resource: str, change: Document) -> str:
+        return self.text("patch", resource, "--type", "merge", "--patch", json.dumps(change))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A condition as it shall be, about the newest spec; no reason means any."""
+
+    type: str
+    status: str
+    reasons: Sequence[str] = ()
+
+    def holds(self, resource: Document) -> bool:
+        found = condition(resource, self.type)
+        return (
+            found is not None
+            and found["status"] == self.status
+            and (not self.reasons or found["reason"] in self.reasons)
+            and found.get("observedGeneration", 0) >= resource["metadata"]["generation"]
+        )
+
+    def __str__(self) -> str:
+        return f"{self.type}={self.status}" + (f" ({' or '.join(self.reasons)})" if self.reasons else "")
+
+
+def condition(resource: Document, kind: str) -> Document | None:
+    found: list[Document] = [c for c in resource.get("status", {}).get("conditions", []) if c["type"] == kind]
+    return found[0] if found else None
+
+
+def describe_condition(resource: Document, kind: str) -> str:
+    found = condition(resource, kind)
+    if found is None:
+        return f"{kind}: not reported yet"
+    return f"{kind}={found['status']} {found['reason']}: {found['message']}".rstrip(": ")
+
+
+def wait_for(
+    kubectl: Kubectl, resource: str, wanted: Wanted, *, deadline_s: float, tell: Callable[[str], None] = lambda _: None
+) -> Document:
+    """Poll until the condition holds, telling each change of it on the way; the object as it then is."""
+    end, told = time.monotonic() + deadline_s, ""
+    while True:
+        found = kubectl.get(resource)
+        now = describe_condition(found, wanted.type)
+        if now != told:
+            tell(f"{resource} {now}")
+            told = now
+        if wanted.holds(found):
+            return found
+        if time.monotonic() > end:
+            raise TookTooLong(f"{resource} is not {wanted} after {deadline_s:g} s; it is {now}")
+        time.sleep(POLL_S)
+
+
+def wait_until_gone(kubectl: Kubectl, kind: str, selector: str, *, deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while items := kubectl.get(kind, "--selector", selector)["items"]:
+        if time.monotonic() > end:
+            names = ", ".join(item["metadata"]["name"] for item in items)
+            raise TookTooLong(f"{kind} {names} still there {deadline_s:g} s after deletion")
+        time.sleep(POLL_S)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures, asked for with the OpenAI SDK as any application would, and the sheet that shows them side by side."""
+
+import base64
+import io
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+from PIL import Image, ImageChops, ImageDraw, ImageFont, ImageStat
+
+from .errors import DemoFailed
+
+# A Service's rules may lag a pod's readiness by some seconds.
+CONNECT_S = 20.0
+TILE, MARGIN, CAPTION = 192, 16, 34
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: str
+    seed: int
+    model: str
+    size: str = "64x64"
+    steps: int = 20
+    guidance_scale: float = 4.0
+
+
+@dataclass(frozen=True)
+class Picture:
+    png: bytes
+
+    def image(self) -> Image.Image:
+        return Image.open(io.BytesIO(self.png)).convert("RGB")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    status: int
+    code: str
+    message: str
+
+
+def client_for(url: str) -> openai.OpenAI:
+    """Retries are off: a refusal is to be seen, not waited out."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="not-needed", max_retries=0, timeout=120.0)
+
+
+def ask(client: openai.OpenAI, request: Request) -> Picture:
+    """One picture; only a connection that is not there yet is tried again."""
+    end = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return _generate(client, request)
+        except openai.APITimeoutError:
+            raise
+        except openai.APIConnectionError as error:
+            if time.monotonic() > end:
+                raise DemoFailed(f"no connection to {client.base_url} for {CONNECT_S:g} s: {error.__cause__ or error}") from error
+            time.sleep(0.5)
+
+
+def ask_and_be_refused(client: openai.OpenAI, request: Request) -> Refusal:
+    try:
+        _generate(client, request)
+    except openai.APIStatusError as error:
+        body = error.body if isinstance(error.body, dict) else {}
+        return Refusal(error.status_code, str(body.get("code", "")), str(body.get("message", error.message)))
+    raise DemoFailed(f"a request for model {request.model!r} was answered with a picture, expected a refusal")
+
+
+def _generate(client: openai.OpenAI, request: Request) -> Picture:
+    answer = client.images.generate(
+        model=request.model,
+        prompt=request.prompt,
+        n=1,
+        size=request.size,
+        response_format="b64_json",
+        extra_body={"seed": request.seed, "num_inference_steps": request.steps, "guidance_scale": request.guidance_scale},
+    )
+    if not answer.data or answer.data[0].b64_json is None:
+        raise DemoFailed(f"the answer for model {request.model!r} holds no picture")
+    return Picture(base64.b64decode(answer.data[0].b64_json))
+
+
+def same_bits(first: Picture, second: Picture) -> bool:
+    return first.png == second.png
+
+
+def mean_difference(first: Picture, second: Picture) -> float:
+    """Mean distance of two pictures' values, in levels of 255."""
+    return float(sum(ImageStat.Stat(ImageChops.difference(first.image(), second.image())).mean) / 3)
+
+
+def contact_sheet(columns: Sequence[tuple[str, Sequence[Picture]]], rows: Sequence[str]) -> Image.Image:
+    """One column a stage, one row a prompt; small pictures are enlarged without smoothing."""
+    step = TILE + MARGIN
+    sheet = Image.new("RGB", (MARGIN + step * len(columns), CAPTION + (step + CAPTION) * len(rows)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)
+    for column, (title, pictures) in enumerate(columns):
+        left = MARGIN + step * column
+        draw.text((left, MARGIN // 2), title, fill="black", font=font)
+        for row, picture in enumerate(pictures):
+            top = CAPTION + (step + CAPTION) * row
+            sheet.paste(picture.image().resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
+            if column == 0:
+                draw.text((left, top + TILE + 4), rows[row], fill="dimgray", font=font)
+    return sheet
+
+
+def save(folder: Path, name: str, picture: Picture) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.png"
+    path.write_bytes(picture.png)
+    return path

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's story once the operator is installed: each function is one step, shows one claim, and fails where it does not hold."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import DemoFailed
+from .installation import ROOT
+from .kubectl import Kubectl, Wanted, describe_condition, wait_for, wait_until_gone
+from .pictures import Picture, Request, ask, ask_and_be_refused, client_for, contact_sheet, mean_difference, same_bits, save
+from .story import Step, Story
+from .weights_memory import RankMemory, megabytes, read_weights_memory, total_resident
+
+MANIFESTS = ROOT / "examples" / "quickstart"
+MODEL, ADAPTER = "digits", "stripes"
+DEPLOYMENT, LORA = f"diffusiondeployments/{MODEL}", f"loraadapters/{ADAPTER}"
+PROMPTS = ("a red digit seven", "a blue digit three", "a green digit eight")
+SEED = 11
+
+START_S, ADAPTER_S, SLEEP_S, WAKE_S, REMOVAL_S = 300.0, 60.0, 60.0, 60.0, 90.0
+SERVING = Wanted("Ready", "True", ["Serving"])
+SLEEPING = Wanted("Ready", "False", ["SleepRequested"])
+ADAPTER_READY = Wanted("Ready", "True")
+# Of the weights' mapping, what may stay in memory during sleep.
+MAY_STAY = 0.02
+
+
+@dataclass
+class Demo:
+    """What the steps share. `connect` gives a local address of a Service for as long as it is held."""
+
+    story: Story
+    kubectl: Kubectl
+    connect: Callable[[str], AbstractContextManager[str]]
+    output: Path
+    pictures: dict[str, list[Picture]] = field(default_factory=dict)
+
+    def show_objects(self) -> None:
+        self.story.say("$ kubectl get dd,lora")
+        self.story.say(self.kubectl.text("get", "diffusiondeployments,loraadapters"))
+
+    def only_pod(self) -> str:
+        selector = f"diffusion-operator.dev/deployment={MODEL}"
+        names = [item["metadata"]["name"] for item in self.kubectl.get("pods", "--selector", selector)["items"]]
+        if len(names) != 1:
+            raise DemoFailed(f"expected one pod of {DEPLOYMENT}, found {names}")
+        return str(names[0])
+
+
+def clear_what_an_earlier_run_left(demo: Demo, step: Step) -> None:
+    demo.kubectl.text("delete", DEPLOYMENT, LORA, "--ignore-not-found", deadline_s=REMOVAL_S)
+    wait_until_gone(demo.kubectl, "pods", f"diffusion-operator.dev/deployment={MODEL}", deadline_s=REMOVAL_S)
+
+
+def declare_the_model(demo: Demo, step: Step) -> None:
+    demo.story.say("$ kubectl apply -f examples/quickstart/deployment.yaml")
+    demo.story.say(demo.kubectl.apply(MANIFESTS / "deployment.yaml"))
+    ready = wait_for(demo.kubectl, DEPLOYMENT, SERVING, deadline_s=START_S, tell=demo.story.say)
+    demo.show_objects()
+    step.result = f"{ready['status']['awakeReplicas']} replica of {ready['spec']['parallelism']['ranksPerReplica']} ranks serves"
+
+
+def ask_the_base_model(demo: Demo, step: Step) -> None:
+    demo.pictures["base"] = _take(demo, MODEL, "base")
+    step.result = f"{len(PROMPTS)} pictures from model {MODEL!r}"
+
+
+def apply_an_adapter(demo: Demo, step: Step) -> None:
+    demo.story.say("$ kubectl apply -f examples/quickstart/adapter.yaml")
+    demo.story.say(demo.kubectl.apply(MANIFESTS / "adapter.yaml"))
+    wait_for(demo.kubectl, LORA, ADAPTER_READY, deadline_s=ADAPTER_S, tell=demo.story.say)
+    demo.show_objects()
+    step.result = f"model {ADAPTER!r} is served beside {MODEL!r}; nothing restarted"
+
+
+def ask_the_adapter(demo: Demo, step: Step) -> None:
+    demo.pictures["adapter"] = _take(demo, ADAPTER, "adapter")
+    differences = [mean_difference(*pair) for pair in zip(demo.pictures["base"], demo.pictures["adapter"], strict=True)]
+    if min(differences) == 0:
+        raise DemoFailed(f"a picture from {ADAPTER!r} is the base model's picture; expected the adapter's style in each")
+    step.result = f"same prompts and seeds, {sum(differences) / len(differences):.0f} of 255 levels away from the base on average"
+
+
+def send_it_to_sleep(demo: Demo, step: Step) -> None:
+    pod = demo.only_pod()
+    before = read_weights_memory(demo.kubectl, pod)
+    _set_sleep_policy(demo, "Asleep", SLEEPING, deadline_s=SLEEP_S)
+    demo.show_objects()
+    after = read_weights_memory(demo.kubectl, pod)
+    _say_memory(demo, before, after)
+    step.result = _check_memory(before, after)
+
+
+def ask_a_sleeping_model(demo: Demo, step: Step) -> None:
+    with demo.connect(MODEL) as url:
+        refusal = ask_and_be_refused(client_for(url), Request(PROMPTS[0], SEED, MODEL))
+    demo.story.say(f"{refusal.status} {refusal.code}: {refusal.message}")
+    if (refusal.status, refusal.code) != (503, "Asleep"):
+        raise DemoFailed(f"expected the refusal 503 Asleep, found {refusal.status} {refusal.code!r}: {refusal.message}")
+    step.result = f"refused at once: {refusal.status} {refusal.code}"
+
+
+def wake_it(demo: Demo, step: Step) -> None:
+    pod = demo.only_pod()
+    _set_sleep_policy(demo, "AlwaysAwake", SERVING, deadline_s=WAKE_S)
+    wait_for(demo.kubectl, LORA, ADAPTER_READY, deadline_s=ADAPTER_S, tell=demo.story.say)
+    demo.show_objects()
+    if (now := demo.only_pod()) != pod:
+        raise DemoFailed(f"expected the pod {pod} to wake, found {now} in its place")
+    step.result = f"weights are back: {megabytes(total_resident(read_weights_memory(demo.kubectl, pod)))} in memory, same pod"
+
+
+def ask_again(demo: Demo, step: Step) -> None:
+    for name, model in (("base", MODEL), ("adapter", ADAPTER)):
+        again = _take(demo, model, f"{name}-after-waking")
+        demo.pictures[f"{name}-after-waking"] = again
+        differing = [prompt for prompt, old, new in zip(PROMPTS, demo.pictures[name], again, strict=True) if not same_bits(old, new)]
+        if differing:
+            raise DemoFailed(f"after waking, model {model!r} gives other bits for {differing}; expected the same pictures")
+    step.result = f"{2 * len(PROMPTS)} of {2 * len(PROMPTS)} pictures are the same bit for bit"
+
+
+def make_the_contact_sheet(demo: Demo, step: Step) -> None:
+    titles = {"base": "base", "adapter": f"adapter {ADAPTER}", "base-after-waking": "base, after waking"}
+    path = demo.output / "contact-sheet.png"
+    contact_sheet([(title, demo.pictures[name]) for name, title in titles.items()], PROMPTS).save(path)
+    step.result = f"{len(list(demo.output.glob('*.png')))} files in {demo.output}/"
+
+
+STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
+    ("Remove what an earlier run left", clear_what_an_earlier_run_left),
+    ("Declare a model: two ranks on the CPU", declare_the_model),
+    ("Ask the model for pictures, with the OpenAI SDK", ask_the_base_model),
+    ("Apply a LoRA adapter", apply_an_adapter),
+    ("Ask the adapter for the same pictures", ask_the_adapter),
+    ("Send the model to sleep", send_it_to_sleep),
+    ("Ask the sleeping model", ask_a_sleeping_model),
+    ("Wake it", wake_it),
+    ("Ask for all the pictures again", ask_again),
+    ("Write the contact sheet", make_the_contact_sheet),
+)
+
+
+def _take(demo: Demo, model: str, name: str) -> list[Picture]:
+    """One picture a prompt, one after the other: a request alone is the same to the last bit every time."""
+    taken = []
+    with demo.connect(MODEL) as url:
+        client = client_for(url)
+        for number, prompt in enumerate(PROMPTS):
+            began = demo.story.clock()
+            picture = ask(client, Request(prompt, SEED + number, model))
+            path = save(demo.output, f"{name}-{number + 1}", picture)
+            demo.story.say(f"{prompt!r} from {model!r}: {demo.story.clock() - began:.1f} s -> {path}")
+            taken.append(picture)
+    return taken
+
+
+def _set_sleep_policy(demo: Demo, policy: str, wanted: Wanted, *, deadline_s: float) -> None:
+    change = {"spec": {"sleep": {"policy": policy}}}
+    demo.story.say(f"$ kubectl patch dd {MODEL} --type merge -p '{json.dumps(change)}'")
+    demo.kubectl.patch(DEPLOYMENT, change)
+    found = wait_for(demo.kubectl, DEPLOYMENT, wanted, deadline_s=deadline_s, tell=demo.story.say)
+    demo.story.say(describe_condition(found, "Awake"))
+
+
+def _say_memory(demo: Demo, before: Sequence[RankMemory], after: Sequence[RankMemory]) -> None:
+    demo.story.say("memory of the weights' mapping, by /proc/PID/smaps:")
+    for old, new in zip(before, after, strict=True):
+        demo.story.say(f"  rank {old.rank} (pid {old.pid}): {megabytes(old.resident)} -> {megabytes(new.resident)}")
+
+
+def _check_memory(before: Sequence[RankMemory], after: Sequence[RankMemory]) -> str:
+    awake, asleep = total_resident(before), total_resident(after)
+    if awake < sum(rank.weights for rank in before):
+        raise DemoFailed(f"while awake the weights' mapping has {awake} bytes in memory, less than the weights have")
+    if asleep > awake * MAY_STAY:
+        raise DemoFailed(f"while asleep {asleep} of {awake} bytes of the weights' mapping stay in memory, expected at most {MAY_STAY:.0%}")
+    for rank in after:
+        if rank.resident != rank.reported:
+            raise DemoFailed(f"rank {rank.rank} reports {rank.reported} bytes of weights in memory, the kernel says {rank.resident}")
+    return f"weights in memory: {megabytes(awake)} before, {megabytes(asleep)} asleep ({1 - asleep / awake:.1%} less)"

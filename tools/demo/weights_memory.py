@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory the weights of a replica take: by the worker's own word, and by the kernel's (`/proc/PID/smaps`).
+
+Both are read by `kubectl exec` in the worker's container, so it is the same on every cluster and needs no rights on the node.
+The worker only says which address ranges are weights; what of them is in memory is the kernel's to say.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import DemoFailed
+from .kubectl import Kubectl
+
+CONTAINER = "worker"
+READ_STATE = """\
+import urllib.request
+token = open("/etc/diffusion/control/token").read().strip()
+request = urllib.request.Request("http://127.0.0.1:8001/v1/state", headers={"Authorization": "Bearer " + token})
+print(urllib.request.urlopen(request, timeout=10).read().decode())
+"""
+
+AddressRange = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank's weights; `resident` is what the kernel counts, `reported` what the worker says of the same."""
+
+    rank: int
+    pid: int
+    weights: int
+    resident: int
+    reported: int
+
+
+def read_state(kubectl: Kubectl, pod: str) -> dict[str, Any]:
+    """The worker's state document, read inside its pod with its own token."""
+    state: dict[str, Any] = json.loads(kubectl.text("exec", pod, "--container", CONTAINER, "--", "python3", "-c", READ_STATE))
+    return state
+
+
+def read_weights_memory(kubectl: Kubectl, pod: str) -> list[RankMemory]:
+    return [_rank_memory(kubectl, pod, rank) for rank in read_state(kubectl, pod)["ranks"]]
+
+
+def _rank_memory(kubectl: Kubectl, pod: str, rank: dict[str, Any]) -> RankMemory:
+    memory = rank["memory"]
+    ranges = [parse_range(text) for text in memory["mappings"]]
+    if not ranges:
+        raise DemoFailed(f"rank {rank['rank']} of pod {pod} names no mapping that holds its weights")
+    smaps = kubectl.text("exec", pod, "--container", CONTAINER, "--", "cat", f"/proc/{rank['pid']}/smaps")
+    return RankMemory(
+        rank=rank["rank"],
+        pid=rank["pid"],
+        weights=memory["weightsBytes"],
+        resident=resident_bytes(smaps, ranges),
+        reported=memory["weightsResidentBytes"],
+    )
+
+
+def parse_range(text: str) -> AddressRange:
+    """Two hexadecimal addresses as the kernel writes them: `7f00-7f80`."""
+    low, high = text.split("-")
+    return int(low, 16), int(high, 16)
+
+
+def resident_bytes(smaps: str, ranges: Sequence[AddressRange]) -> int:
+    """Rss of the mappings that overlap one of the ranges; the kernel may have joined a neighbour to one, never split one off."""
+    total, inside = 0, False
+    for line in smaps.splitlines():
+        head, _, rest = line.partition(" ")
+        if not head.endswith(":"):
+            low, high = parse_range(head)
+            inside = any(low < end and start < high for start, end in ranges)
+        elif inside and head == "Rss:":
+            total += int(rest.split()[0]) * 1024
+    return total
+
+
+def total_resident(ranks: Sequence[RankMemory]) -> int:
+    return sum(rank.resident for rank in ranks)
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
