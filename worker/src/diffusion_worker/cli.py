@@ -86,7 +86,7 @@ def serve(
     from diffusion_worker.ranks.executor import RankExecutor
     from diffusion_worker.server.serve import Listen, run
 
-    sys.exit(run(config, Listen(host=host, port=port, control_port=control_port), RankExecutor(config)))
+    sys.exit(run(config, Listen(host=host, port=port, control_port=control_port), lambda: RankExecutor(config)))
 
 
 def parse_loras(options: tuple[str, ...]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -68,13 +68,33 @@ class Listener(uvicorn.Server):
         yield
 
 
-def run(config: WorkerConfig, listen: Listen, ranks: RankGroup) -> int:
-    """Serve until SIGTERM or a failure; returns the exit code.
+class Watchdog:
+    """Ends the process from another thread if it is not gone in time after it was told to end, whatever the loop does."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def arm(self, ending: Ending, timeout_s: float) -> None:
+        """From now on the process has `timeout_s`."""
+        self._timer = threading.Timer(timeout_s, _end_at_once, (ending, timeout_s))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def disarm(self) -> None:
+        """The loop is closed, nothing can hang any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def run(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup]) -> int:
+    """Serve until SIGTERM or a failure; returns the exit code. `make_ranks` is called on the loop.
 
     Raises:
         ConfigError: a port cannot be bound or the control token cannot be read.
     """
-    ending = asyncio.run(serve(config, listen, ranks))
+    watchdog = Watchdog()
+    ending = asyncio.run(serve(config, listen, make_ranks, watchdog))
+    watchdog.disarm()
     if ending.exit_code == EXIT_OK:
         log.info("worker ends exit_code=0 reason=%r", ending.reason)
     else:
@@ -83,36 +103,39 @@ def run(config: WorkerConfig, listen: Listen, ranks: RankGroup) -> int:
     return ending.exit_code
 
 
-async def serve(config: WorkerConfig, listen: Listen, ranks: RankGroup) -> Ending:
+async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup], watchdog: Watchdog) -> Ending:
     """One worker's life in a running loop."""
     stop = _stop_on_signals()
-    engine = Engine(config, ranks, boot_id=uuid.uuid4().hex)
-    token_path = Path(config.control_token_path) if config.control_token_path else None
-    control_host = listen.host if token_path else LOOPBACK
-    data_socket = _bind("--port", listen.host, listen.port)
-    control_socket = _bind("--control-port", control_host, listen.control_port)
-    listeners = [_listener(data_app(engine)), _listener(control_app(engine, token_path))]
-    serving = [
-        asyncio.create_task(listener.serve([bound])) for listener, bound in zip(listeners, (data_socket, control_socket), strict=True)
-    ]
-    log.info(
-        "listening data=%s:%d control=%s:%d boot_id=%s", *data_socket.getsockname()[:2], *control_socket.getsockname()[:2], engine.boot_id
-    )
+    engine = Engine(config, make_ranks(), boot_id=uuid.uuid4().hex)
+    listeners, serving = _start_listeners(engine, config, listen)
     life = asyncio.create_task(_life(engine))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({life, stopping}, return_when=asyncio.FIRST_COMPLETED)
     ending = life.result() if life.done() else Ending(EXIT_OK, "asked to terminate")
-    with _watchdog(ending, config.drain_timeout_s + STOP_TIMEOUT_S):
-        if life.done():
-            await _close(listeners, serving)
-            await engine.terminate()
-        else:
-            await engine.terminate()
-            await _close(listeners, serving)
-        life.cancel()
-        stopping.cancel()
-        await asyncio.gather(life, stopping, return_exceptions=True)
+    watchdog.arm(ending, config.drain_timeout_s + STOP_TIMEOUT_S)
+    if life.done():
+        # Whoever waits for a picture has its error already; only the sending is left.
+        await _close(listeners, serving)
+        await engine.terminate()
+    else:
+        await engine.terminate()
+        await _close(listeners, serving)
+    life.cancel()
+    stopping.cancel()
+    await asyncio.gather(life, stopping, return_exceptions=True)
     return ending
+
+
+def _start_listeners(engine: Engine, config: WorkerConfig, listen: Listen) -> tuple[list[Listener], list[asyncio.Task[None]]]:
+    token_path = Path(config.control_token_path) if config.control_token_path else None
+    apps = (data_app(engine), control_app(engine, token_path))
+    data = _bind("--port", listen.host, listen.port)
+    control = _bind("--control-port", listen.host if token_path else LOOPBACK, listen.control_port)
+    (data_host, data_port), (control_host, control_port) = data.getsockname()[:2], control.getsockname()[:2]
+    log.info("listening data=%s:%d control=%s:%d boot_id=%s", data_host, data_port, control_host, control_port, engine.boot_id)
+    listeners = [_listener(app) for app in apps]
+    serving = [asyncio.create_task(listener.serve([bound])) for listener, bound in zip(listeners, (data, control), strict=True)]
+    return listeners, serving
 
 
 async def _life(engine: Engine) -> Ending:
@@ -175,22 +198,11 @@ async def _close(listeners: list[Listener], serving: list[asyncio.Task[None]]) -
     await asyncio.gather(*serving)
 
 
-@contextlib.contextmanager
-def _watchdog(ending: Ending, timeout_s: float) -> Iterator[None]:
-    """End the process from another thread if the block takes longer than it may, whatever the event loop does."""
-
-    def end() -> None:
-        log.error("shutdown took over %.0f s: ending at once, after: %s", timeout_s, ending.reason)
-        write_termination_log(f"shutdown took over {timeout_s:.0f} s, after: {ending.reason}")
-        os._exit(ending.exit_code or EXIT_GROUP_LOST)
-
-    timer = threading.Timer(timeout_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _end_at_once(ending: Ending, timeout_s: float) -> None:
+    reason = f"shutdown took over {timeout_s:g} s, after: {ending.reason}"
+    log.error("%s", reason)
+    write_termination_log(reason)
+    os._exit(ending.exit_code or EXIT_GROUP_LOST)
 
 
 def write_termination_log(reason: str) -> None:

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank group in memory: the engine's `RankGroup` without processes or torch, for tests of the engine and its HTTP edge.
+
+It behaves: requests take as many ticks as they have steps, pictures follow from the request alone, adapters have digests,
+sleep gives memory back. A test holds the steps, loads slowly, breaks an adapter or kills the group.
+"""
+
+import asyncio
+import hashlib
+import os
+
+import msgspec
+
+from diffusion_worker.engine.documents import RankDocument, RankState
+from diffusion_worker.engine.rank_group import TickReport
+from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import (
+    ErrorReport,
+    Finished,
+    LoadedLoRA,
+    MemoryReport,
+    ModelInfo,
+    RequestSpec,
+    RpcReply,
+    Tick,
+    TickDone,
+    pack,
+)
+
+DEFAULT_STEPS = 4
+DEFAULT_SIZE = 64
+WEIGHTS_BYTES = 1_000_000
+
+
+def fake_pixels(spec: RequestSpec, adapter_path: str | None = None) -> bytes:
+    """The picture of a request: the same for the same request, another for another."""
+    lora = (adapter_path, spec.lora.scale) if spec.lora else None
+    fields = (spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale, lora)
+    pattern = hashlib.sha256(repr(fields).encode()).digest()
+    size = (spec.height or DEFAULT_SIZE) * (spec.width or DEFAULT_SIZE) * 3
+    return (pattern * (size // len(pattern) + 1))[:size]
+
+
+def fake_digest(path: str) -> str:
+    """The digest of the adapter in a folder that need not exist."""
+    return "sha256:" + hashlib.sha256(path.encode()).hexdigest()
+
+
+class FakeRankGroup:
+    """Ranks that load at once unless `loading` is cleared, and step at once unless `stepping` is."""
+
+    def __init__(self, ranks: int = 1, *, config_error: str | None = None) -> None:
+        self.loading = asyncio.Event()
+        self.loading.set()
+        self.stepping = asyncio.Event()
+        self.stepping.set()
+        self.calling = asyncio.Event()
+        self.calling.set()
+        # Errors that a load of the adapter in this folder, or a method, answers with.
+        self.adapter_errors: dict[str, ErrorReport] = {}
+        self.method_errors: dict[str, ErrorReport] = {}
+        self.calls: list[str] = []
+        self.stopped = False
+        self._config_error = config_error
+        self._state = [RankState.STARTING] * ranks
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ticks: asyncio.Queue[Tick] = asyncio.Queue()
+        self._active: dict[str, tuple[RequestSpec, int]] = {}
+        self._adapters: dict[int, str] = {}
+
+    def die(self, reason: str) -> None:
+        """Lose the group, as when a rank's process ends."""
+        self._state = [RankState.DEAD] * len(self._state)
+        if not self._failure.done():
+            self._failure.set_result(reason)
+
+    async def start(self) -> ModelInfo:
+        """Load; waits for `loading`."""
+        if self._config_error is not None:
+            raise ConfigError(self._config_error)
+        await self._wait(self.loading)
+        self._state = [RankState.READY] * len(self._state)
+        return ModelInfo("FakePipeline", "float32", 8, DEFAULT_SIZE, DEFAULT_SIZE, WEIGHTS_BYTES)
+
+    def broadcast_tick(self, tick: Tick) -> None:
+        """Queue one tick."""
+        self._check()
+        self._ticks.put_nowait(tick)
+
+    async def next_report(self, timeout_s: float) -> TickReport:
+        """Run the next queued tick; waits for `stepping`."""
+        async with asyncio.timeout(timeout_s):
+            await self._wait(self.stepping)
+            tick = await self._ticks.get()
+        for request_id in tick.leave:
+            self._active.pop(request_id, None)
+        for spec in tick.join:
+            self._active[spec.request_id] = (spec, spec.steps or DEFAULT_STEPS)
+        return self._advance(tick.number)
+
+    def _advance(self, number: int) -> TickReport:
+        finished: list[Finished] = []
+        frames: list[bytes | memoryview] = []
+        rows = len(self._active)
+        for request_id, (spec, left) in list(self._active.items()):
+            self._active[request_id] = (spec, left - 1)
+            if left == 1:
+                del self._active[request_id]
+                finished.append(Finished(request_id, len(frames), (spec.height or DEFAULT_SIZE, spec.width or DEFAULT_SIZE, 3)))
+                frames.append(fake_pixels(spec, self._adapters[spec.lora.lora_int_id] if spec.lora else None))
+        return TickReport(TickDone(number, finished, [], rows, 1 if rows else 0, 0.001), frames)
+
+    async def call(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+        """Run a method of the worker on every rank; waits for `calling`."""
+        self._check()
+        self.calls.append(method)
+        async with asyncio.timeout(timeout_s):
+            await self._wait(self.calling)
+        raw = pack(**kwargs)
+        if method in self.method_errors:
+            return self._replies(error=self.method_errors[method])
+        match method:
+            case "add_lora":
+                request = msgspec.msgpack.decode(raw["request"], type=LoRARequest)
+                return self._add_lora(request, msgspec.msgpack.decode(raw["digest"], type=str | None))
+            case "remove_lora":
+                return self._replies(self._adapters.pop(msgspec.msgpack.decode(raw["lora_int_id"], type=int), None) is not None)
+            case "list_loras":
+                return self._replies(sorted(self._adapters))
+            case "sleep":
+                self._state = [RankState.ASLEEP] * len(self._state)
+                return self._replies(WEIGHTS_BYTES)
+            case "wake_up":
+                self._state = [RankState.READY] * len(self._state)
+                return self._replies(None)
+        raise AssertionError(f"the worker has no method {method}")
+
+    def _add_lora(self, request: LoRARequest, digest: str | None) -> list[RpcReply]:
+        found = fake_digest(request.lora_path)
+        if request.lora_path in self.adapter_errors:
+            return self._replies(error=self.adapter_errors[request.lora_path])
+        if digest not in (None, found):
+            message = f"adapter {request.lora_name!r}: expected {digest}, found {found}"
+            return self._replies(error=ErrorReport(ErrorCode.DIGEST_MISMATCH, message))
+        self._adapters[request.lora_int_id] = request.lora_path
+        return self._replies(LoadedLoRA(found, 8, 24, 4096))
+
+    def _replies(self, result: object = None, *, error: ErrorReport | None = None) -> list[RpcReply]:
+        raw = None if error else msgspec.Raw(msgspec.msgpack.encode(result))
+        return [RpcReply(1, rank, raw, error, None if error else self._memory()) for rank in range(len(self._state))]
+
+    def _memory(self) -> MemoryReport:
+        resident = WEIGHTS_BYTES if self._state[0] is RankState.READY else 0
+        return MemoryReport(WEIGHTS_BYTES, resident, WEIGHTS_BYTES, 0, ["1000-2000"])
+
+    async def failed(self) -> str:
+        """Returns when `die` was called."""
+        return await asyncio.shield(self._failure)
+
+    def documents(self) -> list[RankDocument]:
+        """The ranks, all with the pid of this process."""
+        return [RankDocument(rank, os.getpid(), state, 0.0, self._memory()) for rank, state in enumerate(self._state)]
+
+    def load_progress(self) -> tuple[int, int]:
+        """All or nothing."""
+        return (0 if self._state[0] is RankState.STARTING else WEIGHTS_BYTES), WEIGHTS_BYTES
+
+    async def stop(self) -> None:
+        """End the group."""
+        self.stopped = True
+        self._state = [RankState.DEAD] * len(self._state)
+
+    def _check(self) -> None:
+        if self._failure.done():
+            raise GroupFailed(self._failure.result())
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        """Wait for the event, or raise when the group is lost before."""
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        self._check()
