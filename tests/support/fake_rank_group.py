@@ -8,6 +8,7 @@ sleep gives memory back. A test holds the steps, loads slowly, breaks an adapter
 import asyncio
 import hashlib
 import os
+from typing import Any
 
 import msgspec
 
@@ -81,7 +82,7 @@ class FakeRankGroup:
             raise ConfigError(self._config_error)
         await self._wait(self.loading)
         self._state = [RankState.READY] * len(self._state)
-        return ModelInfo("FakePipeline", "float32", 8, DEFAULT_SIZE, DEFAULT_SIZE, WEIGHTS_BYTES)
+        return ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
 
     def broadcast_tick(self, tick: Tick) -> None:
         """Queue one tick."""
@@ -178,8 +179,9 @@ class FakeRankGroup:
     async def _wait(self, event: asyncio.Event) -> None:
         """Wait for the event, or raise when the group is lost before."""
         waiting = asyncio.ensure_future(event.wait())
+        awaited: set[asyncio.Future[Any]] = {waiting, self._failure}
         try:
-            await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
         self._check()

@@ -62,9 +62,10 @@ async def healthz() -> dict[str, str]:
 async def readyz(request: Request) -> dict[str, str]:
     """200 from the end of the first load until the drain for termination, also asleep."""
     engine: Engine = request.app.state.engine
-    if engine.loaded:
+    ending = engine.state in (EngineState.TERMINATING, EngineState.FAILED)
+    if engine.loaded and not ending:
         return {"status": "ready"}
-    code = ErrorCode.TERMINATING if engine.state in (EngineState.TERMINATING, EngineState.FAILED) else ErrorCode.STARTING
+    code = ErrorCode.TERMINATING if ending else ErrorCode.STARTING
     raise RequestError(code, f"the worker is {engine.state}", retry_after_s=READY_RETRY_S)
 
 

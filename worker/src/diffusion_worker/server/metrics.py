@@ -62,10 +62,11 @@ class EngineCollector(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        yield CounterMetricFamily(PREFIX + "images", "Pictures made.", stats.images_total)
-        yield CounterMetricFamily(PREFIX + "steps", "Steps of the batch.", stats.steps_total)
-        yield CounterMetricFamily(PREFIX + "model_calls", "Merged model calls.", stats.model_calls_total)
-        yield CounterMetricFamily(PREFIX + "model_rows", "Rows of all merged model calls.", stats.rows_total)
+        yield CounterMetricFamily(PREFIX + "images", "Pictures made.", stats.pictures)
+        yield CounterMetricFamily(PREFIX + "steps", "Steps of the batch.", stats.ticks)
+        yield CounterMetricFamily(PREFIX + "step_seconds", "Time the ranks spent in steps.", stats.step_seconds)
+        yield CounterMetricFamily(PREFIX + "model_calls", "Merged model calls.", stats.model_calls)
+        yield CounterMetricFamily(PREFIX + "model_rows", "Rows of all merged model calls.", stats.rows)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.documents import AdapterCall, AdapterSource, OperationCall, SleepCall, SleepMode
-from diffusion_worker.engine.engine import GenerationParams
 
 MAX_SEED = 2**63 - 1
 # An operation that takes longer than a day is a mistake of the caller.
