@@ -16,7 +16,7 @@ PNG_COMPRESS_LEVEL = 1
 
 def png(picture: Picture) -> bytes:
     """One picture, lossless."""
-    image = Image.frombuffer("RGB", (picture.width, picture.height), picture.pixels, "raw", "RGB", 0, 1)
+    image = Image.frombytes("RGB", (picture.width, picture.height), bytes(picture.pixels))
     out = io.BytesIO()
     image.save(out, "PNG", compress_level=PNG_COMPRESS_LEVEL)
     return out.getvalue()

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker is told at start, as one frozen struct that the server and every rank share."""
+
+import enum
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.errors import ConfigError
+
+
+class Dtype(enum.StrEnum):
+    """Precision of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """Bounds of one request; a request over one of them is refused with the limit's name."""
+
+    max_steps: int = 200
+    max_pixels: int = 4_194_304
+    max_images: int = 8
+    max_prompt_chars: int = 8_192
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one worker. Times are in seconds.
+
+    The model folder is an ordinary diffusers folder (`model_index.json` at its top). `preload_loras` maps the names of
+    adapters to their peft folders; `desired_path` is a file that names more of them and the sleep policy.
+    """
+
+    model: str
+    served_name: str
+    ranks: int = 1
+    dtype: Dtype = Dtype.AUTO
+    pipeline: str = "auto"
+    max_batch_size: int = 8
+    max_loras: int = 4
+    max_lora_rank: int = 64
+    preload_loras: dict[str, str] = msgspec.field(default_factory=dict)
+    desired_path: str | None = None
+    control_token_path: str | None = None
+    limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
+    # A group that loads no model within this time is given up: the API's default for `startup.timeoutSeconds`.
+    startup_timeout_s: float = 1800.0
+    # No single step of a model that fits this worker takes minutes; past this a rank counts as hung.
+    tick_timeout_s: float = 300.0
+    # Below Kubernetes' default grace of 30 s, so that the server still ends by itself.
+    drain_timeout_s: float = 25.0
+
+
+def served_name_of(model: str) -> str:
+    """The name a model is served under when none is given: that of its folder."""
+    return Path(model).resolve().name
+
+
+def read_model_index(model: str) -> dict[str, Any]:
+    """The `model_index.json` of a diffusers folder.
+
+    Raises:
+        ConfigError: the folder is missing or is no diffusers folder.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ConfigError(f"model path {model!r}: expected a diffusers folder, found {'a file' if folder.exists() else 'nothing there'}")
+    index = folder / "model_index.json"
+    try:
+        content = msgspec.json.decode(index.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"model path {model!r}: expected a diffusers folder, found no model_index.json in it") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"model path {model!r}: model_index.json cannot be read: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("_class_name"), str):
+        raise ConfigError(f"model path {model!r}: model_index.json has no _class_name")
+    return content
+
+
+def usable_cores() -> int:
+    """CPU cores this process may use: its affinity, capped by the cgroup's CPU quota, at least one."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota()
+    return max(1, min(allowed, int(quota)) if quota else allowed)
+
+
+def _cgroup_quota() -> float | None:
+    """Cores of the CPU quota (cgroup v2, then v1), None without one. torch itself does not see it."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        limit_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
+        period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
+        return limit_us / period_us if limit_us > 0 else None
+    except (OSError, ValueError):
+        return None

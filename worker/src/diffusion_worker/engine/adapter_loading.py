@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads and unloads adapters: on all ranks or on none, beside the ones that run, never in the middle of a step."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.adapters import Adapter, AdapterTable
+from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterSource, AdapterState, DesiredState, Problem
+from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import LoadedLoRA, RpcReply
+
+log = logging.getLogger(__name__)
+
+# Taking an adapter out of its slot is a memset; past this a rank is stuck, which its step deadline will notice.
+UNLOAD_TIMEOUT_S = 30.0
+# A replaced adapter's running requests may finish this long.
+REPLACE_DRAIN_S = 120.0
+
+Abort = Callable[[list[str], ErrorCode, str], None]
+
+
+class AdapterLoader:
+    """Keeps the ranks' adapters as the table says."""
+
+    def __init__(self, table: AdapterTable, ranks: RankGroup, *, ranks_total: int, abort: Abort) -> None:
+        self._table = table
+        self._ranks = ranks
+        self._ranks_total = ranks_total
+        self._abort = abort
+        self._loading = asyncio.Lock()
+        self._cleaning: set[asyncio.Task[None]] = set()
+
+    async def load_at_start(self, config: WorkerConfig, desired: DesiredState) -> None:
+        """Try every adapter once; one that fails is kept as Failed and keeps nothing else from serving."""
+        calls = [(name, AdapterCall(operation_id="start", source=AdapterSource(path))) for name, path in config.preload_loras.items()]
+        for wanted in desired.adapters:
+            call = AdapterCall(operation_id="start", source=wanted.source, digest=wanted.digest, scale=wanted.scale)
+            calls.append((wanted.name, call))
+        for name, call in calls:
+            try:
+                await self.put(name, call)
+            except RequestError as error:
+                log.error("adapter=%s not loaded code=%s: %s", name, error.code, error.message)
+
+    async def put(self, name: str, call: AdapterCall) -> AdapterDocument:
+        """Have an adapter loaded under a name. One with other bytes is loaded beside the old one and then replaces it.
+
+        Raises:
+            RequestError: InvalidAdapter, DigestMismatch, CapacityExceeded, RankFailed, Timeout. A loaded adapter of the name
+                stays as it was; without one the name is kept as Failed, with the reason.
+        """
+        async with self._loading:
+            existing = self._table.get(name)
+            if existing is not None and _is_wanted(existing, call):
+                existing.scale = call.scale
+                return existing.document(self._ranks_total)
+            adapter = self._table.new(name, call)
+            replaces = existing is not None and existing.state is AdapterState.LOADED
+            if not replaces:
+                self._table.put(adapter)
+            try:
+                adapter.loaded = await self._load(adapter, call)
+            except RequestError as error:
+                adapter.state = AdapterState.FAILED
+                adapter.error = Problem(error.code, error.message, error.retryable)
+                raise
+            adapter.state = AdapterState.LOADED
+            if replaces and (previous := self._table.put(adapter)) is not None:
+                self._in_background(self._retire(previous, REPLACE_DRAIN_S))
+            log.info("adapter=%s loaded digest=%s rank=%d", name, adapter.loaded.digest, adapter.loaded.rank)
+            return adapter.document(self._ranks_total)
+
+    async def delete(self, name: str, *, drain_s: float) -> None:
+        """Make a name unknown at once, then unload what it stood for when nobody uses it or the time is over.
+
+        Raises:
+            RequestError: NotFound, RankFailed, Timeout.
+        """
+        async with self._loading:
+            if self._table.get(name) is None:
+                raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
+            adapter = self._table.take_out(name)
+        if adapter is not None:
+            await self._retire(adapter, drain_s)
+        log.info("adapter=%s unloaded", name)
+
+    async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+        """Run a method on every rank; raises one RequestError that names the ranks that failed."""
+        replies = await self._ranks.call(method, timeout_s=timeout_s, **kwargs)
+        failed = [(reply.rank, reply.error) for reply in replies if reply.error is not None]
+        if failed:
+            codes = {error.code for _, error in failed}
+            messages = list(dict.fromkeys(error.message for _, error in failed))
+            # The same complaint of every rank is about what was asked; anything else is about the ranks.
+            if len(failed) == len(replies) and len(codes) == 1 and len(messages) == 1:
+                raise RequestError(ErrorCode(codes.pop()), messages[0])
+            raise RequestError(ErrorCode.RANK_FAILED, f"{method}: " + "; ".join(f"rank {rank}: {error.message}" for rank, error in failed))
+        return replies
+
+    async def _load(self, adapter: Adapter, call: AdapterCall) -> LoadedLoRA:
+        request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": call.source.path}
+        try:
+            replies = await self.call_all("add_lora", timeout_s=call.deadline_seconds, request=request, digest=call.digest)
+            results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
+            if len({result.digest for result in results}) != 1:
+                raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")
+        except RequestError:
+            # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
+            self._in_background(self._unload(adapter))
+            raise
+        return results[0]
+
+    async def _retire(self, adapter: Adapter, drain_s: float) -> None:
+        """Wait until nobody uses a leaving adapter, end those who still do, unload it."""
+        try:
+            async with asyncio.timeout(drain_s):
+                await adapter.unused.wait()
+        except TimeoutError:
+            self._abort(sorted(adapter.users), ErrorCode.ADAPTER_REMOVED, f"adapter {adapter.name!r} was removed while in use")
+            await adapter.unused.wait()
+        await self._unload(adapter)
+        self._table.forget(adapter)
+
+    async def _unload(self, adapter: Adapter) -> None:
+        await self.call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=adapter.lora_int_id)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaned)
+
+    def _cleaned(self, task: asyncio.Task[None]) -> None:
+        self._cleaning.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an adapter could not be unloaded: %s", error)
+
+
+def _is_wanted(adapter: Adapter, call: AdapterCall) -> bool:
+    """Whether a loaded adapter is what a call asks for. Without a digest the source decides."""
+    if adapter.state is not AdapterState.LOADED or adapter.loaded is None or adapter.source != call.source:
+        return False
+    return call.digest is None or call.digest == adapter.loaded.digest

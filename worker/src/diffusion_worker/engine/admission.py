@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request can be served, decided before it costs anything. Pure."""
+
+import msgspec
+
+from diffusion_worker.config import RequestLimits
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import ModelInfo
+
+MAX_SEED = 2**63 - 1
+
+
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks for; None means the default. `model` is the served name or that of an adapter."""
+
+    prompt: str
+    model: str | None = None
+    negative_prompt: str | None = None
+    n: int = 1
+    seed: int | None = None
+    height: int | None = None
+    width: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    lora_scale: float | None = None
+
+
+def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
+    """Raises RequestError (InvalidRequest) that names the field, what was expected and what was found."""
+    if not params.prompt.strip():
+        _refuse("prompt", "a text", "an empty one")
+    if len(params.prompt) > limits.max_prompt_chars:
+        _refuse("prompt", f"at most {limits.max_prompt_chars} characters", len(params.prompt))
+    if not 1 <= params.n <= limits.max_images:
+        _refuse("n", f"1 to {limits.max_images}", params.n)
+    if params.seed is not None and not 0 <= params.seed <= MAX_SEED - limits.max_images:
+        _refuse("seed", f"0 to {MAX_SEED - limits.max_images}", params.seed)
+    if params.steps is not None and not 1 <= params.steps <= limits.max_steps:
+        _refuse("num_inference_steps", f"1 to {limits.max_steps}", params.steps)
+    if params.guidance_scale is not None and not 0 <= params.guidance_scale <= 100:
+        _refuse("guidance_scale", "0 to 100", params.guidance_scale)
+    _check_size(params, limits, model)
+
+
+def _check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
+    if params.width is None or params.height is None:
+        return
+    size = f"{params.width}x{params.height}"
+    if params.width < model.size_multiple or params.height < model.size_multiple:
+        _refuse("size", f"at least {model.size_multiple}x{model.size_multiple}", size)
+    if params.width % model.size_multiple or params.height % model.size_multiple:
+        _refuse("size", f"width and height that are multiples of {model.size_multiple}", size)
+    if params.width * params.height > limits.max_pixels:
+        _refuse("size", f"at most {limits.max_pixels} pixels", size)
+
+
+def _refuse(field: str, expected: str, found: object) -> None:
+    raise RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})

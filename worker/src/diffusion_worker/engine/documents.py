@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state document of the control API (`GET /v1/state`) and the structs of its calls, as JSON with camelCase names."""
+
+import enum
+
+import msgspec
+
+from diffusion_worker.messages import MemoryReport
+
+
+class EngineState(enum.StrEnum):
+    """What the server as a whole does; requests are served in `ready` only."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    FAILED = "failed"
+    TERMINATING = "terminating"
+
+
+class LoadStage(enum.StrEnum):
+    """Where a start is."""
+
+    STARTING_RANKS = "StartingRanks"
+    LOADING_WEIGHTS = "LoadingWeights"
+    LOADING_ADAPTERS = "LoadingAdapters"
+    DONE = "Done"
+
+
+class AdapterState(enum.StrEnum):
+    """One adapter's life; only a `Loaded` one is served."""
+
+    LOADING = "Loading"
+    LOADED = "Loaded"
+    DRAINING = "Draining"
+    FAILED = "Failed"
+
+
+class RankState(enum.StrEnum):
+    """One rank process."""
+
+    STARTING = "starting"
+    READY = "ready"
+    ASLEEP = "asleep"
+    DEAD = "dead"
+
+
+class SleepMode(enum.StrEnum):
+    """What sleep does with running requests: let them finish, or end them with code `Asleep`."""
+
+    WAIT = "Wait"
+    ABORT = "Abort"
+
+
+class SleepPolicy(enum.StrEnum):
+    """The declared policy; with `Asleep` a group goes to sleep by itself after it loaded."""
+
+    ALWAYS_AWAKE = "AlwaysAwake"
+    ASLEEP = "Asleep"
+
+
+class Problem(msgspec.Struct, frozen=True, rename="camel"):
+    """An error as it is kept in the state document."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+
+class Operation(msgspec.Struct, frozen=True, rename="camel"):
+    """The sleep or wake in progress."""
+
+    operation_id: str
+    kind: str
+    age_seconds: float
+
+
+class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
+    """The sleep or wake that ended last."""
+
+    operation_id: str
+    kind: str
+    error: Problem | None = None
+
+
+class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """Progress of a load, in bytes of weights summed over the ranks."""
+
+    stage: LoadStage
+    bytes_done: int
+    bytes_total: int
+
+
+class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """The model; pipeline, dtype and size are null until it is loaded."""
+
+    served_name: str
+    path: str
+    pipeline: str | None
+    dtype: str | None
+    size_bytes: int | None
+
+
+class RankDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """One rank; `last_progress_age_seconds` is the age of its last message."""
+
+    rank: int
+    pid: int | None
+    state: RankState
+    last_progress_age_seconds: float | None
+    memory: MemoryReport
+
+
+class AdapterSource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Where an adapter comes from: a peft folder that the worker can read."""
+
+    path: str
+
+
+class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """One adapter; `refs` counts the requests that use it."""
+
+    name: str
+    digest: str | None
+    source: AdapterSource
+    state: AdapterState
+    scale: float
+    rank: int | None
+    modules: int | None
+    size_bytes: int | None
+    ranks_loaded: int
+    ranks_total: int
+    refs: int
+    error: Problem | None
+
+
+class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """Everything the operator needs, in one cheap document. Ages are seconds on this worker's own clock."""
+
+    boot_id: str
+    generation: int
+    state: EngineState
+    operation: Operation | None
+    last_operation: OperationResult | None
+    in_flight: int
+    queued: int
+    last_request_age_seconds: float | None
+    load: LoadDocument
+    model: ModelDocument
+    ranks: list[RankDocument]
+    adapters: list[AdapterDocument]
+    failure: Problem | None
+
+
+class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Body of a wake; base of the other control calls. Without `boot_id` the call is for whatever runs."""
+
+    operation_id: str
+    boot_id: str | None = None
+    deadline_seconds: float = 120.0
+
+
+class SleepCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Body of a sleep; `deadline_seconds` bounds the drain, after it running requests are ended as by `Abort`."""
+
+    level: str = "HostMemory"
+    mode: SleepMode = SleepMode.WAIT
+    deadline_seconds: float = 300.0
+
+
+class AdapterCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Body of a put of an adapter."""
+
+    source: AdapterSource
+    digest: str | None = None
+    scale: float = 1.0
+
+
+class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
+    """One adapter of the desired file."""
+
+    name: str
+    source: AdapterSource
+    digest: str | None = None
+    scale: float = 1.0
+
+
+class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):
+    """The sleep part of the desired file."""
+
+    policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+
+
+class DesiredState(msgspec.Struct, frozen=True, rename="camel"):
+    """The mounted file that lets a worker restart without its operator."""
+
+    sleep: DesiredSleep = DesiredSleep()
+    adapters: list[DesiredAdapter] = []

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model on one rank group: takes requests, keeps the ranks stepping, loads adapters, sleeps and wakes.
+
+Runs on the server's event loop and holds no torch. What the ranks do next is decided by `StepScheduler`; this class admits,
+sends, and hands results to their waiters.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine import admission
+from diffusion_worker.engine.adapter_loading import AdapterLoader
+from diffusion_worker.engine.adapters import AdapterTable
+from diffusion_worker.engine.admission import GenerationParams
+from diffusion_worker.engine.documents import (
+    AdapterCall,
+    AdapterDocument,
+    EngineState,
+    LoadDocument,
+    LoadStage,
+    ModelDocument,
+    OperationCall,
+    Problem,
+    SleepCall,
+    SleepMode,
+    SleepPolicy,
+    StateDocument,
+)
+from diffusion_worker.engine.operations import Operations, read_desired
+from diffusion_worker.engine.rank_group import RankGroup, TickReport
+from diffusion_worker.engine.scheduler import StepScheduler
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec
+
+log = logging.getLogger(__name__)
+
+# One tick runs while the next one is already with the ranks, so that none of them waits for the server.
+TICKS_AHEAD = 2
+
+# Pixels, height, width.
+Frame = tuple[bytes | memoryview, int, int]
+
+REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
+    EngineState.STARTING: (ErrorCode.STARTING, "the model is still loading", 5.0),
+    EngineState.DRAINING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
+    EngineState.SLEEPING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
+    EngineState.ASLEEP: (ErrorCode.ASLEEP, "the model is asleep, because its sleep policy says so", None),
+    EngineState.WAKING: (ErrorCode.BUSY, "the model is waking up", 1.0),
+    EngineState.FAILED: (ErrorCode.ENGINE_FAILED, "the rank group is lost; the server is about to restart", 10.0),
+    EngineState.TERMINATING: (ErrorCode.TERMINATING, "the server is shutting down", 1.0),
+}
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """A finished picture: rows of RGB bytes, and the seed that makes it again."""
+
+    pixels: bytes | memoryview
+    height: int
+    width: int
+    seed: int
+
+
+class EngineStats(msgspec.Struct):
+    """Counters since the start, for metrics."""
+
+    requests: Counter[str] = msgspec.field(default_factory=Counter)
+    pictures: int = 0
+    ticks: int = 0
+    rows: int = 0
+    model_calls: int = 0
+    step_seconds: float = 0.0
+
+
+class Engine:
+    """The engine of one server process; every method runs on its event loop."""
+
+    def __init__(self, config: WorkerConfig, ranks: RankGroup, *, boot_id: str) -> None:
+        self.config = config
+        self.boot_id = boot_id
+        self.state = EngineState.STARTING
+        self.stats = EngineStats()
+        self.loaded = False
+        self._ranks = ranks
+        self._model: ModelInfo | None = None
+        self._stage = LoadStage.STARTING_RANKS
+        self._failure: str | None = None
+        self._scheduler = StepScheduler(config.max_batch_size)
+        self._results: dict[str, asyncio.Future[Frame]] = {}
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_request_at: float | None = None
+        self._stepping: asyncio.Task[None] | None = None
+        self._adapters = AdapterTable(slots=config.max_loras)
+        self._loader = AdapterLoader(self._adapters, ranks, ranks_total=config.ranks, abort=self._abort)
+        self._operations = Operations()
+
+    async def start(self) -> None:
+        """Load the model and its adapters; returns when requests are served, or when the group is asleep by policy.
+
+        Raises:
+            ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
+        """
+        self._stage = LoadStage.LOADING_WEIGHTS
+        self._model = await self._ranks.start()
+        self._stage = LoadStage.LOADING_ADAPTERS
+        desired = read_desired(self.config.desired_path)
+        await self._loader.load_at_start(self.config, desired)
+        self._stage = LoadStage.DONE
+        self._stepping = asyncio.create_task(self._keep_stepping())
+        self.state = EngineState.READY
+        if desired.sleep.policy is SleepPolicy.ASLEEP:
+            await self._sleep_now(SleepCall(operation_id=f"policy-{self.boot_id}"))
+        self.loaded = True
+
+    async def run_until_failure(self) -> str:
+        """Returns the reason when the rank group is lost; every waiting request then has its error."""
+        reason = await self._ranks.failed()
+        self._fail(reason)
+        return reason
+
+    async def terminate(self) -> None:
+        """Stop admission, let running requests finish within the configured time, end the ranks."""
+        self.loaded = False
+        if self.state is not EngineState.FAILED:
+            self.state = EngineState.TERMINATING
+            await self._drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.gather(self._stepping, return_exceptions=True)
+        await self._ranks.stop()
+
+    async def generate(self, params: GenerationParams) -> list[Picture]:
+        """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its rows.
+
+        Raises:
+            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost meanwhile.
+        """
+        try:
+            pictures = await self._generate(params)
+        except RequestError as error:
+            self.stats.requests[error.code] += 1
+            raise
+        except GroupFailed:
+            self.stats.requests[ErrorCode.ENGINE_FAILED] += 1
+            raise
+        self.stats.requests["ok"] += 1
+        self.stats.pictures += len(pictures)
+        return pictures
+
+    def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
+        """Names a request may ask for: the base, then the loaded adapters."""
+        adapters = [self._adapters.resolve(name) for name in self._adapters.names()]
+        return [(self.config.served_name, None)] + [(adapter.name, adapter.document(self.config.ranks)) for adapter in adapters]
+
+    def state_document(self) -> StateDocument:
+        """Everything the control API shows; cheap, and answers in every state."""
+        age = None if self._last_request_at is None else round(time.monotonic() - self._last_request_at, 3)
+        done, total = self._ranks.load_progress()
+        model = self._model
+        return StateDocument(
+            boot_id=self.boot_id,
+            generation=1,
+            state=self.state,
+            operation=self._operations.running(),
+            last_operation=self._operations.last,
+            in_flight=self._scheduler.running,
+            queued=self._scheduler.waiting,
+            last_request_age_seconds=age,
+            load=LoadDocument(self._stage, done, total),
+            model=ModelDocument(
+                self.config.served_name,
+                self.config.model,
+                model.pipeline if model else None,
+                model.dtype if model else None,
+                model.weights_bytes if model else None,
+            ),
+            ranks=self._ranks.documents(),
+            adapters=[adapter.document(self.config.ranks) for adapter in self._adapters],
+            failure=Problem(ErrorCode.ENGINE_FAILED, self._failure, True) if self._failure else None,
+        )
+
+    def sleep(self, call: SleepCall) -> bool:
+        """Start going to sleep; False when that is done already. The outcome is in the state document.
+
+        Raises:
+            RequestError: WrongBoot, InvalidRequest, Conflict with another operation, Starting.
+        """
+        if call.level != "HostMemory":
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"level: expected HostMemory, found {call.level!r}", details={"field": "level"})
+        return self._begin(call, "sleep", EngineState.ASLEEP, lambda: self._sleep_now(call))
+
+    def wake(self, call: OperationCall) -> bool:
+        """Start waking up; False when the model is awake already.
+
+        Raises:
+            RequestError: WrongBoot, Conflict with another operation, Starting.
+        """
+        return self._begin(call, "wake", EngineState.READY, lambda: self._wake_now(call))
+
+    async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
+        """Load an adapter on all ranks or none; see `AdapterLoader.put` for its errors."""
+        self._check_boot(call.boot_id)
+        self._check_serving(f"adapter {name!r}")
+        if name == self.config.served_name:
+            raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: the name is that of the base model")
+        return await self._loader.put(name, call)
+
+    async def delete_adapter(self, name: str, *, operation_id: str, boot_id: str | None, drain_s: float) -> None:
+        """Unload an adapter; requests for it get 404 at once, running ones may finish within `drain_s`.
+
+        Raises:
+            RequestError: NotFound, WrongBoot, Timeout.
+        """
+        self._check_boot(boot_id)
+        await self._loader.delete(name, drain_s=drain_s)
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, params: GenerationParams) -> list[Picture]:
+        self._check_serving("this request")
+        assert self._model is not None
+        admission.check(params, self.config.limits, self._model)
+        base = params.model is None or params.model == self.config.served_name
+        adapter = None if base else self._adapters.resolve(str(params.model))
+        self._last_request_at = time.monotonic()
+        first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
+        request_id = uuid.uuid4().hex
+        with ExitStack() as stack:
+            use = stack.enter_context(self._adapters.used(adapter, request_id, params.lora_scale))
+            specs = [_spec(params, f"{request_id}-{index}", first_seed + index, use) for index in range(params.n)]
+            waiters = [self._submit(spec) for spec in specs]
+            for spec in specs:
+                stack.callback(self._forget, spec.request_id)
+            frames = await asyncio.gather(*waiters)
+        return [Picture(pixels, height, width, spec.seed) for spec, (pixels, height, width) in zip(specs, frames, strict=True)]
+
+    def _submit(self, spec: RequestSpec) -> asyncio.Future[Frame]:
+        result: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._results[spec.request_id] = result
+        self._scheduler.add(spec)
+        self._idle.clear()
+        self._work.set()
+        return result
+
+    def _forget(self, request_id: str) -> None:
+        """After a request ended in whatever way: nothing of it stays here or on the ranks."""
+        result = self._results.pop(request_id, None)
+        if result is not None:
+            result.cancel()
+            self._scheduler.remove(request_id)
+            self._work.set()
+        self._note_idle()
+
+    def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
+        """End requests with an error; an id stands for all pictures of its request."""
+        for picture_id, result in self._results.items():
+            if picture_id.rpartition("-")[0] in request_ids and not result.done():
+                result.set_exception(RequestError(code, message))
+
+    def _note_idle(self) -> None:
+        if not self._results:
+            self._idle.set()
+
+    # --- stepping -------------------------------------------------------------------------------------------------------
+
+    async def _keep_stepping(self) -> None:
+        """Keep the ranks busy: send ticks ahead while there is work, and deliver what comes back."""
+        ahead = 0
+        try:
+            while True:
+                if self._scheduler.has_work and ahead < TICKS_AHEAD:
+                    self._ranks.broadcast_tick(self._scheduler.next_tick())
+                    ahead += 1
+                elif ahead:
+                    self._deliver(await self._ranks.next_report(self.config.tick_timeout_s))
+                    ahead -= 1
+                else:
+                    self._work.clear()
+                    await self._work.wait()
+        except GroupFailed as error:
+            self._fail(str(error))
+
+    def _deliver(self, report: TickReport) -> None:
+        done = report.done
+        self.stats.ticks += 1
+        self.stats.rows += done.rows
+        self.stats.model_calls += done.calls
+        self.stats.step_seconds += done.seconds
+        for finished in done.finished:
+            height, width, _ = finished.shape
+            self._settle(finished.request_id, (report.frames[finished.frame], height, width))
+        for failed in done.failed:
+            self._settle(failed.request_id, failed.error)
+
+    def _settle(self, request_id: str, outcome: Frame | ErrorReport) -> None:
+        self._scheduler.finished(request_id)
+        result = self._results.get(request_id)
+        if result is None or result.done():
+            return
+        if isinstance(outcome, ErrorReport):
+            result.set_exception(RequestError(ErrorCode(outcome.code), outcome.message))
+        else:
+            result.set_result(outcome)
+
+    def _fail(self, reason: str) -> None:
+        if self.state is EngineState.FAILED:
+            return
+        log.error("engine failed: %s", reason)
+        self.state = EngineState.FAILED
+        self._failure = reason
+        for result in self._results.values():
+            if not result.done():
+                result.set_exception(GroupFailed(reason))
+
+    # --- sleep and wake -------------------------------------------------------------------------------------------------
+
+    async def _drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
+        """Wait for what runs and waits; past the time, end it with an error."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self._abort([name.rpartition("-")[0] for name in self._results], code, message)
+            await self._idle.wait()
+
+    async def _sleep_now(self, call: SleepCall) -> None:
+        self.state = EngineState.DRAINING
+        try:
+            drain_s = call.deadline_seconds if call.mode is SleepMode.WAIT else 0.0
+            await self._drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
+            self.state = EngineState.SLEEPING
+            await self._loader.call_all("sleep", timeout_s=self.config.tick_timeout_s)
+        except RequestError:
+            self._back_to(EngineState.READY)
+            raise
+        self._back_to(EngineState.ASLEEP)
+
+    async def _wake_now(self, call: OperationCall) -> None:
+        self.state = EngineState.WAKING
+        try:
+            await self._loader.call_all("wake_up", timeout_s=call.deadline_seconds)
+        except RequestError:
+            self._back_to(EngineState.ASLEEP)
+            raise
+        self._back_to(EngineState.READY)
+
+    def _back_to(self, state: EngineState) -> None:
+        """The state after an operation, unless the group failed or the server is ending meanwhile."""
+        if self.state not in (EngineState.FAILED, EngineState.TERMINATING):
+            self.state = state
+
+    def _begin(self, call: OperationCall, kind: str, goal: EngineState, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Start an operation unless it runs (True) or there is nothing left to do (False)."""
+        self._check_boot(call.boot_id)
+        if self._operations.is_running(call.operation_id):
+            return True
+        if self._operations.is_done(call.operation_id):
+            return False
+        self._operations.require_idle(kind)
+        if self.state is goal:
+            return False
+        if self.state not in (EngineState.READY, EngineState.ASLEEP):
+            self._check_serving(kind)
+        self._operations.start(call.operation_id, kind, work())
+        return True
+
+    # --- checks ---------------------------------------------------------------------------------------------------------
+
+    def _check_boot(self, boot_id: str | None) -> None:
+        if boot_id is not None and boot_id != self.boot_id:
+            raise RequestError(ErrorCode.WRONG_BOOT, f"bootId: expected {self.boot_id}, found {boot_id}: the server restarted meanwhile")
+
+    def _check_serving(self, what: str) -> None:
+        if self.state is not EngineState.READY:
+            code, why, retry_after_s = REFUSALS[self.state]
+            raise RequestError(code, f"{what} is refused: {why}", retry_after_s=retry_after_s)
+
+
+def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | None) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id,
+        prompt=params.prompt,
+        negative_prompt=params.negative_prompt,
+        seed=seed,
+        height=params.height,
+        width=params.width,
+        steps=params.steps,
+        guidance_scale=params.guidance_scale,
+        lora=use,
+    )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that leaves the worker.
+
+WorkerError
+├── ConfigError     an option, the model folder or a file is wrong at start: printed by the command line, exit code 1
+├── GroupFailed     the rank group is lost (a rank died or missed a deadline): the server ends with exit code 70
+└── RequestError    one call cannot be served: answered as JSON with its code, on both ports
+"""
+
+import enum
+from typing import Any
+
+
+class ErrorCode(enum.StrEnum):
+    """The closed list of codes a client can meet; `STATUS` has the HTTP status of each."""
+
+    INVALID_REQUEST = "InvalidRequest"
+    UNAUTHORIZED = "Unauthorized"
+    NOT_FOUND = "NotFound"
+    CONFLICT = "Conflict"
+    WRONG_BOOT = "WrongBoot"
+    INVALID_ADAPTER = "InvalidAdapter"
+    DIGEST_MISMATCH = "DigestMismatch"
+    CAPACITY_EXCEEDED = "CapacityExceeded"
+    ADAPTER_NOT_LOADED = "AdapterNotLoaded"
+    ADAPTER_REMOVED = "AdapterRemoved"
+    STARTING = "Starting"
+    ASLEEP = "Asleep"
+    BUSY = "Busy"
+    TERMINATING = "Terminating"
+    INSUFFICIENT_MEMORY = "InsufficientMemory"
+    RANK_FAILED = "RankFailed"
+    ENGINE_FAILED = "EngineFailed"
+    TIMEOUT = "Timeout"
+
+
+STATUS: dict[ErrorCode, int] = {
+    ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.UNAUTHORIZED: 401,
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.CONFLICT: 409,
+    ErrorCode.WRONG_BOOT: 409,
+    ErrorCode.INVALID_ADAPTER: 400,
+    ErrorCode.DIGEST_MISMATCH: 409,
+    ErrorCode.CAPACITY_EXCEEDED: 409,
+    ErrorCode.ADAPTER_NOT_LOADED: 503,
+    ErrorCode.ADAPTER_REMOVED: 410,
+    ErrorCode.STARTING: 503,
+    ErrorCode.ASLEEP: 503,
+    ErrorCode.BUSY: 503,
+    ErrorCode.TERMINATING: 503,
+    ErrorCode.INSUFFICIENT_MEMORY: 507,
+    ErrorCode.RANK_FAILED: 500,
+    ErrorCode.ENGINE_FAILED: 500,
+    ErrorCode.TIMEOUT: 504,
+}
+
+# The same call may succeed later without anybody changing it.
+RETRYABLE = frozenset(
+    {
+        ErrorCode.ADAPTER_NOT_LOADED,
+        ErrorCode.STARTING,
+        ErrorCode.ASLEEP,
+        ErrorCode.BUSY,
+        ErrorCode.TERMINATING,
+        ErrorCode.INSUFFICIENT_MEMORY,
+        ErrorCode.RANK_FAILED,
+        ErrorCode.ENGINE_FAILED,
+        ErrorCode.TIMEOUT,
+    }
+)
+
+
+class WorkerError(Exception):
+    """Base of all errors of the worker; never raised itself."""
+
+
+class ConfigError(WorkerError):
+    """Raised at start when the worker cannot serve what it was told to; the command line prints it and exits 1."""
+
+
+class GroupFailed(WorkerError):
+    """Raised to whoever waits for the rank group when a rank died or missed a deadline; ends the server."""
+
+
+class RequestError(WorkerError):
+    """Raised when one call cannot be served; the HTTP edge answers it as `{code, message, …}`."""
+
+    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: float | None = None, details: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.details = details or {}
+
+    @property
+    def status(self) -> int:
+        """The HTTP status of the code."""
+        return STATUS[self.code]
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later."""
+        return self.code in RETRYABLE

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer with slots for adapters: each row of a call uses its own slot, or none.
+
+Slot buffers are allocated once, at the largest rank, and zero padded: loading and removing an adapter only writes into
+them. Rows without an adapter get the base layer's result untouched.
+"""
+
+import torch
+from torch import nn
+
+from diffusion_worker.lora.checkpoint import LoRAFactors
+
+
+class RowAdapters:
+    """Which rows of the call about to run use which slot, and how strongly; `total` rows in all."""
+
+    def __init__(self, slots: list[int | None], scales: list[float], device: torch.device) -> None:
+        chosen = [(row, slot, scale) for row, (slot, scale) in enumerate(zip(slots, scales, strict=True)) if slot is not None]
+        self.total = len(slots)
+        self.empty = not chosen
+        self.rows = torch.tensor([row for row, _, _ in chosen], dtype=torch.long, device=device)
+        self.slots = torch.tensor([slot for _, slot, _ in chosen], dtype=torch.long, device=device)
+        self.scales = torch.tensor([scale for _, _, scale in chosen], dtype=torch.float32, device=device)
+
+
+class RowAdaptersHolder:
+    """The one place where all layers of a model look up the rows of the running call."""
+
+    def __init__(self) -> None:
+        self.current: RowAdapters | None = None
+
+
+class LoRALinear(nn.Module):
+    """A wrapped `nn.Linear`: base(x) plus, for the rows that ask for it, scale * B A x of their slot."""
+
+    def __init__(self, base: nn.Linear, holder: RowAdaptersHolder, *, slots: int, max_rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self._holder = holder
+        self._a = base.weight.new_zeros(slots, max_rank, base.in_features)
+        self._b = base.weight.new_zeros(slots, base.out_features, max_rank)
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        """Pipelines look at a linear's own attributes (`weight.dtype`, `in_features`)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)  # type: ignore[no-any-return]
+
+    def write(self, slot: int, factors: LoRAFactors | None) -> None:
+        """Put an adapter into a slot; None empties it."""
+        self._a[slot].zero_()
+        self._b[slot].zero_()
+        if factors is not None:
+            rank = factors.a.shape[0]
+            self._a[slot, :rank].copy_(factors.a)
+            self._b[slot, :, :rank].copy_(factors.b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x)
+        call = self._holder.current
+        if call is None or call.empty:
+            return out
+        if x.shape[0] != call.total:
+            raise RuntimeError(f"a wrapped layer got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")
+        low = torch.einsum("k...i,kri->k...r", x[call.rows], self._a[call.slots])
+        scales = call.scales.to(low.dtype).reshape(-1, *[1] * (low.dim() - 1))
+        return out.index_add(0, call.rows, torch.einsum("k...r,kor->k...o", low * scales, self._b[call.slots]))

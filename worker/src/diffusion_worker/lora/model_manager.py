@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters of one rank: which are loaded, in which slot, and which rows of a call use them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.checkpoint import LoRACheckpoint, invalid, read_checkpoint
+from diffusion_worker.lora.layers import LoRALinear, RowAdapters, RowAdaptersHolder
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import LoadedLoRA, LoRAUse
+
+
+class DiffusionLoRAManager:
+    """Loads adapters into slots of the denoiser's linear layers; layers are wrapped when the first adapter names them."""
+
+    def __init__(self, denoiser: nn.Module, *, slots: int, max_rank: int) -> None:
+        self._denoiser = denoiser
+        self._max_rank = max_rank
+        self._slot_count = slots
+        self._free = list(range(slots))
+        self._slots: dict[int, int] = {}
+        self._wrapped: dict[str, LoRALinear] = {}
+        self._holder = RowAdaptersHolder()
+
+    def add_adapter(self, request: LoRARequest, *, expected_digest: str | None = None) -> LoadedLoRA:
+        """Read, check and load one adapter. A refused one leaves nothing behind.
+
+        Raises:
+            RequestError: InvalidAdapter, DigestMismatch, CapacityExceeded.
+        """
+        checkpoint = read_checkpoint(request.lora_path, expected_digest=expected_digest)
+        self._check(request, checkpoint)
+        if not self._free:
+            raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {request.lora_name!r}: all slots are in use")
+        slot = self._free.pop(0)
+        for name, factors in checkpoint.modules.items():
+            self._wrap(name).write(slot, factors)
+        self._slots[request.lora_int_id] = slot
+        return LoadedLoRA(digest=checkpoint.digest, rank=checkpoint.rank, modules=len(checkpoint.modules), size_bytes=checkpoint.size_bytes)
+
+    def remove_adapter(self, lora_int_id: int) -> bool:
+        """Forget an adapter and empty its slot; False if it was not loaded."""
+        slot = self._slots.pop(lora_int_id, None)
+        if slot is None:
+            return False
+        for layer in self._wrapped.values():
+            layer.write(slot, None)
+        self._free.append(slot)
+        return True
+
+    def list_adapters(self) -> list[int]:
+        """Ids of the loaded adapters."""
+        return sorted(self._slots)
+
+    @contextmanager
+    def rows(self, uses: list[LoRAUse | None]) -> Iterator[None]:
+        """While a call of the denoiser runs: the adapter of each of its rows. An id that is not loaded is an error."""
+        slots = [None if use is None else self._slots[use.lora_int_id] for use in uses]
+        scales = [0.0 if use is None else use.scale for use in uses]
+        self._holder.current = RowAdapters(slots, scales, next(self._denoiser.parameters()).device)
+        try:
+            yield
+        finally:
+            self._holder.current = None
+
+    def _check(self, request: LoRARequest, checkpoint: LoRACheckpoint) -> None:
+        """Every tensor binds, or the adapter is refused with the first names that do not."""
+        if checkpoint.rank > self._max_rank:
+            raise invalid(f"adapter {request.lora_name!r}: rank {checkpoint.rank} is over the limit of {self._max_rank}")
+        strangers = []
+        for name, factors in checkpoint.modules.items():
+            base = self._linear(name)
+            if base is None:
+                strangers.append(f"{name} (no such linear layer)")
+            elif (factors.a.shape[1], factors.b.shape[0]) != (base.in_features, base.out_features):
+                found, expected = f"{factors.a.shape[1]} -> {factors.b.shape[0]}", f"{base.in_features} -> {base.out_features}"
+                strangers.append(f"{name} (expected {expected}, found {found})")
+        if strangers:
+            raise invalid(
+                f"adapter {request.lora_name!r}: {len(strangers)} of {len(checkpoint.modules)} modules do not match "
+                f"{type(self._denoiser).__name__}: {', '.join(strangers[:3])}"
+            )
+
+    def _linear(self, name: str) -> nn.Linear | None:
+        if name in self._wrapped:
+            return self._wrapped[name].base
+        try:
+            module = self._denoiser.get_submodule(name)
+        except AttributeError:
+            return None
+        return module if isinstance(module, nn.Linear) else None
+
+    def _wrap(self, name: str) -> LoRALinear:
+        if name not in self._wrapped:
+            base = self._linear(name)
+            assert base is not None, name
+            layer = LoRALinear(base, self._holder, slots=self._slot_count, max_rank=self._max_rank)
+            parent, _, child = name.rpartition(".")
+            setattr(self._denoiser.get_submodule(parent), child, layer)
+            self._wrapped[name] = layer
+        return self._wrapped[name]

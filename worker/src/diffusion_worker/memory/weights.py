@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All weights of a pipeline in slabs, with a mirror to fill them from again: sleep copies nothing, wake copies once.
+
+A tensor's mirror is the mapped checkpoint file wherever the file holds just these values (after conversion to the model's
+dtype), since its pages cost nothing while nobody reads them; what is in no file (computed buffers, renamed or fused
+tensors) is copied into memory of our own at load.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from diffusion_worker.memory.slabs import Slab, make_slab, resident_bytes
+from diffusion_worker.messages import MemoryReport
+
+ALIGNMENT = 64  # a cache line, and what vectorised kernels like
+
+
+class _Placed:
+    """One tensor of a module: its place in a slab, and how to get its contents again."""
+
+    def __init__(self, view: torch.Tensor, read_file: Callable[[], torch.Tensor] | None) -> None:
+        self.view = view
+        self.read_file = read_file
+        self.kept = None if read_file else view.to("cpu", copy=True)
+
+    def fill(self) -> None:
+        """Copy the mirror into the slab; conversion from the file's dtype is part of the copy."""
+        source = self.read_file() if self.read_file else self.kept
+        assert source is not None
+        self.view.copy_(source)
+
+
+class ModelWeights:
+    """The weights of a pipeline's modules on one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slabs: list[Slab] = []
+        self._placed: list[_Placed] = []
+
+    def place(self, module: torch.nn.Module, checkpoint: Path) -> int:
+        """Move every parameter and buffer of a module into a slab of its own; returns their bytes.
+
+        `checkpoint` is the folder of the module's safetensors files; it need not exist.
+        """
+        named = list(_named_tensors(module))
+        if not named:
+            return 0
+        offsets, size = _layout([tensor for _, tensor in named])
+        slab = make_slab(size, self._device)
+        self._slabs.append(slab)
+        files = _checkpoint_readers(checkpoint)
+        for (name, tensor), offset in zip(named, offsets, strict=True):
+            view = _view_of(slab, offset, tensor)
+            view.copy_(tensor)
+            tensor.data = view
+            self._placed.append(_Placed(view, _matching_reader(files.get(name), view)))
+        return size
+
+    def release(self) -> None:
+        """Give the memory of all slabs back. The modules must not run until `restore`."""
+        for slab in self._slabs:
+            slab.release()
+
+    def restore(self) -> None:
+        """Fill the slabs from their mirrors."""
+        for slab in self._slabs:
+            slab.restore()
+        for placed in self._placed:
+            placed.fill()
+
+    def report(self) -> MemoryReport:
+        """Where the weights are now."""
+        in_files = sum(_nbytes(placed.view) for placed in self._placed if placed.kept is None)
+        in_memory = sum(_nbytes(placed.kept) for placed in self._placed if placed.kept is not None)
+        return MemoryReport(
+            weights_bytes=in_files + in_memory,
+            weights_resident_bytes=resident_bytes(self._slabs),
+            mirror_file_bytes=in_files,
+            mirror_memory_bytes=in_memory,
+            mappings=["{:x}-{:x}".format(*slab.address_range) for slab in self._slabs if slab.address_range is not None],
+        )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, each once: tied ones are the same object and stay tied."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _layout(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
+    return offsets, max(end, ALIGNMENT)
+
+
+def _view_of(slab: Slab, offset: int, like: torch.Tensor) -> torch.Tensor:
+    return slab.bytes[offset : offset + _nbytes(like)].view(like.dtype).view(like.shape)
+
+
+def _checkpoint_readers(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    """How to read each tensor of a component's safetensors files, which stay mapped: replacing a file changes nothing."""
+    readers: dict[str, Callable[[], torch.Tensor]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        handle: Any = safe_open(path, framework="pt")
+        for key in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            readers[key] = functools.partial(handle.get_tensor, key)
+    return readers
+
+
+def _matching_reader(reader: Callable[[], torch.Tensor] | None, view: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """The reader, if the file holds just what the model holds."""
+    if reader is None:
+        return None
+    stored = reader()
+    same = stored.shape == view.shape and torch.equal(stored.to(view.device, view.dtype), view)
+    return reader if same else None

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server process and its ranks say to each other: msgspec structs, MessagePack on the wire, no pickle.
+
+The server broadcasts one stream that every rank reads in order: `Tick` (at most one a step), `Rpc`, `Shutdown`. Ranks
+answer on a stream of their own: all of them to `Rpc`, only rank 0 to `Tick`. Pictures travel beside a message as raw frames.
+"""
+
+import msgspec
+
+
+class LoRAUse(msgspec.Struct, frozen=True):
+    """The adapter of one request: the id under which it was loaded and the strength it is used with."""
+
+    lora_int_id: int
+    scale: float
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One picture to make. None means the pipeline's own default; height and width are in pixels."""
+
+    request_id: str
+    prompt: str
+    negative_prompt: str | None = None
+    seed: int
+    height: int | None = None
+    width: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    lora: LoRAUse | None = None
+
+
+class Tick(msgspec.Struct, frozen=True, tag="tick"):
+    """Advance every active request by one step, after `leave` went and `join` came."""
+
+    number: int
+    join: list[RequestSpec] = []
+    leave: list[str] = []
+
+
+class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
+    """Call a method of every rank's worker between two ticks; each rank answers with an `RpcReply`."""
+
+    call_id: int
+    method: str
+    kwargs: dict[str, msgspec.Raw] = {}
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the busy loop and exit 0."""
+
+
+ToRank = Tick | Rpc | Shutdown
+
+
+class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
+    """Where one rank's weights are, in bytes.
+
+    `weights_resident_bytes` is what the kernel counts in `/proc/self/smaps` for the mappings of the slabs (on a GPU: what
+    the slabs hold on the device); `mappings` are their address ranges. `mirror_*` is where wake gets the weights from:
+    the mapped checkpoint, whose pages the system may drop, and memory of our own for what is in no file.
+    """
+
+    weights_bytes: int = 0
+    weights_resident_bytes: int = 0
+    mirror_file_bytes: int = 0
+    mirror_memory_bytes: int = 0
+    mappings: list[str] = []
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the server has to know of the loaded model to validate requests. Sizes are in pixels."""
+
+    pipeline: str
+    dtype: str
+    size_multiple: int
+    weights_bytes: int
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
+    """How far a rank's load is, in bytes of weights."""
+
+    rank: int
+    bytes_done: int
+    bytes_total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """A rank loaded its model."""
+
+    rank: int
+    pid: int
+    model: ModelInfo
+    memory: MemoryReport
+
+
+class ErrorReport(msgspec.Struct, frozen=True):
+    """An error on its way from a rank to a caller; `code` is one of `ErrorCode`."""
+
+    code: str
+    message: str
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """A rank is about to exit; `config` tells a wrong configuration from a fault."""
+
+    rank: int
+    message: str
+    config: bool = False
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A picture is done: frame `frame` of the message, `shape` (height, width, 3) of uint8."""
+
+    request_id: str
+    frame: int
+    shape: tuple[int, int, int]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A request ended with an error of its own."""
+
+    request_id: str
+    error: ErrorReport
+
+
+class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
+    """What one tick brought, from rank 0. `rows` and `calls` count the merged model calls of the tick."""
+
+    number: int
+    finished: list[Finished] = []
+    failed: list[Failed] = []
+    rows: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+
+class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):
+    """One rank's answer to an `Rpc`; `result` is the method's own, encoded."""
+
+    call_id: int
+    rank: int
+    result: msgspec.Raw | None = None
+    error: ErrorReport | None = None
+    memory: MemoryReport | None = None
+
+
+ToServer = LoadProgress | Ready | Fatal | TickDone | RpcReply
+
+
+class LoadedLoRA(msgspec.Struct, frozen=True):
+    """What a rank says of an adapter it loaded: sha256 of the weights file, its largest rank, wrapped modules, file size."""
+
+    digest: str
+    rank: int
+    modules: int
+    size_bytes: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+
+
+def encode(message: ToRank | ToServer) -> bytes:
+    """One message as it goes over the wire."""
+    return _encoder.encode(message)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """A message of the broadcast; raises msgspec.DecodeError."""
+    return _to_rank.decode(data)
+
+
+def decode_to_server(data: bytes) -> ToServer:
+    """A message of a rank; raises msgspec.DecodeError."""
+    return _to_server.decode(data)
+
+
+def pack(**values: object) -> dict[str, msgspec.Raw]:
+    """Keyword arguments of an `Rpc`."""
+    return {name: msgspec.Raw(_encoder.encode(value)) for name, value in values.items()}

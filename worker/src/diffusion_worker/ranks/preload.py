@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imported once by the fork server, so that every rank starts with torch, diffusers and the model's classes in memory.
+
+Imports only: a tensor operation here would start OpenMP threads, and a rank forked after that hangs in its first one
+(`parallel.md` 7).
+"""
+
+import contextlib
+import importlib
+import os
+
+import torch  # noqa: F401
+
+import diffusion_worker.ranks.worker_proc  # noqa: F401
+
+PRELOAD_VARIABLE = "DIFFUSION_INTERNAL_PRELOAD"
+
+for _entry in filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(",")):
+    _module, _, _class = _entry.partition(":")
+    # A wrong model index is reported by the rank that loads it, with the model's name.
+    with contextlib.suppress(ImportError, AttributeError):
+        getattr(importlib.import_module(_module), _class)

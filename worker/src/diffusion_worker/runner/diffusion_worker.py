@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The infrastructure side of one rank: device, process group, memory and adapters; the runner does the model's side.
+
+Methods that `WorkerProc` calls by name (`Rpc.method`) are the public ones here; each raises `RequestError` for what is the
+caller's fault and anything else for a fault of the rank.
+"""
+
+import os
+import socket
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from diffusion_worker.config import WorkerConfig, usable_cores
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
+from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
+from diffusion_worker.runner.parallel import Parallel
+from diffusion_worker.runner.pipeline import device_of
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the ranks of one generation meet: rank 0 serves the store on a socket that its parent bound."""
+
+    host: str
+    port: int
+    generation: int
+
+
+class DiffusionWorker:
+    """One rank."""
+
+    def __init__(self, config: WorkerConfig, *, rank: int, rendezvous: Rendezvous, listener: socket.socket | None) -> None:
+        self._config = config
+        self._rank = rank
+        self._rendezvous = rendezvous
+        self._listener = listener
+        self.init_device()
+        self.model_runner = DiffusionModelRunner(config, self.device, self.parallel)
+
+    def init_device(self) -> None:
+        """Choose the device, share the cores between the ranks, and join the process group."""
+        torch.set_num_threads(max(1, usable_cores() // self._config.ranks))
+        self.device = device_of(self._rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.parallel = Parallel(
+            rank=self._rank,
+            world=self._config.ranks,
+            device=self.device,
+            store=self._store(),
+            # The parent's deadlines come first; this is the backstop.
+            timeout_s=self._config.tick_timeout_s + 60,
+        )
+
+    def _store(self) -> Store:
+        """A prefix of its own for each generation: a second one would meet the first one's stale addresses."""
+        place = self._rendezvous
+        if self._listener is not None:
+            store = TCPStore(
+                place.host, place.port, self._config.ranks, True, wait_for_workers=False, master_listen_fd=os.dup(self._listener.fileno())
+            )
+        else:
+            store = TCPStore(place.host, place.port, self._config.ranks, False, wait_for_workers=False)
+        return PrefixStore(f"generation-{place.generation}", store)
+
+    def load_model(self, report: ReportProgress) -> ModelInfo:
+        """Load the model; raises ConfigError."""
+        return self.model_runner.load_model(report)
+
+    def execute_stepwise(self, tick: Tick) -> StepOutput:
+        """Advance every active request by one step."""
+        return self.model_runner.execute_stepwise(tick)
+
+    def add_lora(self, *, request: LoRARequest, digest: str | None) -> LoadedLoRA:
+        """Load an adapter from its folder; a given digest must be that of its weights file."""
+        assert self.model_runner.loras is not None
+        return self.model_runner.loras.add_adapter(request, expected_digest=digest)
+
+    def remove_lora(self, *, lora_int_id: int) -> bool:
+        """Unload an adapter; False if it was not loaded."""
+        assert self.model_runner.loras is not None
+        return self.model_runner.loras.remove_adapter(lora_int_id)
+
+    def list_loras(self) -> list[int]:
+        """Ids of the loaded adapters."""
+        assert self.model_runner.loras is not None
+        return self.model_runner.loras.list_adapters()
+
+    def sleep(self) -> int:
+        """Level 1: give the weights' memory back, keep their mirror; returns the bytes freed, as measured."""
+        self.model_runner.drop_all()
+        before = self.memory().weights_resident_bytes
+        self.model_runner.weights.release()
+        return before - self.memory().weights_resident_bytes
+
+    def wake_up(self) -> None:
+        """Fill the weights again."""
+        self.model_runner.weights.restore()
+
+    def memory(self) -> MemoryReport:
+        """Where this rank's weights are."""
+        return self.model_runner.weights.report()
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+        self.parallel.close()
