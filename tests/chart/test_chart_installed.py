@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chart's life in a real API server: first install, upgrade, uninstall with objects there, and coming back."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chart_rendering import CHART, ROOT
+from tools.devcluster import programs
+from tools.devcluster.apiserver import apiserver
+
+pytestmark = pytest.mark.apiserver
+
+Command = Callable[..., str]
+VALUES = ("--values", str(CHART / "ci" / "default-values.yaml"))
+KEY_SECRET = "secret/diffusion-operator-key"
+
+
+@pytest.fixture(scope="module")
+def kubeconfig() -> Iterator[Path]:
+    with apiserver() as path:
+        yield path
+
+
+def command(program: Path, kubeconfig: Path) -> Command:
+    def run(*arguments: str) -> str:
+        environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60, check=False, env=environment)
+        if done.returncode != 0:
+            raise AssertionError(f"{program.name} {' '.join(arguments)}: {done.stderr}")
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kubectl(kubeconfig: Path) -> Command:
+    return command(programs.kube() / "kubectl", kubeconfig)
+
+
+@pytest.fixture(scope="module")
+def helm(kubeconfig: Path) -> Command:
+    return command(programs.helm(), kubeconfig)
+
+
+def install(helm: Command, namespace: str, *settings: str) -> str:
+    return helm(
+        "upgrade", "--install", "diffusion-operator", str(CHART), "--namespace", namespace, "--create-namespace", *VALUES, *settings
+    )
+
+
+def read(kubectl: Command, namespace: str, what: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(kubectl("--namespace", namespace, "get", what, "--output", "json"))
+    return document
+
+
+def test_the_whole_life_of_a_release(helm: Command, kubectl: Command) -> None:
+    notes = install(helm, "one")
+    assert "namespace one" in notes and "kubectl delete crd" in notes
+    kubectl("wait", "--for", "condition=Established", "--timeout", "30s", "crd/diffusiondeployments.diffusion-operator.dev")
+    key = read(kubectl, "one", KEY_SECRET)["data"]
+
+    install(helm, "one", "--set", "crds.keep=true", "--set", "podAnnotations.changed=yes")
+    assert read(kubectl, "one", KEY_SECRET)["data"] == key
+    assert read(kubectl, "one", "deployment/diffusion-operator")["spec"]["template"]["metadata"]["annotations"] == {"changed": "yes"}
+
+    kubectl("--namespace", "one", "apply", "--filename", str(ROOT / "examples" / "quickstart"))
+    helm("uninstall", "diffusion-operator", "--namespace", "one")
+    assert read(kubectl, "one", "dd/digits")["spec"]["replicas"] == 1
+    assert read(kubectl, "one", KEY_SECRET)["data"] == key
+
+    install(helm, "one")
+    assert read(kubectl, "one", KEY_SECRET)["data"] == key
+
+
+def test_a_second_release_leaves_the_crds_to_the_first(helm: Command, kubectl: Command) -> None:
+    install(helm, "one")
+    with pytest.raises(AssertionError, match=r"invalid ownership metadata"):
+        install(helm, "two")
+    install(helm, "two", "--set", "crds.enabled=false")
+    assert read(kubectl, "two", "role/diffusion-operator-two")["rules"] == read(kubectl, "one", "role/diffusion-operator-one")["rules"]
+
+
+# verb, resource, subresource, namespace, allowed?
+RIGHTS = [
+    ("list", "diffusiondeployments.diffusion-operator.dev", "", "one", True),
+    ("patch", "diffusiondeployments.diffusion-operator.dev", "", "one", False),
+    ("patch", "diffusiondeployments.diffusion-operator.dev", "status", "one", True),
+    ("create", "pods", "", "one", True),
+    ("create", "pods", "exec", "one", False),
+    ("get", "pods", "log", "one", False),
+    ("patch", "secrets", "", "one", True),
+    ("get", "secrets", "", "one", False),
+    ("list", "secrets", "", "one", False),
+    ("create", "deployments.apps", "", "one", False),
+    ("list", "pods", "", "default", False),
+]
+
+
+def test_the_operators_account_may_do_what_it_does_and_no_more(helm: Command, kubectl: Command) -> None:
+    install(helm, "one")
+
+    def may(verb: str, resource: str, subresource: str, namespace: str) -> bool:
+        arguments = ("auth", "can-i", verb, resource, "--subresource", subresource, "--namespace", namespace)
+        try:
+            return kubectl(*arguments, "--as=system:serviceaccount:one:diffusion-operator").strip() == "yes"
+        except AssertionError:
+            return False
+
+    found = [(*question, may(*question)) for *question, _ in RIGHTS]
+    assert found == RIGHTS
