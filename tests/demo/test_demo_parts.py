@@ -11,8 +11,7 @@ from tools.demo.errors import DemoFailed, TookTooLong
 from tools.demo.kubectl import Kubectl, Wanted, wait_for
 from tools.demo.pictures import Picture, contact_sheet, mean_difference, same_bits
 from tools.demo.story import Story
-from tools.demo.walkthrough import _check_memory
-from tools.demo.weights_memory import RankMemory, parse_range, resident_bytes
+from tools.demo.weights_memory import RankMemory, check_given_back, parse_range, resident_bytes
 
 SMAPS = """\
 7f0000000000-7f0000400000 rw-p 00000000 00:00 0
@@ -46,7 +45,7 @@ def memory(resident: int, reported: int | None = None) -> list[RankMemory]:
 
 
 def test_a_sleep_that_gives_the_memory_back_is_believed() -> None:
-    assert "98.0% less" in _check_memory(memory(1000), memory(20))
+    assert "98.0% less" in check_given_back(memory(1000), memory(20))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_sleep_that_gives_the_memory_back_is_believed() -> None:
 )
 def test_a_sleep_that_only_says_so_is_not(before: list[RankMemory], after: list[RankMemory], message: str) -> None:
     with pytest.raises(DemoFailed, match=message):
-        _check_memory(before, after)
+        check_given_back(before, after)
 
 
 def resource(status: str, reason: str, *, observed: int = 3) -> dict[str, Any]:

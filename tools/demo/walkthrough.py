@@ -12,7 +12,7 @@ from .installation import ROOT
 from .kubectl import Kubectl, Wanted, describe_condition, wait_for, wait_until_gone
 from .pictures import Picture, Request, ask, ask_and_be_refused, client_for, contact_sheet, mean_difference, same_bits, save
 from .story import Step, Story
-from .weights_memory import RankMemory, megabytes, read_weights_memory, total_resident
+from .weights_memory import RankMemory, check_given_back, megabytes, read_weights_memory, total_resident
 
 MANIFESTS = ROOT / "examples" / "quickstart"
 MODEL, ADAPTER = "digits", "stripes"
@@ -24,8 +24,6 @@ START_S, ADAPTER_S, SLEEP_S, WAKE_S, REMOVAL_S = 300.0, 60.0, 60.0, 60.0, 90.0
 SERVING = Wanted("Ready", "True", ["Serving"])
 SLEEPING = Wanted("Ready", "False", ["SleepRequested"])
 ADAPTER_READY = Wanted("Ready", "True")
-# Of the weights' mapping, what may stay in memory during sleep.
-MAY_STAY = 0.02
 
 
 @dataclass
@@ -91,7 +89,7 @@ def send_it_to_sleep(demo: Demo, step: Step) -> None:
     demo.show_objects()
     after = read_weights_memory(demo.kubectl, pod)
     _say_memory(demo, before, after)
-    step.result = _check_memory(before, after)
+    step.result = check_given_back(before, after)
 
 
 def ask_a_sleeping_model(demo: Demo, step: Step) -> None:
@@ -170,15 +168,3 @@ def _say_memory(demo: Demo, before: Sequence[RankMemory], after: Sequence[RankMe
     demo.story.say("memory of the weights' mapping, by /proc/PID/smaps:")
     for old, new in zip(before, after, strict=True):
         demo.story.say(f"  rank {old.rank} (pid {old.pid}): {megabytes(old.resident)} -> {megabytes(new.resident)}")
-
-
-def _check_memory(before: Sequence[RankMemory], after: Sequence[RankMemory]) -> str:
-    awake, asleep = total_resident(before), total_resident(after)
-    if awake < sum(rank.weights for rank in before):
-        raise DemoFailed(f"while awake the weights' mapping has {awake} bytes in memory, less than the weights have")
-    if asleep > awake * MAY_STAY:
-        raise DemoFailed(f"while asleep {asleep} of {awake} bytes of the weights' mapping stay in memory, expected at most {MAY_STAY:.0%}")
-    for rank in after:
-        if rank.resident != rank.reported:
-            raise DemoFailed(f"rank {rank.rank} reports {rank.reported} bytes of weights in memory, the kernel says {rank.resident}")
-    return f"weights in memory: {megabytes(awake)} before, {megabytes(asleep)} asleep ({1 - asleep / awake:.1%} less)"

@@ -21,6 +21,9 @@ request = urllib.request.Request("http://127.0.0.1:8001/v1/state", headers={"Aut
 print(urllib.request.urlopen(request, timeout=10).read().decode())
 """
 
+# Of the weights' mapping, what may stay in memory during sleep.
+MAY_STAY = 0.02
+
 AddressRange = tuple[int, int]
 
 
@@ -85,3 +88,16 @@ def total_resident(ranks: Sequence[RankMemory]) -> int:
 
 def megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
+
+
+def check_given_back(before: Sequence[RankMemory], after: Sequence[RankMemory]) -> str:
+    """The figures in words, or DemoFailed when sleep gave back too little or the worker's word is not the kernel's."""
+    awake, asleep = total_resident(before), total_resident(after)
+    if awake < sum(rank.weights for rank in before):
+        raise DemoFailed(f"while awake the weights' mapping has {awake} bytes in memory, less than the weights have")
+    if asleep > awake * MAY_STAY:
+        raise DemoFailed(f"while asleep {asleep} of {awake} bytes of the weights' mapping stay in memory, expected at most {MAY_STAY:.0%}")
+    for rank in after:
+        if rank.resident != rank.reported:
+            raise DemoFailed(f"rank {rank.rank} reports {rank.reported} bytes of weights in memory, the kernel says {rank.resident}")
+    return f"weights in memory: {megabytes(awake)} before, {megabytes(asleep)} asleep ({1 - asleep / awake:.1%} less)"
