@@ -26,12 +26,12 @@ class Ground:
 
 def prepare() -> Ground:
     """Cluster, programs and images, side by side: one waits for the network or a disk while another computes."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        starting = pool.submit(cluster.up)
-        helm = pool.submit(programs.helm)
-        operator, worker = pool.submit(images.build, "operator"), pool.submit(images.build, "worker")
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        starting, helm = pool.submit(cluster.up), pool.submit(programs.helm)
+        building = pool.submit(lambda: (images.build("operator"), images.build("worker")))
         running = starting.result()
-        loaded = Images(operator=running.load_image(operator.result()), worker=running.load_image(worker.result()))
+        operator, worker = building.result()
+    loaded = Images(operator=running.load_image(operator), worker=running.load_image(worker))
     return Ground(
         provider=running.provider,
         kubeconfig=running.kubeconfig,

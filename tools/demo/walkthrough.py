@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import DemoFailed
 from .installation import ROOT
-from .kubectl import Kubectl, Wanted, describe_condition, wait_for, wait_until_gone
+from .kubectl import Kubectl, Wanted, wait_for, wait_until_gone
 from .pictures import Picture, Request, ask, ask_and_be_refused, client_for, contact_sheet, mean_difference, same_bits, save
 from .story import Step, Story
 from .weights_memory import RankMemory, check_given_back, megabytes, read_weights_memory, total_resident
@@ -23,6 +23,7 @@ SEED = 11
 START_S, ADAPTER_S, SLEEP_S, WAKE_S, REMOVAL_S = 300.0, 60.0, 60.0, 60.0, 90.0
 SERVING = Wanted("Ready", "True", ["Serving"])
 SLEEPING = Wanted("Ready", "False", ["SleepRequested"])
+ALL_ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
 ADAPTER_READY = Wanted("Ready", "True")
 
 
@@ -85,7 +86,8 @@ def ask_the_adapter(demo: Demo, step: Step) -> None:
 def send_it_to_sleep(demo: Demo, step: Step) -> None:
     pod = demo.only_pod()
     before = read_weights_memory(demo.kubectl, pod)
-    _set_sleep_policy(demo, "Asleep", SLEEPING, deadline_s=SLEEP_S)
+    _set_sleep_policy(demo, "Asleep", ALL_ASLEEP, deadline_s=SLEEP_S)
+    wait_for(demo.kubectl, DEPLOYMENT, SLEEPING, deadline_s=SLEEP_S)
     demo.show_objects()
     after = read_weights_memory(demo.kubectl, pod)
     _say_memory(demo, before, after)
@@ -160,8 +162,7 @@ def _set_sleep_policy(demo: Demo, policy: str, wanted: Wanted, *, deadline_s: fl
     change = {"spec": {"sleep": {"policy": policy}}}
     demo.story.say(f"$ kubectl patch dd {MODEL} --type merge -p '{json.dumps(change)}'")
     demo.kubectl.patch(DEPLOYMENT, change)
-    found = wait_for(demo.kubectl, DEPLOYMENT, wanted, deadline_s=deadline_s, tell=demo.story.say)
-    demo.story.say(describe_condition(found, "Awake"))
+    wait_for(demo.kubectl, DEPLOYMENT, wanted, deadline_s=deadline_s, tell=demo.story.say)
 
 
 def _say_memory(demo: Demo, before: Sequence[RankMemory], after: Sequence[RankMemory]) -> None:

@@ -88,6 +88,10 @@ capabilities:
 - apiGroups: [diffusion-operator.dev]
   resources: [diffusiondeployments/status, loraadapters/status]
   verbs: [patch]
+# Children name their owner with blockOwnerDeletion, which takes this right where owner references are checked (OpenShift).
+- apiGroups: [diffusion-operator.dev]
+  resources: [diffusiondeployments/finalizers]
+  verbs: [update]
 # One pod a replica. No exec, no log.
 - apiGroups: [""]
   resources: [pods]
