@@ -1,3 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point (placeholder until the next commit)."""
-def main() -> None: raise SystemExit(2)
+"""`diffusion-operator run`: read the settings, start kopf."""
+
+import logging
+from pathlib import Path
+
+import click
+import kopf
+
+from diffusion_operator.errors import SettingsError
+from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
+from diffusion_operator.metrics import serve_metrics
+from diffusion_operator.settings import Settings, read_operator_key
+
+
+@click.group(context_settings={"auto_envvar_prefix": "DIFFUSION_OPERATOR"})
+def main() -> None:
+    """Keeps DiffusionDeployments and LoRAAdapters as their specs ask."""
+
+
+@main.command()
+@click.option("--engine-image", required=True, help="The worker's image where a spec names none.")
+@click.option("--operator-key-file", required=True, type=click.Path(path_type=Path), help="Control tokens are derived from its content.")
+@click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
+@click.option("--all-namespaces", is_flag=True, help="Watch every namespace.")
+@click.option("--metrics-port", type=int, default=None, help="Serve Prometheus metrics there.")
+@click.option("--liveness-port", type=int, default=8080, show_default=True, help="Serve /healthz there.")
+@click.option("--log-format", type=click.Choice(["plain", "json"]), default="plain", show_default=True)
+def run(
+    engine_image: str,
+    operator_key_file: Path,
+    namespaces: tuple[str, ...],
+    *,
+    all_namespaces: bool,
+    metrics_port: int | None,
+    liveness_port: int,
+    log_format: str,
+) -> None:
+    """Run until a signal ends it."""
+    if all_namespaces == bool(namespaces):
+        raise click.UsageError("give either --namespace, once or more, or --all-namespaces")
+    try:
+        key = read_operator_key(operator_key_file)
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
+    settings = Settings(
+        engine_image=engine_image,
+        operator_key=key,
+        namespaces=namespaces,
+        metrics_port=metrics_port,
+        liveness_port=liveness_port,
+    )
+    kopf.configure(log_format=kopf.LogFormat.JSON if log_format == "json" else kopf.LogFormat.FULL)
+    logging.getLogger("diffusion_operator").setLevel(logging.INFO)
+    if metrics_port is not None:
+        serve_metrics(metrics_port)
+    kopf.run(
+        registry=build_registry(Process(settings)),
+        settings=build_kopf_settings(settings),
+        standalone=True,
+        namespaces=namespaces,
+        clusterwide=all_namespaces,
+        liveness_endpoint=f"http://0.0.0.0:{liveness_port}/healthz",
+    )
+
+
+if __name__ == "__main__":
+    main()

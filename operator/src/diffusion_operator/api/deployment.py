@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiffusionDeployment: spec and status, field for field as crds/diffusiondeployments.yaml has them (a test holds them together).
+
+Defaults stand here and in the schema; in a cluster the schema's are the ones that act. Status fields are all optional and left out
+when None, so that a server-side apply removes what is no longer known.
+"""
+
+from datetime import datetime
+from enum import StrEnum
+
+import msgspec
+
+from diffusion_operator.api.meta import Condition, ObjectMeta
+
+
+class _Spec(msgspec.Struct, frozen=True, rename="camel"):
+    pass
+
+
+class _Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    pass
+
+
+class Dtype(StrEnum):
+    AUTO = "Auto"
+    BFLOAT16 = "BFloat16"
+    FLOAT16 = "Float16"
+    FLOAT32 = "Float32"
+
+
+class PullPolicy(StrEnum):
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+class SleepPolicy(StrEnum):
+    ALWAYS_AWAKE = "AlwaysAwake"
+    ASLEEP = "Asleep"
+
+
+class DrainMode(StrEnum):
+    WAIT = "Wait"
+    ABORT = "Abort"
+
+
+class ServiceType(StrEnum):
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+class Source(_Spec, frozen=True):
+    """A union with one member so far; the schema demands exactly one."""
+
+    path: str
+
+
+class Model(_Spec, frozen=True):
+    source: Source
+    dtype: Dtype = Dtype.AUTO
+
+
+class EnvVar(_Spec, frozen=True):
+    name: str
+    value: str = ""
+
+
+class Engine(_Spec, frozen=True):
+    image: str | None = None
+    pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    max_batch_size: int = 8
+    env: tuple[EnvVar, ...] = ()
+
+
+class Parallelism(_Spec, frozen=True):
+    ranks_per_replica: int = 1
+
+
+Quantity = int | str
+
+
+class Resources(_Spec, frozen=True):
+    gpu_resource_name: str | None = None
+    requests: dict[str, Quantity] = {}
+    limits: dict[str, Quantity] = {}
+    shared_memory: Quantity = "8Gi"
+
+
+class Lora(_Spec, frozen=True):
+    max_loaded: int = 4
+    max_rank: int = 64
+    drain_timeout_seconds: int = 120
+    load_timeout_seconds: int = 120
+
+
+class Sleep(_Spec, frozen=True):
+    policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    drain: DrainMode = DrainMode.WAIT
+    drain_timeout_seconds: int = 300
+    wake_timeout_seconds: int = 120
+
+
+class Startup(_Spec, frozen=True):
+    timeout_seconds: int = 1800
+
+
+class ServiceSpec(_Spec, frozen=True):
+    type: ServiceType = ServiceType.CLUSTER_IP
+    port: int = 80
+
+
+class DeploymentSpec(_Spec, frozen=True):
+    model: Model
+    served_name: str | None = None
+    engine: Engine = Engine()
+    replicas: int = 1
+    parallelism: Parallelism = Parallelism()
+    resources: Resources = Resources()
+    lora: Lora = Lora()
+    sleep: Sleep = Sleep()
+    startup: Startup = Startup()
+    service: ServiceSpec = ServiceSpec()
+
+
+class GroupState(StrEnum):
+    """The machine of a replica; see plan/groups.py for what leads to each."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    VERIFYING = "Verifying"
+    AWAKE = "Awake"
+    DRAINING = "Draining"
+    SLEEPING = "Sleeping"
+    ASLEEP = "Asleep"
+    WAKING = "Waking"
+    FAILED = "Failed"
+    TERMINATING = "Terminating"
+
+
+class LoadStatus(_Status, frozen=True):
+    stage: str | None = None
+    bytes_done: int | None = None
+    bytes_total: int | None = None
+    percent: int | None = None
+
+
+class FailureStatus(_Status, frozen=True):
+    code: str | None = None
+    message: str | None = None
+    time: datetime | None = None
+    exit_code: int | None = None
+
+
+class GroupStatus(_Status, frozen=True):
+    index: int
+    state: GroupState
+    incarnation: int | None = None
+    boot_id: str | None = None
+    leader_pod: str | None = None
+    node: str | None = None
+    revision: str | None = None
+    message: str | None = None
+    restarts: int | None = None
+    load: LoadStatus | None = None
+    last_failure: FailureStatus | None = None
+
+
+class ModelStatus(_Status, frozen=True):
+    digest: str | None = None
+    size_bytes: int | None = None
+    pipeline: str | None = None
+
+
+class EndpointsStatus(_Status, frozen=True):
+    url: str | None = None
+
+
+class AdaptersStatus(_Status, frozen=True):
+    desired: int | None = None
+    ready: int | None = None
+    failed: int | None = None
+
+
+class DeploymentStatus(_Status, frozen=True):
+    observed_generation: int | None = None
+    served_name: str | None = None
+    engine_image: str | None = None
+    replicas: int | None = None
+    updated_replicas: int | None = None
+    ready_replicas: int | None = None
+    available_replicas: int | None = None
+    awake_replicas: int | None = None
+    asleep_replicas: int | None = None
+    failed_replicas: int | None = None
+    selector: str | None = None
+    current_revision: str | None = None
+    update_revision: str | None = None
+    model: ModelStatus | None = None
+    endpoints: EndpointsStatus | None = None
+    adapters: AdaptersStatus | None = None
+    groups: tuple[GroupStatus, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+
+
+class DiffusionDeployment(msgspec.Struct, frozen=True, rename="camel"):
+    metadata: ObjectMeta
+    spec: DeploymentSpec
+    status: DeploymentStatus = DeploymentStatus()
+
+    @property
+    def served_name(self) -> str:
+        """The schema cannot default to metadata.name, so the operator does."""
+        return self.spec.served_name or self.metadata.name

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that other programs see: the API group, kinds, labels, ports and paths inside a worker's pod."""
+
+import msgspec
+
+GROUP = "diffusion-operator.dev"
+VERSION = "v1alpha1"
+FIELD_MANAGER = "diffusion-operator"
+
+LABEL_DEPLOYMENT = f"{GROUP}/deployment"
+LABEL_GROUP_INDEX = f"{GROUP}/group-index"
+LABEL_INCARNATION = f"{GROUP}/incarnation"
+LABEL_REVISION = f"{GROUP}/revision"
+LABEL_ROUTABLE = f"{GROUP}/routable"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+
+CONTAINER = "worker"
+DATA_PORT = 8000
+CONTROL_PORT = 8001
+CONTROL_DIR = "/etc/diffusion/control"
+TOKEN_KEY = "token"
+DESIRED_DIR = "/etc/diffusion/desired"
+DESIRED_KEY = "desired.json"
+DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
+NO_GPU_RESOURCE = "none"
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """One kind of the Kubernetes API, with the plural its paths use."""
+
+    api_version: str
+    kind: str
+    plural: str
+
+
+DEPLOYMENT = Kind(f"{GROUP}/{VERSION}", "DiffusionDeployment", "diffusiondeployments")
+ADAPTER = Kind(f"{GROUP}/{VERSION}", "LoRAAdapter", "loraadapters")
+POD = Kind("v1", "Pod", "pods")
+SERVICE = Kind("v1", "Service", "services")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+SECRET = Kind("v1", "Secret", "secrets")
+EVENT = Kind("events.k8s.io/v1", "Event", "events")
+
+KINDS = {kind.kind: kind for kind in (DEPLOYMENT, ADAPTER, POD, SERVICE, CONFIG_MAP, SECRET, EVENT)}
+
+
+def control_secret_name(deployment: str) -> str:
+    return f"{deployment}-control"
+
+
+def desired_config_name(deployment: str) -> str:
+    return f"{deployment}-desired"
+
+
+def pod_name(deployment: str, index: int, incarnation: int) -> str:
+    return f"{deployment}-{index}-{incarnation}"

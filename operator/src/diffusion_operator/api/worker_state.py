@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state document and error body of a worker's control API, as the operator reads them; unknown members are ignored.
+
+The worker owns its own structs; tests/contract drives the worker's real server with these.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class _Wire(msgspec.Struct, frozen=True, rename="camel"):
+    pass
+
+
+class WorkerPhase(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    TERMINATING = "terminating"
+
+
+class WireError(_Wire, frozen=True):
+    """The error body, and the error inside records."""
+
+    code: str
+    message: str = ""
+    retryable: bool = False
+    retry_after_seconds: float | None = None
+
+
+class Operation(_Wire, frozen=True):
+    operation_id: str
+    kind: str
+    error: WireError | None = None
+
+
+class LoadReport(_Wire, frozen=True):
+    stage: str = ""
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
+class ModelReport(_Wire, frozen=True):
+    digest: str | None = None
+    size_bytes: int | None = None
+    pipeline: str | None = None
+
+
+class RankReport(_Wire, frozen=True):
+    rank: int
+    state: str
+
+
+class SourceReport(_Wire, frozen=True):
+    path: str | None = None
+
+
+class AdapterRecord(_Wire, frozen=True):
+    name: str
+    state: str
+    digest: str | None = None
+    source: SourceReport = SourceReport()
+    scale: float = 1.0
+    rank: int | None = None
+    modules: int | None = None
+    size_bytes: int | None = None
+    ranks_loaded: int = 0
+    ranks_total: int = 0
+    error: WireError | None = None
+
+
+class WorkerState(_Wire, frozen=True):
+    """GET /v1/state."""
+
+    boot_id: str
+    state: WorkerPhase
+    generation: int = 1
+    operation: Operation | None = None
+    last_operation: Operation | None = None
+    in_flight: int = 0
+    queued: int = 0
+    load: LoadReport = LoadReport()
+    model: ModelReport = ModelReport()
+    ranks: tuple[RankReport, ...] = ()
+    adapters: tuple[AdapterRecord, ...] = ()
+    failure: WireError | None = None

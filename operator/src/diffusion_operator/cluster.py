@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Kubernetes API as we use it: eight verbs over plain dicts. Nothing else knows the client library.
+
+Paths are built from our own table of kinds, so there is no discovery, no cache file of it, and no right needed for it.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import aiohttp
+from kubernetes.aio import client, config
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic import DynamicClient, Resource
+
+from diffusion_operator.api.names import FIELD_MANAGER, KINDS, Kind
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable
+
+Manifest = dict[str, Any]
+
+REQUEST_TIMEOUT_S = 15
+POOL_SIZE = 64
+PAGE = 500
+
+log = logging.getLogger(__name__)
+
+
+class Cluster(Protocol):
+    """The port. A fake of it in memory serves the tests of reconcile."""
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None: ...
+
+    async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]: ...
+
+    async def create(self, manifest: Manifest) -> bool:
+        """False if there is one of that name already."""
+
+    async def apply(self, manifest: Manifest) -> None: ...
+
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, uid: str, status: Manifest) -> None: ...
+
+    async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None: ...
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None: ...
+
+
+class _NoDiscovery:
+    def __init__(self, _client: DynamicClient, _cache_file: object) -> None:
+        pass
+
+    def __await__(self) -> Any:
+        return self._itself().__await__()
+
+    async def _itself(self) -> Self:
+        return self
+
+
+class KubernetesCluster:
+    """Cluster over the `kubernetes` package; an async context manager that owns the connection pool."""
+
+    def __init__(self, configuration: client.Configuration) -> None:
+        self._api = client.ApiClient(configuration)
+        self._client: DynamicClient = DynamicClient(self._api, discoverer=_NoDiscovery)
+        self._resources = {kind: self._resource(kind) for kind in KINDS.values()}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._api.close()
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        try:
+            return await self._send("get", kind, namespace, name)
+        except ClusterError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]:
+        selector = ",".join(f"{key}={value}" for key, value in labels.items()) if labels else None
+        items: list[Manifest] = []
+        position: str | None = None
+        while True:
+            page = await self._send("get", kind, namespace, None, label_selector=selector, limit=PAGE, _continue=position)
+            items += page["items"]
+            position = page["metadata"].get("continue")
+            if not position:
+                return items
+
+    async def create(self, manifest: Manifest) -> bool:
+        kind, namespace, _ = _identity(manifest)
+        try:
+            await self._send("post", kind, namespace, None, body=manifest, field_manager=FIELD_MANAGER)
+        except ClusterConflict:
+            return False
+        return True
+
+    async def apply(self, manifest: Manifest) -> None:
+        kind, namespace, name = _identity(manifest)
+        await self._apply(kind, namespace, name, manifest)
+
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, uid: str, status: Manifest) -> None:
+        metadata = {"name": name, "namespace": namespace, "uid": uid}
+        body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "status": status}
+        await self._apply(kind, namespace, name, body, subresource="/status")
+
+    async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
+        body = {"metadata": {"uid": uid, "labels": dict(labels)}}
+        content_type = "application/merge-patch+json"
+        await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Gone already, or another one by now, is as good as deleted."""
+        try:
+            await self._send("delete", kind, namespace, name, body={"preconditions": {"uid": uid}})
+        except ClusterError as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def _apply(self, kind: Kind, namespace: str, name: str, body: Manifest, *, subresource: str = "") -> None:
+        await self._send(
+            "patch", kind, namespace, name, subresource=subresource, body=body, content_type="application/apply-patch+yaml",
+            field_manager=FIELD_MANAGER, force_conflicts=True,
+        )  # fmt: skip
+
+    async def _send(self, method: str, kind: Kind, namespace: str, name: str | None, *, subresource: str = "", **request: Any) -> Manifest:
+        path = self._resources[kind].path(name=name, namespace=namespace) + subresource
+        what = f"{method} {kind.plural} {namespace}/{name or '*'}"
+        try:
+            response = await self._client.request(method, path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S, **request)
+            content: Manifest = await response.json()
+        except ApiException as error:
+            raise _translate(what, error) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+        return content
+
+    def _resource(self, kind: Kind) -> Resource:
+        group, _, version = kind.api_version.rpartition("/")
+        prefix = "apis" if group else "api"
+        return Resource(
+            prefix=prefix, group=group, api_version=version, kind=kind.kind, namespaced=True, name=kind.plural, client=self._client
+        )
+
+
+async def connect() -> KubernetesCluster:
+    """In a pod by its service account, elsewhere by the kubeconfig."""
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=configuration)
+    except config.ConfigException:
+        await config.load_kube_config(client_configuration=configuration)
+    configuration.connection_pool_maxsize = POOL_SIZE
+    return KubernetesCluster(configuration)
+
+
+def _identity(manifest: Manifest) -> tuple[Kind, str, str]:
+    metadata = manifest["metadata"]
+    return KINDS[manifest["kind"]], metadata["namespace"], metadata["name"]
+
+
+def _translate(what: str, error: ApiException) -> ClusterError:
+    message = f"{what}: {error.status} {_reason(error)}"
+    if error.status == 409:
+        return ClusterConflict(message, status=409)
+    if error.status == 429 or error.status >= 500:
+        return ClusterUnavailable(message, status=error.status)
+    return ClusterRefused(message, status=error.status)
+
+
+def _reason(error: ApiException) -> str:
+    """The API server's own sentence, where there is one."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.body or error.reason)

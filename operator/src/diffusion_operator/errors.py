@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong, and who deals with it.
+
+OperatorError
+ ├─ SettingsError
+ ├─ ClusterError
+ │   ├─ ClusterUnavailable
+ │   ├─ ClusterConflict
+ │   └─ ClusterRefused
+ └─ ControlError
+     ├─ ControlUnreachable
+     └─ ControlRefused
+"""
+
+from diffusion_operator.api.worker_state import WireError
+
+
+class OperatorError(Exception):
+    """Base of all our errors; the queue logs it in one line and tries the key again."""
+
+
+class SettingsError(OperatorError):
+    """A flag or file the process was started with is unusable; __main__ prints it and exits 2."""
+
+
+class ClusterError(OperatorError):
+    """The Kubernetes API did not do what was asked."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ClusterUnavailable(ClusterError):
+    """Network, 429 or 5xx; the queue backs off and tries again."""
+
+
+class ClusterConflict(ClusterError):
+    """409: the object is another one than expected; the next pass observes anew."""
+
+
+class ClusterRefused(ClusterError):
+    """4xx: quota, Pod Security, validation, rights; the reconcile shows it as a condition."""
+
+
+class ControlError(OperatorError):
+    """A worker's control API did not do what was asked."""
+
+    def __init__(self, message: str, *, code: str, retryable: bool, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
+
+
+class ControlUnreachable(ControlError):
+    """No answer in time, or no readable one; counted by the observer, shown after three in a row over 15 s."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="Unreachable", retryable=True)
+
+
+class ControlRefused(ControlError):
+    """An error body of the worker; its code decides whether and when we try again."""
+
+    def __init__(self, error: WireError, *, status: int) -> None:
+        super().__init__(error.message or error.code, code=error.code, retryable=error.retryable, retry_after_s=error.retry_after_seconds)
+        self.status = status

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan may ask for. Each action is idempotent by name, UID, boot id or operation id, so doing it twice does nothing twice."""
+
+import msgspec
+
+from diffusion_operator.api.deployment import DrainMode
+from diffusion_operator.plan.observed import AttemptKey
+
+
+class CreatePod(msgspec.Struct, frozen=True):
+    index: int
+    incarnation: int
+
+
+class DeletePod(msgspec.Struct, frozen=True):
+    name: str
+    uid: str
+    why: str
+
+
+class SetRoutable(msgspec.Struct, frozen=True):
+    name: str
+    uid: str
+    routable: bool
+
+
+class WorkerAddress(msgspec.Struct, frozen=True):
+    """One life of one server process: a call to it cannot reach its successor."""
+
+    pod_uid: str
+    ip: str
+    boot_id: str
+
+
+class SleepWorker(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    operation_id: str
+    attempt: int
+    mode: DrainMode
+    deadline_s: int
+
+
+class WakeWorker(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    operation_id: str
+    attempt: int
+    deadline_s: int
+
+
+class PutAdapter(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    key: AttemptKey
+    operation_id: str
+    name: str
+    path: str
+    digest: str | None
+    scale: float
+    deadline_s: int
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    operation_id: str
+    name: str
+    drain_s: int
+
+
+PodAction = CreatePod | DeletePod | SetRoutable
+WorkerAction = SleepWorker | WakeWorker | PutAdapter | RemoveAdapter

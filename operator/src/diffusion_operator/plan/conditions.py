@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions of a DiffusionDeployment. Only what is computed from observation is claimed; a message names the replica it is about."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from diffusion_operator.api.adapter import InstanceState
+from diffusion_operator.api.deployment import DeploymentSpec, GroupState, SleepPolicy
+from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.plan.adapters import AdapterPlan
+from diffusion_operator.plan.groups import Group, Problem
+
+_READY_PROBLEMS = (
+    Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
+    Problem.POD_FAILED, Problem.RANK_LOST,
+)  # fmt: skip
+"""What keeps a replica from ever being ready, most telling first."""
+
+_DEGRADED_REASONS = {
+    Problem.CRASH_LOOPING: "CrashLooping",
+    Problem.RANK_LOST: "RankLost",
+    Problem.WAKE_FAILED: "WakeFailing",
+    Problem.SLEEP_FAILED: "SleepFailing",
+    Problem.UNREACHABLE: "ControlUnreachable",
+    Problem.MODEL_ERROR: "GroupFailed",
+    Problem.POD_FAILED: "GroupFailed",
+    Problem.CONTAINER: "GroupFailed",
+    Problem.IMAGE_PULL: "GroupFailed",
+}
+_MESSAGE_LIMIT = 1500
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What the conditions are computed from."""
+
+    spec: DeploymentSpec
+    groups: tuple[Group, ...]
+    """Without those on their way out."""
+    adapters: AdapterPlan
+    outdated: int
+    refusal: str
+
+    @property
+    def wanted(self) -> int:
+        return self.spec.replicas
+
+    @property
+    def asleep_wanted(self) -> bool:
+        return self.spec.sleep.policy is SleepPolicy.ASLEEP
+
+    def count(self, *states: GroupState) -> int:
+        return sum(group.state in states for group in self.groups)
+
+    @property
+    def serving(self) -> int:
+        """Awake, and as far as the kubelet's probe says, answering."""
+        return sum(group.state is GroupState.AWAKE and group.pod.ready for group in self.groups)
+
+
+def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
+    return (ready(now), available(now), progressing(now), scheduled(now), awake(now), adapters_ready(now), degraded(now))
+
+
+def ready(now: Situation) -> Verdict:
+    if now.wanted == 0:
+        return verdict("Ready", False, "NoReplicas", "spec.replicas is 0")
+    problem = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind), None)
+    live = any(group.live for group in now.groups)
+    if problem is not None and problem.problem is not None and not live:
+        return verdict("Ready", False, problem.problem.value, _about(problem))
+    if now.asleep_wanted and live:
+        return verdict("Ready", False, "SleepRequested", f"spec.sleep.policy is Asleep; {_tally(now)}")
+    if now.serving:
+        whole = now.serving == now.wanted == len(now.groups) and not any(group.problem for group in now.groups)
+        text = f"{now.serving} of {now.wanted} replicas serve{_others(now)}"
+        return verdict("Ready", True, "Serving" if whole else "ServingDegraded", text)
+    return _not_serving(now)
+
+
+def _not_serving(now: Situation) -> Verdict:
+    unreachable = next((group for group in now.groups if group.problem is Problem.UNREACHABLE), None)
+    if unreachable is not None:
+        # The data path may be fine: the kubelet's probe answers for the data port only.
+        return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _about(unreachable))
+    if now.count(GroupState.WAKING, GroupState.ASLEEP, GroupState.SLEEPING, GroupState.DRAINING):
+        return verdict("Ready", False, "Waking", _tally(now) + _others(now))
+    if now.refusal:
+        return verdict("Ready", False, "PodsRefused", now.refusal)
+    return verdict("Ready", False, "Starting", _tally(now) + _others(now))
+
+
+def available(now: Situation) -> Verdict:
+    enough = max(1, now.wanted - 1)  # one replica may be missing, as while it is replaced
+    text = f"{now.serving} of {now.wanted} replicas serve, {enough} are enough"
+    if now.wanted and now.serving >= enough:
+        return verdict("Available", True, "MinimumAvailable", text)
+    sleeping = now.count(GroupState.ASLEEP, GroupState.SLEEPING, GroupState.DRAINING, GroupState.WAKING)
+    return verdict("Available", False, "Sleeping" if sleeping else "MinimumUnavailable", text)
+
+
+def progressing(now: Situation) -> Verdict:
+    missing = now.wanted - len(now.groups)
+    if now.outdated:
+        done = len(now.groups) - now.outdated
+        text = f"replacing replicas one at a time, {done} of {now.wanted} have the new template{_others(now)}"
+        return verdict("Progressing", True, "RolloutProgressing", text)
+    if missing:
+        text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {now.refusal}" if now.refusal else "")
+        return verdict("Progressing", True, "RolloutProgressing", text)
+    loading = [group for group in now.groups if group.state in (GroupState.PENDING, GroupState.STARTING, GroupState.VERIFYING)]
+    if loading or now.count(GroupState.FAILED):
+        return verdict("Progressing", True, "LoadingModel", _tally(now) + _others(now))
+    return verdict("Progressing", True, "RolloutComplete", f"all {now.wanted} replicas have the template of the spec")
+
+
+def scheduled(now: Situation) -> Verdict:
+    waiting = [group for group in now.groups if group.pod.unschedulable and not group.pod.scheduled]
+    if waiting:
+        gpu = any(group.problem is Problem.WAITING_FOR_GPU for group in waiting)
+        return verdict("Scheduled", False, "InsufficientGPU" if gpu else "Unschedulable", _about(waiting[0]))
+    if now.refusal:
+        return verdict("Scheduled", False, "QuotaExceeded" if "exceeded quota" in now.refusal else "PodsRefused", now.refusal)
+    if len(now.groups) < now.wanted or not all(group.pod.scheduled for group in now.groups):
+        return verdict("Scheduled", None, "Scheduling", "not every replica's pod has been looked at by the scheduler")
+    return verdict("Scheduled", True, "AllScheduled", f"{len(now.groups)} of {now.wanted} replicas have a node")
+
+
+def awake(now: Situation) -> Verdict:
+    count = now.count(GroupState.AWAKE)
+    if count and count == now.wanted:
+        return verdict("Awake", True, "AllAwake", _tally(now))
+    if count:
+        return verdict("Awake", True, "SomeAwake", _tally(now))
+    failed = next((group for group in now.groups if group.problem is Problem.WAKE_FAILED), None)
+    if failed is not None:
+        return verdict("Awake", False, "WakeFailed", _about(failed))
+    if now.groups and now.count(GroupState.ASLEEP) == len(now.groups) and now.asleep_wanted:
+        return verdict("Awake", False, "AllAsleep", _tally(now))
+    if now.count(GroupState.WAKING) or (now.count(GroupState.ASLEEP) and not now.asleep_wanted):
+        return verdict("Awake", False, "Waking", _tally(now))
+    if now.count(GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP):
+        return verdict("Awake", False, "GoingToSleep", _tally(now))
+    return verdict("Awake", False, "Starting" if now.wanted else "NoReplicas", _tally(now))
+
+
+def adapters_ready(now: Situation) -> Verdict:
+    views = now.adapters.views
+    if not views:
+        return verdict("AdaptersReady", True, "NoAdapters", "no LoRAAdapter refers to this object")
+    crowded = [view for view in views if view.decision.reason == "CapacityExceeded"]
+    if crowded:
+        return verdict(
+            "AdaptersReady", False, "CapacityExceeded", _named(crowded[0].decision.adapter.metadata.name, crowded[0].decision.message)
+        )
+    refused = [view for view in views if not view.decision.accepted]
+    broken = [view for view in views if view.count(InstanceState.FAILED)]
+    if refused or broken:
+        names = ", ".join(view.decision.adapter.metadata.name for view in refused + broken)
+        return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {names}")
+    wanted = [view for view in views if view.decision.desired is not None]
+    behind = [view for view in wanted if not view.ready]
+    if not behind:
+        return verdict("AdaptersReady", True, "AllReady", f"{len(wanted)} adapters are loaded on every awake replica")
+    names = ", ".join(view.decision.adapter.metadata.name for view in behind)
+    if now.groups and not now.count(GroupState.AWAKE, GroupState.VERIFYING):
+        return verdict("AdaptersReady", False, "Deferred", f"{names}: loaded before a replica is awake again")
+    return verdict("AdaptersReady", False, "Loading", f"{names}: not yet on every awake replica")
+
+
+def degraded(now: Situation) -> Verdict:
+    for problem, reason in _DEGRADED_REASONS.items():
+        found = next((group for group in now.groups if group.problem is problem), None)
+        if found is not None:
+            return verdict("Degraded", True, reason, _about(found))
+    return verdict("Degraded", False, "AsExpected", "")
+
+
+def _about(group: Group) -> str:
+    return _named(f"replica {group.index}", group.message or group.state.value)
+
+
+def _named(name: str, message: str) -> str:
+    return f"{name}: {message}"[:_MESSAGE_LIMIT]
+
+
+def _tally(now: Situation) -> str:
+    """`1 Awake, 1 Starting of 2 replicas`."""
+    counts = {state: now.count(state) for state in GroupState if now.count(state)}
+    return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
+
+
+def _others(now: Situation) -> str:
+    """What is said about replicas that have something to say, as a tail to a sentence."""
+    about = _talkative(now.groups)
+    return f"; {about}"[:_MESSAGE_LIMIT] if about else ""
+
+
+def _talkative(groups: Sequence[Group]) -> str:
+    return "; ".join(_about(group) for group in groups if group.message)

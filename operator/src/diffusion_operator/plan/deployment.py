@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of one pass over a DiffusionDeployment, in the order of reconcile.md 3: a table of contents."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+import msgspec
+
+from diffusion_operator.api.deployment import DeploymentStatus, GroupState
+from diffusion_operator.plan.acceptance import DesiredAdapter
+from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
+from diffusion_operator.plan.adapters import AdapterView, plan_adapters
+from diffusion_operator.plan.conditions import Situation
+from diffusion_operator.plan.deployment_status import deployment_status
+from diffusion_operator.plan.groups import Group, observe_groups
+from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
+from diffusion_operator.plan.revision import Template, template_of
+from diffusion_operator.plan.routing import plan_routing
+from diffusion_operator.plan.sleeping import plan_sleep
+
+MOVING_POLL_S = 0.5
+LOADING_POLL_S = 1.0
+FAILING_POLL_S = 5.0
+
+_MOVING = (GroupState.VERIFYING, GroupState.DRAINING, GroupState.SLEEPING, GroupState.WAKING)
+
+
+class DeploymentPlan(msgspec.Struct, frozen=True):
+    template: Template
+    desired: tuple[DesiredAdapter, ...]
+    """For the mounted file."""
+    pods: tuple[PodAction, ...]
+    calls: tuple[WorkerAction, ...]
+    status: DeploymentStatus
+    views: tuple[AdapterView, ...]
+    look_again_s: float | None
+    """None: nothing moves, the steady poll is soon enough."""
+
+
+def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
+    deployment = observed.deployment
+    template = template_of(deployment, default_image=observed.default_image)
+    adapters = plan_adapters(observed, observe_groups(observed), now)
+    groups = adapters.groups
+    replicas = plan_replicas(
+        groups,
+        replicas=deployment.spec.replicas,
+        revision=template.revision,
+        taken=observed.foreign_incarnations,
+        pods=observed.pods,
+        recorded=deployment.status.groups,
+        now=now,
+    )
+    retiring = frozenset(action.uid for action in replicas.retire)
+    routing = plan_routing(groups, retiring=retiring)
+    staying = [group for group in groups if group.pod.uid not in retiring]
+    sleep = plan_sleep(observed, staying, now)
+    situation = Situation(
+        spec=deployment.spec,
+        groups=tuple(group for group in groups if group.state is not GroupState.TERMINATING),
+        adapters=adapters,
+        outdated=replicas.outdated,
+        refusal=observed.refusal,
+    )
+    left_alone = retiring | {call.worker.pod_uid for call in sleep}
+    changes: tuple[WorkerAction, ...] = (*adapters.removals, *adapters.pushes)
+    calls: tuple[WorkerAction, ...] = (*sleep, *(call for call in changes if call.worker.pod_uid not in left_alone))
+    pods: tuple[PodAction, ...] = (*replicas.create, *routing, *_deletions(replicas, routing))
+    return DeploymentPlan(
+        template=template,
+        desired=tuple(decision.desired for decision in adapters.decisions if decision.desired is not None),
+        pods=pods,
+        calls=calls,
+        status=deployment_status(deployment, situation, groups=groups, template=template, now=now),
+        views=adapters.views,
+        look_again_s=_look_again(groups, observed, acting=bool(calls or pods), now=now),
+    )
+
+
+def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable]) -> list[DeletePod]:
+    """A pod is deleted in the pass after the one that unrouted it."""
+    unrouted_now = {action.uid for action in routing}
+    return [action for action in replicas.retire if action.uid not in unrouted_now]
+
+
+def _look_again(groups: Sequence[Group], observed: Observed, *, acting: bool, now: datetime) -> float | None:
+    if observed.refusal:
+        return FAILING_POLL_S
+    if acting or any(group.state in _MOVING for group in groups) or _adapters_loading(groups):
+        return MOVING_POLL_S
+    if any(group.state is GroupState.STARTING and group.pod.container.running for group in groups):
+        return LOADING_POLL_S
+    waits = [FAILING_POLL_S for group in groups if group.poll.failures or group.pod.finished]
+    times = [one.next_retry for one in observed.attempts.values() if one.error is not None and one.error.retryable]
+    times += [when for when in observed.operation_not_before.values() if when > now]
+    waits += [max(MOVING_POLL_S, (when - now).total_seconds()) for when in times]
+    return min(waits, default=None)
+
+
+def _adapters_loading(groups: Sequence[Group]) -> bool:
+    return any(record.state in ("Loading", "Draining") for group in groups if group.document for record in group.document.adapters)

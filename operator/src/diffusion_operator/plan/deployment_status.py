@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status of a DiffusionDeployment, computed from its replicas as they are now."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from diffusion_operator.api.deployment import (
+    DeploymentStatus,
+    DiffusionDeployment,
+    EndpointsStatus,
+    GroupState,
+    GroupStatus,
+    LoadStatus,
+    ModelStatus,
+)
+from diffusion_operator.api.meta import settle_conditions
+from diffusion_operator.api.names import LABEL_DEPLOYMENT
+from diffusion_operator.plan.conditions import Situation, deployment_verdicts
+from diffusion_operator.plan.groups import Group, failure_of
+from diffusion_operator.plan.revision import Template
+
+GROUPS_SHOWN = 64
+READY_STATES = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+
+
+def deployment_status(
+    deployment: DiffusionDeployment, situation: Situation, *, groups: Sequence[Group], template: Template, now: datetime
+) -> DeploymentStatus:
+    """`groups` has the terminating ones too, `situation` only what counts."""
+    name, namespace, before = deployment.metadata.name, deployment.metadata.namespace, deployment.status
+    count = situation.count
+    updated = sum(group.pod.revision == template.revision for group in situation.groups)
+    settled = updated == len(situation.groups) == situation.wanted
+    return DeploymentStatus(
+        observed_generation=deployment.metadata.generation,
+        served_name=deployment.served_name,
+        engine_image=template.image,
+        replicas=len(situation.groups),
+        updated_replicas=updated,
+        ready_replicas=count(*READY_STATES),
+        available_replicas=situation.serving,
+        awake_replicas=count(GroupState.AWAKE),
+        asleep_replicas=count(GroupState.ASLEEP),
+        failed_replicas=count(GroupState.FAILED),
+        selector=f"{LABEL_DEPLOYMENT}={name}",
+        current_revision=template.revision if settled else before.current_revision,
+        update_revision=template.revision,
+        model=_model(situation.groups) or before.model,
+        endpoints=EndpointsStatus(url=f"http://{name}.{namespace}.svc:{deployment.spec.service.port}/v1"),
+        adapters=situation.adapters.summary,
+        groups=tuple(group_status(group) for group in groups[:GROUPS_SHOWN]),
+        conditions=settle_conditions(
+            deployment_verdicts(situation), previous=before.conditions, generation=deployment.metadata.generation, now=now
+        ),
+    )
+
+
+def group_status(group: Group) -> GroupStatus:
+    return GroupStatus(
+        index=group.index,
+        state=group.state,
+        incarnation=group.pod.incarnation,
+        boot_id=group.boot_id or (group.previous.boot_id if group.previous and group.live else None),
+        leader_pod=group.pod.name,
+        node=group.pod.node or None,
+        revision=group.pod.revision or None,
+        message=group.message[:1024] or None,
+        restarts=group.pod.container.restarts,
+        load=_load(group),
+        last_failure=failure_of(group),
+    )
+
+
+def _load(group: Group) -> LoadStatus | None:
+    """Only while it loads: afterwards the figures say nothing."""
+    if group.state is not GroupState.STARTING or group.document is None or not group.document.load.stage:
+        return None
+    load = group.document.load
+    percent = min(100, 100 * load.bytes_done // load.bytes_total) if load.bytes_total else None
+    return LoadStatus(stage=load.stage[:32], bytes_done=load.bytes_done, bytes_total=load.bytes_total, percent=percent)
+
+
+def _model(groups: Sequence[Group]) -> ModelStatus | None:
+    for group in groups:
+        if group.live and group.document is not None:
+            model = group.document.model
+            return ModelStatus(digest=model.digest, size_bytes=model.size_bytes, pipeline=model.pipeline)
+    return None

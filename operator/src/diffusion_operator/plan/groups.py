@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of each replica (reconcile.md 2): its pod, what its server process said last, and what we recorded before.
+
+Truth order: state document, then the pod's status, then our own record. A document that could not be refreshed still counts until
+the container restarts, because a failed poll says nothing about the engine.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment, FailureStatus, GroupState, GroupStatus
+from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
+from diffusion_operator.plan.observed import Observed, Poll
+from diffusion_operator.plan.pods import Exit, Pod
+
+STARTUP_ERROR_EXIT = 1  # the worker's contract: a configuration or model it cannot start with
+CRASH_LOOP_RESTARTS = 3
+IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
+QUIET_REASONS = frozenset({"", "ContainerCreating", "PodInitializing"})
+
+LIVE_STATES = frozenset(
+    {GroupState.VERIFYING, GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING}
+)
+"""The first load is done and the server answers, by policy if not with a picture."""
+SETTLED_STATES = frozenset({GroupState.AWAKE, GroupState.ASLEEP})
+
+_PHASES = {
+    WorkerPhase.STARTING: GroupState.STARTING,
+    WorkerPhase.RESTARTING: GroupState.STARTING,
+    WorkerPhase.READY: GroupState.AWAKE,
+    WorkerPhase.DRAINING: GroupState.DRAINING,
+    WorkerPhase.SLEEPING: GroupState.SLEEPING,
+    WorkerPhase.ASLEEP: GroupState.ASLEEP,
+    WorkerPhase.WAKING: GroupState.WAKING,
+    WorkerPhase.FAILED: GroupState.FAILED,
+    WorkerPhase.TERMINATING: GroupState.TERMINATING,
+}
+
+
+class Problem(StrEnum):
+    """Why a replica is not where it should be; the reasons of Ready come from here."""
+
+    MODEL_ERROR = "ModelError"
+    CRASH_LOOPING = "CrashLooping"
+    IMAGE_PULL = "ImagePullError"
+    CONTAINER = "ContainerError"
+    WAITING_FOR_GPU = "WaitingForGPU"
+    UNSCHEDULABLE = "Unschedulable"
+    POD_FAILED = "PodFailed"
+    RANK_LOST = "RankLost"
+    WAKE_FAILED = "WakeFailed"
+    SLEEP_FAILED = "SleepFailed"
+    UNREACHABLE = "ControlUnreachable"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One replica as it is now."""
+
+    index: int
+    pod: Pod
+    poll: Poll
+    state: GroupState
+    previous: GroupStatus | None = None
+    problem: Problem | None = None
+    message: str = ""
+
+    @property
+    def document(self) -> WorkerState | None:
+        return self.poll.state
+
+    @property
+    def boot_id(self) -> str | None:
+        return self.poll.state.boot_id if self.poll.state else None
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE_STATES
+
+    @property
+    def settled(self) -> bool:
+        return self.state in SETTLED_STATES and self.problem is not Problem.UNREACHABLE
+
+    @property
+    def in_flight(self) -> int:
+        return self.document.in_flight if self.document else 0
+
+
+def observe_groups(observed: Observed) -> tuple[Group, ...]:
+    """One group an index: the newest pod that is not on its way out, else the newest of all."""
+    by_index: dict[int, Pod] = {}
+    for pod in sorted(observed.pods, key=lambda pod: (not pod.terminating, pod.incarnation)):
+        by_index[pod.index] = pod
+    previous = {group.index: group for group in observed.deployment.status.groups}
+    return tuple(
+        read_group(pod, observed.polls.get(pod.uid, Poll()), previous.get(index), observed.deployment)
+        for index, pod in sorted(by_index.items())
+    )
+
+
+def read_group(pod: Pod, poll: Poll, previous: GroupStatus | None, deployment: DiffusionDeployment) -> Group:
+    state = _state(pod, poll, previous)
+    problem, message = _problem(pod, poll, state, deployment)
+    return Group(index=pod.index, pod=pod, poll=poll, state=state, previous=previous, problem=problem, message=message)
+
+
+def _state(pod: Pod, poll: Poll, previous: GroupStatus | None) -> GroupState:
+    if pod.terminating:
+        return GroupState.TERMINATING
+    if pod.finished:
+        return GroupState.FAILED
+    if not pod.scheduled:
+        return GroupState.PENDING
+    container = pod.container
+    if not container.running:
+        return GroupState.FAILED if container.restarts or container.last_exit else GroupState.STARTING
+    if poll.state is not None:
+        return _PHASES[poll.state.state]
+    same_pod = previous is not None and previous.leader_pod == pod.name and previous.restarts == container.restarts
+    if pod.ready and previous is not None and same_pod:
+        return previous.state
+    return GroupState.STARTING
+
+
+def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
+    if state is GroupState.TERMINATING:
+        return None, ""
+    if pod.finished:
+        return Problem.POD_FAILED, pod.finished_message or "the pod ended and will not be started again"
+    if pod.unschedulable:
+        gpu = "Insufficient " + (deployment.spec.resources.gpu_resource_name or "nvidia.com/gpu")
+        return (Problem.WAITING_FOR_GPU if gpu in pod.unschedulable else Problem.UNSCHEDULABLE), pod.unschedulable
+    container = pod.container
+    if container.waiting_reason in IMAGE_REASONS:
+        return Problem.IMAGE_PULL, _sentence(container.waiting_reason, container.waiting_message)
+    if container.waiting_reason not in QUIET_REASONS and container.waiting_reason != "CrashLoopBackOff":
+        return Problem.CONTAINER, _sentence(container.waiting_reason, container.waiting_message)
+    if state in (GroupState.FAILED, GroupState.STARTING):
+        return _failure(pod, poll)
+    if poll.unreachable:
+        return Problem.UNREACHABLE, f"{poll.failures} polls of the control endpoint failed: {poll.error}"
+    return _operation_problem(poll, state)
+
+
+def _failure(pod: Pod, poll: Poll) -> tuple[Problem | None, str]:
+    """A replica that is not up: a failed engine, a process that keeps ending, or simply one that needs its time."""
+    if poll.state is not None and poll.state.failure is not None:
+        return Problem.RANK_LOST, _sentence(poll.state.failure.code, poll.state.failure.message)
+    ended = pod.container.last_exit
+    if ended is None:
+        return (Problem.UNREACHABLE, poll.error) if poll.unreachable and pod.ready else (None, "")
+    message = f"the worker ended with {exit_text(ended)}, {pod.container.restarts} restarts"
+    if ended.code == STARTUP_ERROR_EXIT:
+        return Problem.MODEL_ERROR, exit_message(ended)
+    if pod.container.restarts >= CRASH_LOOP_RESTARTS or pod.container.waiting_reason == "CrashLoopBackOff":
+        return Problem.CRASH_LOOPING, message
+    return None, message
+
+
+def _operation_problem(poll: Poll, state: GroupState) -> tuple[Problem | None, str]:
+    last = poll.state.last_operation if poll.state else None
+    if last is None or last.error is None:
+        return None, ""
+    text = _sentence(last.error.code, last.error.message)
+    if last.kind == "wake" and state is GroupState.ASLEEP:
+        return Problem.WAKE_FAILED, text
+    if last.kind == "sleep" and state is GroupState.AWAKE:
+        return Problem.SLEEP_FAILED, text
+    return None, ""
+
+
+def exit_text(ended: Exit) -> str:
+    """`exit code 70 (Error): rank 1 died`: how a container ended, with its own words."""
+    return _sentence(f"exit code {ended.code}" + (f" ({ended.reason})" if ended.reason else ""), ended.message[-900:])
+
+
+def exit_message(ended: Exit) -> str:
+    """The worker's own last words; without any, at least the code."""
+    return ended.message[-900:] or exit_text(ended)
+
+
+def failure_of(group: Group) -> FailureStatus | None:
+    """The last failure, from the container if it has one, else as recorded: it survives the pod."""
+    ended = group.pod.container.last_exit
+    if ended is None or ended.code == 0:
+        return group.previous.last_failure if group.previous else None
+    return FailureStatus(code=_failure_code(ended), message=exit_message(ended)[:1024], time=ended.finished_at, exit_code=ended.code)
+
+
+def _failure_code(ended: Exit) -> str:
+    if ended.reason == "OOMKilled":
+        return "OOMKilled"
+    return {STARTUP_ERROR_EXIT: "StartupFailed", 70: "RankFailed"}.get(ended.code, "ContainerEnded")
+
+
+def _sentence(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)

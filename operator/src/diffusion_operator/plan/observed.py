@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a plan for a DiffusionDeployment may look at, as values."""
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+import msgspec
+
+from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.worker_state import WireError, WorkerState
+from diffusion_operator.plan.pods import Pod
+
+UNREACHABLE_POLLS = 3
+UNREACHABLE_AFTER = timedelta(seconds=15)
+
+
+class Poll(msgspec.Struct, frozen=True):
+    """What is known of one server process: its last state document, and how many polls failed since."""
+
+    state: WorkerState | None = None
+    failures: int = 0
+    failing_for: timedelta = timedelta(0)
+    error: str = ""
+
+    @property
+    def fresh(self) -> bool:
+        return self.state is not None and self.failures == 0
+
+    @property
+    def unreachable(self) -> bool:
+        """A single failed poll says nothing: a busy node may take seconds."""
+        return self.failures >= UNREACHABLE_POLLS and self.failing_for >= UNREACHABLE_AFTER
+
+
+class AttemptKey(msgspec.Struct, frozen=True):
+    """An attempt counts for one spec of one adapter in one life of one server process."""
+
+    adapter_uid: str
+    generation: int
+    boot_id: str
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """What came of pushing an adapter; error None means the worker took it or is still at it."""
+
+    count: int
+    next_retry: datetime
+    error: WireError | None = None
+
+
+class Observed(msgspec.Struct, frozen=True):
+    deployment: DiffusionDeployment
+    default_image: str
+    pods: tuple[Pod, ...] = ()
+    foreign_incarnations: Mapping[int, int] = {}
+    """Highest incarnation by index among pods of an earlier deployment of this name: their names are taken."""
+    polls: Mapping[str, Poll] = {}
+    """By pod UID."""
+    adapters: tuple[LoRAAdapter, ...] = ()
+    attempts: Mapping[AttemptKey, Attempt] = {}
+    operation_not_before: Mapping[str, datetime] = {}
+    """When a sleep or wake may be tried again, by plan.sleeping.retry_key."""
+    refusal: str = ""
+    """Why the API server last refused to create a pod (quota, Pod Security), empty if it did not."""

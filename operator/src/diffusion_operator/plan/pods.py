@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pod says about a replica: a manifest in, facts out.
+
+Index and incarnation come from the pod's name, which cannot be edited; labels are never read as facts, except `routable`, which only
+the operator writes and which is compared with what it should be.
+"""
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.names import CONTAINER, LABEL_REVISION, LABEL_ROUTABLE
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """How the container last ended."""
+
+    code: int
+    reason: str = ""
+    message: str = ""
+    finished_at: datetime | None = None
+
+
+class Container(msgspec.Struct, frozen=True):
+    running: bool = False
+    restarts: int = 0
+    waiting_reason: str = ""
+    waiting_message: str = ""
+    last_exit: Exit | None = None
+
+
+class Pod(msgspec.Struct, frozen=True):
+    name: str
+    uid: str
+    index: int
+    incarnation: int
+    created_at: datetime
+    revision: str = ""
+    terminating: bool = False
+    finished: bool = False
+    """Phase Failed or Succeeded: evicted or refused by the node; the kubelet will not start it again."""
+    finished_message: str = ""
+    scheduled: bool = False
+    unschedulable: str = ""
+    """The scheduler's message, empty while it has none."""
+    node: str = ""
+    ip: str = ""
+    ready: bool = False
+    routable: bool = False
+    container: Container = Container()
+
+
+def pod_numbers(deployment: str, name: str) -> tuple[int, int] | None:
+    """Index and incarnation of a pod of this deployment, None for a stranger."""
+    match = re.fullmatch(re.escape(deployment) + r"-(\d+)-(\d+)", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def is_owned_by(manifest: Mapping[str, Any], uid: str) -> bool:
+    return any(owner.get("uid") == uid for owner in manifest["metadata"].get("ownerReferences", ()))
+
+
+def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Pod:
+    metadata, spec, status = manifest["metadata"], manifest.get("spec", {}), manifest.get("status", {})
+    labels = metadata.get("labels", {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions", ())}
+    scheduling = conditions.get("PodScheduled", {})
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        index=index,
+        incarnation=incarnation,
+        created_at=_time(metadata["creationTimestamp"]),
+        revision=labels.get(LABEL_REVISION, ""),
+        terminating=bool(metadata.get("deletionTimestamp")),
+        finished=status.get("phase") in ("Failed", "Succeeded"),
+        finished_message=_sentence(status.get("reason"), status.get("message")),
+        scheduled=bool(spec.get("nodeName")),
+        unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
+        node=spec.get("nodeName", ""),
+        ip=status.get("podIP", ""),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        routable=labels.get(LABEL_ROUTABLE) == "true",
+        container=_container(status),
+    )
+
+
+def _container(status: Mapping[str, Any]) -> Container:
+    found = next((entry for entry in status.get("containerStatuses", ()) if entry["name"] == CONTAINER), None)
+    if found is None:
+        return Container()
+    state, last = found.get("state", {}), found.get("lastState", {})
+    ended = state.get("terminated") or last.get("terminated")
+    waiting = state.get("waiting", {})
+    return Container(
+        running="running" in state,
+        restarts=found.get("restartCount", 0),
+        waiting_reason=waiting.get("reason", ""),
+        waiting_message=waiting.get("message", ""),
+        last_exit=_exit(ended) if ended else None,
+    )
+
+
+def _exit(terminated: Mapping[str, Any]) -> Exit:
+    finished = terminated.get("finishedAt")
+    return Exit(
+        code=terminated.get("exitCode", 0),
+        reason=terminated.get("reason", ""),
+        message=(terminated.get("message") or "").strip(),
+        finished_at=_time(finished) if finished else None,
+    )
+
+
+def _sentence(*parts: str | None) -> str:
+    return ": ".join(part for part in parts if part)
+
+
+def _time(text: str) -> datetime:
+    return msgspec.convert(text, datetime)

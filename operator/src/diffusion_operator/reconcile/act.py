@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carrying out a plan: pods through the cluster, calls through the workers. What a call's outcome means for the next is kept in memory.
+
+Nothing is concluded from an outcome except when to try again; what came of it is observed.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import LABEL_ROUTABLE, POD
+from diffusion_operator.api.worker_state import WireError
+from diffusion_operator.errors import ClusterRefused, ControlError, ControlRefused
+from diffusion_operator.plan.actions import (
+    CreatePod,
+    DeletePod,
+    PodAction,
+    PutAdapter,
+    RemoveAdapter,
+    SetRoutable,
+    SleepWorker,
+    WakeWorker,
+    WorkerAction,
+)
+from diffusion_operator.plan.observed import Attempt
+from diffusion_operator.plan.revision import Template
+from diffusion_operator.plan.sleeping import retry_key
+from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.render.pod import pod
+
+ADAPTER_BACKOFF_FIRST_S = 10.0
+ADAPTER_BACKOFF_MAX_S = 600.0
+OPERATION_BACKOFF_FIRST_S = 5.0
+OPERATION_BACKOFF_MAX_S = 60.0
+SETTLE_S = 5.0  # before a push that was taken, or went unanswered, is made again
+RACE_RETRY_S = 1.0
+
+RACES = frozenset({"Busy", "Asleep", "Starting", "Conflict", "WrongBoot", "Terminating"})
+"""The worker moved on between our look and our call: no fault of the adapter's, look again."""
+
+log = logging.getLogger(__name__)
+
+
+async def act_on_pods(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, actions: Sequence[PodAction], *, template: Template
+) -> None:
+    namespace = deployment.metadata.namespace
+    for action in actions:
+        match action:
+            case CreatePod():
+                await _create(runtime, deployment, memory, action, template=template)
+            case SetRoutable(name=name, uid=uid, routable=routable):
+                labels = {LABEL_ROUTABLE: "true" if routable else None}
+                await runtime.cluster.set_labels(POD, namespace, name, uid=uid, labels=labels)
+            case DeletePod(name=name, uid=uid, why=why):
+                log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
+                await runtime.cluster.delete(POD, namespace, name, uid=uid)
+
+
+async def _create(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
+) -> None:
+    manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
+    try:
+        created = await runtime.cluster.create(manifest)
+    except ClusterRefused as error:
+        memory.refusal = str(error)
+        log.warning("pod refused namespace=%s pod=%s error=%s", deployment.metadata.namespace, manifest["metadata"]["name"], error)
+        return
+    memory.refusal = ""
+    log.info("pod made namespace=%s pod=%s new=%s", deployment.metadata.namespace, manifest["metadata"]["name"], created)
+
+
+async def call_workers(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction], *, token: str) -> None:
+    """Workers in parallel, the calls to one in order, and none is begun when its worker has used up the time of one."""
+    by_worker: dict[str, list[WorkerAction]] = defaultdict(list)
+    for call in calls:
+        by_worker[call.worker.pod_uid].append(call)
+    await asyncio.gather(*(_call_one_worker(runtime, memory, group, token=token) for group in by_worker.values()))
+
+
+async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction], *, token: str) -> None:
+    begun = runtime.clock()
+    for call in calls:
+        if (runtime.clock() - begun).total_seconds() >= runtime.settings.call_timeout_s:
+            return
+        try:
+            await _send(runtime, call, token=token)
+            error = None
+        except ControlError as refused:
+            error = refused
+            log.warning(
+                "control call failed call=%s operation=%s code=%s error=%s", type(call).__name__, call.operation_id, error.code, error
+            )
+        else:
+            log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip)
+        _remember(memory, call, error, now=runtime.now())
+
+
+async def _send(runtime: Runtime, call: WorkerAction, *, token: str) -> None:
+    match call:
+        case SleepWorker():
+            await runtime.workers.sleep(call, token=token)
+        case WakeWorker():
+            await runtime.workers.wake(call, token=token)
+        case PutAdapter():
+            await runtime.workers.put_adapter(call, token=token)
+        case RemoveAdapter():
+            await runtime.workers.remove_adapter(call, token=token)
+
+
+def _remember(memory: DeploymentMemory, call: WorkerAction, error: ControlError | None, *, now: datetime) -> None:
+    match call:
+        case SleepWorker() | WakeWorker():
+            delay_s = min(OPERATION_BACKOFF_MAX_S, OPERATION_BACKOFF_FIRST_S * 2 ** min(call.attempt - 1, 10))
+            if error is not None and error.code in RACES:
+                delay_s = RACE_RETRY_S
+            memory.operation_not_before[retry_key(call)] = now + timedelta(seconds=delay_s)
+        case PutAdapter():
+            memory.attempts[call.key] = next_attempt(memory.attempts.get(call.key), error, now=now)
+        case RemoveAdapter():
+            pass  # still listed means to be removed: the next look decides
+
+
+def next_attempt(before: Attempt | None, error: ControlError | None, *, now: datetime) -> Attempt:
+    count = before.count if before is not None else 0
+    if not isinstance(error, ControlRefused):
+        return Attempt(count=count + 1, next_retry=now + timedelta(seconds=SETTLE_S))
+    if error.code in RACES:
+        return Attempt(count=count, next_retry=now + timedelta(seconds=error.retry_after_s or RACE_RETRY_S))
+    backoff_s = min(ADAPTER_BACKOFF_MAX_S, ADAPTER_BACKOFF_FIRST_S * 2 ** min(count, 10))
+    delay_s = max(backoff_s, error.retry_after_s or 0)
+    wire = WireError(code=error.code, message=str(error), retryable=error.retryable)
+    return Attempt(count=count + 1, next_retry=now + timedelta(seconds=delay_s), error=wire)

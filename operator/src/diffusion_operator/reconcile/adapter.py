@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over a LoRAAdapter: its status, from what its deployment's last pass saw. Acting is the deployment's part."""
+
+from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
+from diffusion_operator.plan.adapter_status import adapter_status
+from diffusion_operator.plan.adapters import AdapterView
+from diffusion_operator.plan.events import adapter_events
+from diffusion_operator.reconcile.keyed_queue import Key, Result
+from diffusion_operator.reconcile.observe import parse
+from diffusion_operator.reconcile.report import report
+from diffusion_operator.reconcile.runtime import Runtime, deployment_key
+from diffusion_operator.reconcile.status_write import encode_status
+
+VIEW_WAIT_S = 5.0
+
+
+async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
+    manifest = await runtime.cluster.get(ADAPTER, key.namespace, key.name)
+    if manifest is None or manifest["metadata"].get("deletionTimestamp"):
+        return Result(gone=True)
+    adapter = parse(manifest, LoRAAdapter)
+    deployment = await runtime.cluster.get(DEPLOYMENT, key.namespace, adapter.spec.deployment_ref.name)
+    view = None
+    if deployment is not None and not deployment["metadata"].get("deletionTimestamp"):
+        view = _current_view(runtime, adapter, deployment_uid=deployment["metadata"]["uid"])
+        if view is None:  # the deployment's pass makes one and wakes this key
+            runtime.wake(deployment_key(key.namespace, adapter.spec.deployment_ref.name))
+            return Result(requeue_after_s=VIEW_WAIT_S)
+    await _write_status(runtime, adapter, view)
+    return Result()
+
+
+def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str) -> AdapterView | None:
+    """One that is about this deployment and this spec, not about an earlier one."""
+    memory = runtime.memories.get((adapter.metadata.namespace, adapter.spec.deployment_ref.name))
+    view = memory.views.get(adapter.metadata.uid) if memory is not None and memory.uid == deployment_uid else None
+    return view if view is not None and view.decision.adapter.metadata.generation == adapter.metadata.generation else None
+
+
+async def _write_status(runtime: Runtime, adapter: LoRAAdapter, view: AdapterView | None) -> None:
+    status, metadata = adapter_status(adapter, view, now=runtime.now()), adapter.metadata
+    if status == adapter.status:
+        return
+    await runtime.cluster.apply_status(ADAPTER, metadata.namespace, metadata.name, uid=metadata.uid, status=encode_status(status))
+    await report(runtime, adapter_events(adapter, status), kind=ADAPTER, about=metadata)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over a DiffusionDeployment: observe, plan, act, write the status once."""
+
+from datetime import timedelta
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import DEPLOYMENT
+from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
+from diffusion_operator.plan.events import deployment_events
+from diffusion_operator.reconcile.act import act_on_pods, call_workers
+from diffusion_operator.reconcile.children import apply_children, doubt_secret
+from diffusion_operator.reconcile.keyed_queue import Key, Result
+from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.reconcile.observe import adapters_of, observe, parse
+from diffusion_operator.reconcile.report import report
+from diffusion_operator.reconcile.runtime import Runtime, adapter_key
+from diffusion_operator.reconcile.status_write import encode_status, worth_writing
+from diffusion_operator.render.control_secret import control_secret, control_token
+from diffusion_operator.render.desired_config import desired_config
+from diffusion_operator.render.service import service
+
+
+async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
+    manifest = await runtime.cluster.get(DEPLOYMENT, key.namespace, key.name)
+    if manifest is None or manifest["metadata"].get("deletionTimestamp"):
+        return await _gone(runtime, key)
+    deployment = parse(manifest, DiffusionDeployment)
+    memory = runtime.memory(key.namespace, key.name, uid=deployment.metadata.uid)
+    token = control_token(runtime.settings.operator_key, deployment.metadata)
+
+    observed = await observe(runtime, deployment, memory, token=token)
+    plan = plan_deployment(observed, runtime.now())
+
+    doubt_secret(memory, observed.pods, now=runtime.now())
+    await _apply_children(runtime, deployment, memory, plan)
+    await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
+    await call_workers(runtime, memory, plan.calls, token=token)
+
+    await _write_status(runtime, deployment, memory, plan)
+    _publish_views(runtime, key.namespace, memory, plan)
+    return Result(requeue_after_s=plan.look_again_s or runtime.settings.steady_poll_s)
+
+
+async def _gone(runtime: Runtime, key: Key) -> Result:
+    """Owner references collect the children; the adapters that referred to it must hear of it."""
+    runtime.memories.pop((key.namespace, key.name), None)
+    for adapter in await adapters_of(runtime, key.namespace, key.name):
+        runtime.wake(adapter_key(key.namespace, adapter.metadata.name))
+    return Result(gone=True)
+
+
+async def _apply_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
+    """Before the pods, which mount two of them."""
+    children = (
+        control_secret(deployment, key=runtime.settings.operator_key),
+        desired_config(deployment, plan.desired),
+        service(deployment),
+    )
+    resync = timedelta(seconds=runtime.settings.resync_s)
+    await apply_children(runtime.cluster, memory, children, now=runtime.now(), resync=resync)
+
+
+async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
+    metadata, now = deployment.metadata, runtime.now()
+    if not worth_writing(deployment.status, plan.status, last=memory.status_written_at, now=now):
+        return
+    await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, uid=metadata.uid, status=encode_status(plan.status))
+    memory.status_written_at = now
+    await report(runtime, deployment_events(deployment.status, plan.status), kind=DEPLOYMENT, about=metadata)
+
+
+def _publish_views(runtime: Runtime, namespace: str, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
+    """Each adapter's own reconcile writes its status, when what it is computed from has changed."""
+    views = {view.decision.adapter.metadata.uid: view for view in plan.views}
+    changed = [view for uid, view in views.items() if memory.views.get(uid) != view]
+    memory.views = views
+    for view in changed:
+        runtime.wake(adapter_key(namespace, view.decision.adapter.metadata.name))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the process remembers of a deployment between passes. Losing it costs repeated, idempotent work, never correctness."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.worker_state import WireError, WorkerState
+from diffusion_operator.plan.adapters import AdapterView
+from diffusion_operator.plan.observed import Attempt, AttemptKey, Poll
+
+
+@dataclass
+class PollRecord:
+    """Polls of one container's life: a restart begins a new record."""
+
+    restarts: int
+    state: WorkerState | None = None
+    failures: int = 0
+    failing_since: datetime | None = None
+    error: str = ""
+
+    def succeeded(self, state: WorkerState) -> None:
+        self.state, self.failures, self.failing_since, self.error = state, 0, None, ""
+
+    def failed(self, error: str, now: datetime) -> None:
+        self.failures += 1
+        self.failing_since = self.failing_since or now
+        self.error = error
+
+    def poll(self, now: datetime) -> Poll:
+        failing_for = now - (self.failing_since or now)
+        return Poll(state=self.state, failures=self.failures, failing_for=failing_for, error=self.error)
+
+
+@dataclass
+class Applied:
+    content: object
+    at: datetime
+
+
+@dataclass
+class DeploymentMemory:
+    """One deployment, by UID: another one of the same name starts from nothing."""
+
+    uid: str
+    polls: dict[str, PollRecord] = field(default_factory=dict)
+    attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
+    operation_not_before: dict[str, datetime] = field(default_factory=dict)
+    applied: dict[str, Applied] = field(default_factory=dict)
+    refusal: str = ""
+    status_written_at: datetime | None = None
+    views: dict[str, AdapterView] = field(default_factory=dict)
+    """By UID of the adapter, from the last pass."""
+
+    def forget_pods(self, present: set[str]) -> None:
+        self.polls = {uid: record for uid, record in self.polls.items() if uid in present}
+        self.operation_not_before = {key: when for key, when in self.operation_not_before.items() if key.partition("/")[0] in present}
+
+    def recall_attempts(self, adapters: tuple[LoRAAdapter, ...], now: datetime) -> None:
+        """Backoff is persisted in the adapters' status; what this process did itself is newer. What is about no living boot goes."""
+        for adapter in adapters:
+            for key, attempt in _persisted(adapter, now):
+                self.attempts.setdefault(key, attempt)
+        living = {(one.metadata.uid, one.metadata.generation) for one in adapters}
+        boots = {record.state.boot_id for record in self.polls.values() if record.state is not None}
+        self.attempts = {
+            key: attempt for key, attempt in self.attempts.items() if (key.adapter_uid, key.generation) in living and key.boot_id in boots
+        }
+
+
+def _persisted(adapter: LoRAAdapter, now: datetime) -> list[tuple[AttemptKey, Attempt]]:
+    metadata = adapter.metadata
+    if adapter.status.observed_generation != metadata.generation:
+        return []
+    return [
+        (
+            AttemptKey(adapter_uid=metadata.uid, generation=metadata.generation, boot_id=one.boot_id),
+            Attempt(
+                count=one.attempts,
+                next_retry=one.next_retry_time or now,
+                error=WireError(
+                    code=one.last_error.code or "", message=one.last_error.message or "", retryable=bool(one.last_error.retryable)
+                ),
+            ),
+        )
+        for one in adapter.status.instances
+        if one.boot_id is not None and one.attempts is not None and one.last_error is not None
+    ]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observation of one deployment: its pods and adapters from the API server, the state documents from the workers, in parallel."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import ADAPTER, LABEL_DEPLOYMENT, POD
+from diffusion_operator.errors import ControlError, OperatorError
+from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.pods import Pod, is_owned_by, pod_numbers, read_pod
+from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord
+from diffusion_operator.reconcile.runtime import Runtime
+
+Parsed = TypeVar("Parsed")
+
+
+def parse(manifest: dict[str, Any], type_: type[Parsed]) -> Parsed:
+    """The edge: after this, structs only."""
+    try:
+        return msgspec.convert(manifest, type_)
+    except msgspec.ValidationError as error:
+        name = manifest.get("metadata", {}).get("name")
+        raise OperatorError(f"{manifest.get('kind')} {name} is not understood: {error}") from error
+
+
+async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, *, token: str) -> Observed:
+    namespace, name = deployment.metadata.namespace, deployment.metadata.name
+    manifests, adapters = await asyncio.gather(
+        runtime.cluster.list(POD, namespace, labels={LABEL_DEPLOYMENT: name}),
+        adapters_of(runtime, namespace, name),
+    )
+    pods, foreign = _sort_pods(deployment, manifests)
+    memory.forget_pods({pod.uid for pod in pods})
+    await asyncio.gather(*(_poll(runtime, memory, pod, token=token) for pod in pods if _answers(pod)))
+    now = runtime.now()
+    memory.recall_attempts(adapters, now)
+    return Observed(
+        deployment=deployment,
+        default_image=runtime.settings.engine_image,
+        pods=pods,
+        foreign_incarnations=foreign,
+        polls={uid: record.poll(now) for uid, record in memory.polls.items()},
+        adapters=adapters,
+        attempts=dict(memory.attempts),
+        operation_not_before=dict(memory.operation_not_before),
+        refusal=memory.refusal,
+    )
+
+
+async def adapters_of(runtime: Runtime, namespace: str, deployment: str) -> tuple[LoRAAdapter, ...]:
+    """Adapters on their way out are gone already: what is no longer declared is removed from what runs."""
+    found = await runtime.cluster.list(ADAPTER, namespace)
+    return tuple(
+        parse(one, LoRAAdapter)
+        for one in found
+        if one["spec"]["deploymentRef"]["name"] == deployment and not one["metadata"].get("deletionTimestamp")
+    )
+
+
+def _sort_pods(deployment: DiffusionDeployment, manifests: Sequence[dict[str, Any]]) -> tuple[tuple[Pod, ...], dict[int, int]]:
+    """Ours, and the incarnations that pods of an earlier deployment of this name still hold."""
+    ours: list[Pod] = []
+    foreign: dict[int, int] = {}
+    for manifest in manifests:
+        numbers = pod_numbers(deployment.metadata.name, manifest["metadata"]["name"])
+        if numbers is None:
+            continue
+        index, incarnation = numbers
+        if is_owned_by(manifest, deployment.metadata.uid):
+            ours.append(read_pod(manifest, index=index, incarnation=incarnation))
+        else:
+            foreign[index] = max(foreign.get(index, -1), incarnation)
+    return tuple(ours), foreign
+
+
+def _answers(pod: Pod) -> bool:
+    return bool(pod.ip) and pod.container.running and not pod.terminating and not pod.finished
+
+
+async def _poll(runtime: Runtime, memory: DeploymentMemory, pod: Pod, *, token: str) -> None:
+    record = memory.polls.get(pod.uid)
+    if record is None or record.restarts != pod.container.restarts:
+        record = memory.polls[pod.uid] = PollRecord(restarts=pod.container.restarts)
+    try:
+        record.succeeded(await runtime.workers.state(pod.ip, token=token))
+    except ControlError as error:
+        record.failed(str(error), runtime.now())

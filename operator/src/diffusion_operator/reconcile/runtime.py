@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reconciles share: the two ports, the settings, the clock, the way to wake a key, and the memory of each deployment."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
+from diffusion_operator.cluster import Cluster
+from diffusion_operator.reconcile.keyed_queue import Key
+from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.settings import Settings
+from diffusion_operator.worker_client import WorkerClient
+
+
+@dataclass
+class Runtime:
+    cluster: Cluster
+    workers: WorkerClient
+    settings: Settings
+    clock: Callable[[], datetime]
+    """Aware UTC."""
+    wake: Callable[[Key], None]
+    memories: dict[tuple[str, str], DeploymentMemory] = field(default_factory=dict)
+    """By namespace and name."""
+
+    def now(self) -> datetime:
+        """Whole seconds: what Kubernetes keeps of a time, so that a status read back equals the one written."""
+        return self.clock().replace(microsecond=0)
+
+    def memory(self, namespace: str, name: str, *, uid: str) -> DeploymentMemory:
+        known = self.memories.get((namespace, name))
+        if known is None or known.uid != uid:
+            known = self.memories[namespace, name] = DeploymentMemory(uid=uid)
+        return known
+
+    def child_changed(self, namespace: str, deployment: str, kind: str) -> None:
+        """A child was touched, maybe by another hand: apply it again in the next pass. An apply that changes nothing makes no event."""
+        known = self.memories.get((namespace, deployment))
+        if known is not None:
+            known.applied.pop(kind, None)
+        self.wake(deployment_key(namespace, deployment))
+
+
+def deployment_key(namespace: str, name: str) -> Key:
+    return Key(DEPLOYMENT.kind, namespace, name)
+
+
+def adapter_key(namespace: str, name: str) -> Key:
+    return Key(ADAPTER.kind, namespace, name)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a status: only if it says something new, and what only counts bytes at most every five seconds."""
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.deployment import DeploymentStatus
+
+PROGRESS_INTERVAL = timedelta(seconds=5)
+
+
+def worth_writing(old: DeploymentStatus, new: DeploymentStatus, *, last: datetime | None, now: datetime) -> bool:
+    if old == new:
+        return False
+    if _without_progress(old) != _without_progress(new):
+        return True
+    return last is None or now - last >= PROGRESS_INTERVAL
+
+
+def encode_status(status: msgspec.Struct) -> dict[str, Any]:
+    encoded: dict[str, Any] = msgspec.to_builtins(status)
+    return encoded
+
+
+def _without_progress(status: DeploymentStatus) -> DeploymentStatus:
+    """Stage and presence count, bytes do not."""
+    groups = tuple(
+        msgspec.structs.replace(group, load=msgspec.structs.replace(group.load, bytes_done=None, bytes_total=None, percent=None))
+        if group.load is not None
+        else group
+        for group in status.groups
+    )
+    return msgspec.structs.replace(status, groups=groups)

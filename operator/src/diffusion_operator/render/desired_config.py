@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ConfigMap a worker starts from, so that a restart needs no operator: sleep policy and adapters. No secrets."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import DESIRED_KEY, desired_config_name
+from diffusion_operator.plan.acceptance import DesiredAdapter
+from diffusion_operator.render import Manifest
+from diffusion_operator.render.metadata import child_metadata
+
+
+def desired_config(deployment: DiffusionDeployment, adapters: Sequence[DesiredAdapter]) -> Manifest:
+    content = {
+        "sleep": {"policy": deployment.spec.sleep.policy.value},
+        "adapters": [
+            {"name": one.name, "source": {"path": one.path}, "digest": one.digest, "scale": one.scale}
+            for one in sorted(adapters, key=lambda one: one.name)
+        ],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": child_metadata(deployment, desired_config_name(deployment.metadata.name)),
+        "data": {DESIRED_KEY: msgspec.json.format(msgspec.json.encode(content), indent=1).decode()},
+    }

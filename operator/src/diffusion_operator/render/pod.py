@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pod of one replica: one container, the worker, under the restricted Pod Security profile."""
+
+import math
+from typing import Any
+
+from diffusion_operator.api.deployment import DeploymentSpec, DiffusionDeployment
+from diffusion_operator.api.names import (
+    CONTAINER,
+    CONTROL_DIR,
+    CONTROL_PORT,
+    DATA_PORT,
+    DEFAULT_GPU_RESOURCE,
+    DESIRED_DIR,
+    DESIRED_KEY,
+    LABEL_GROUP_INDEX,
+    LABEL_INCARNATION,
+    LABEL_REVISION,
+    NO_GPU_RESOURCE,
+    TOKEN_KEY,
+    control_secret_name,
+    desired_config_name,
+    pod_name,
+)
+from diffusion_operator.plan.revision import Template
+from diffusion_operator.render import Manifest
+from diffusion_operator.render.metadata import child_metadata
+
+WORKER_UID = 65532
+TERMINATION_GRACE_S = 60  # a drain finishes running pictures; more than that is cut off, as a node's shutdown would
+PROBE_PERIOD_S = 2
+STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the kubelet only if it hangs
+SECRET_MODE = 0o440  # readable through fsGroup alone
+
+
+def pod(deployment: DiffusionDeployment, template: Template, *, index: int, incarnation: int) -> Manifest:
+    labels = {LABEL_GROUP_INDEX: str(index), LABEL_INCARNATION: str(incarnation), LABEL_REVISION: template.revision}
+    name = pod_name(deployment.metadata.name, index, incarnation)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": child_metadata(deployment, name, **labels),
+        "spec": {
+            "restartPolicy": "Always",
+            "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": WORKER_UID,
+                "runAsGroup": WORKER_UID,
+                "fsGroup": WORKER_UID,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [_container(deployment, template)],
+            "volumes": _volumes(deployment),
+        },
+    }
+
+
+def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
+    spec = deployment.spec
+    return {
+        "name": CONTAINER,
+        "image": template.image,
+        "imagePullPolicy": spec.engine.pull_policy.value,
+        "args": worker_arguments(deployment),
+        "env": [*_OWN_ENV, *({"name": one.name, "value": one.value} for one in spec.engine.env if one.name not in _OWN_NAMES)],
+        "ports": [{"name": "http", "containerPort": DATA_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
+        "resources": _resources(spec),
+        "startupProbe": {
+            **_probe("/readyz", period_s=PROBE_PERIOD_S),
+            "failureThreshold": math.ceil((spec.startup.timeout_seconds + STARTUP_MARGIN_S) / PROBE_PERIOD_S),
+        },
+        "livenessProbe": {**_probe("/healthz", period_s=10), "failureThreshold": 6},
+        "readinessProbe": {**_probe("/readyz", period_s=PROBE_PERIOD_S), "failureThreshold": 3},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": _mounts(spec),
+    }
+
+
+# The root filesystem is read-only, and libraries insist on writing below a home.
+_OWN_ENV: tuple[dict[str, str], ...] = ({"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"})
+_OWN_NAMES = frozenset(one["name"] for one in _OWN_ENV)
+
+
+def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
+    spec = deployment.spec
+    options: dict[str, Any] = {
+        "model": spec.model.source.path,
+        "served-name": deployment.served_name,
+        "dtype": spec.model.dtype.value.lower(),
+        "ranks": spec.parallelism.ranks_per_replica,
+        "host": "0.0.0.0",
+        "port": DATA_PORT,
+        "control-port": CONTROL_PORT,
+        "control-token-file": f"{CONTROL_DIR}/{TOKEN_KEY}",
+        "desired": f"{DESIRED_DIR}/{DESIRED_KEY}",
+        "max-batch-size": spec.engine.max_batch_size,
+        "max-loras": spec.lora.max_loaded,
+        "max-lora-rank": spec.lora.max_rank,
+        "startup-timeout-seconds": spec.startup.timeout_seconds,
+    }
+    return ["serve", *(f"--{name}={value}" for name, value in options.items())]
+
+
+def _resources(spec: DeploymentSpec) -> Manifest:
+    """The number of GPUs is the number of ranks; an extended resource's request and limit must be equal."""
+    gpu = spec.resources.gpu_resource_name or DEFAULT_GPU_RESOURCE
+    count = {} if gpu == NO_GPU_RESOURCE else {gpu: str(spec.parallelism.ranks_per_replica)}
+    requests = {**_quantities(spec.resources.requests), **count}
+    limits = {**_quantities(spec.resources.limits), **count}
+    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def _quantities(given: dict[str, int | str]) -> dict[str, str]:
+    return {name: str(value) for name, value in given.items()}
+
+
+def _probe(path: str, *, period_s: int) -> Manifest:
+    # 5 s: on a busy CPU node the server shares its cores with the ranks.
+    return {"httpGet": {"path": path, "port": DATA_PORT}, "periodSeconds": period_s, "timeoutSeconds": 5}
+
+
+def _mounts(spec: DeploymentSpec) -> list[Manifest]:
+    mounts: list[Manifest] = [
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "control", "mountPath": CONTROL_DIR, "readOnly": True},
+        {"name": "desired", "mountPath": DESIRED_DIR, "readOnly": True},
+    ]
+    if spec.parallelism.ranks_per_replica > 1:
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    return mounts
+
+
+def _volumes(deployment: DiffusionDeployment) -> list[Manifest]:
+    name, spec = deployment.metadata.name, deployment.spec
+    volumes: list[Manifest] = [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "control", "secret": {"secretName": control_secret_name(name), "defaultMode": SECRET_MODE}},
+        {"name": "desired", "configMap": {"name": desired_config_name(name)}},
+    ]
+    if spec.parallelism.ranks_per_replica > 1:
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}})
+    return volumes
