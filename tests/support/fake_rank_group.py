@@ -14,7 +14,7 @@ import msgspec
 
 from diffusion_worker.engine.documents import RankDocument, RankState
 from diffusion_worker.engine.rank_group import TickReport
-from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed
+from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import (
     ErrorReport,
@@ -51,7 +51,7 @@ def fake_digest(path: str) -> str:
 class FakeRankGroup:
     """Ranks that load at once unless `loading` is cleared, and step at once unless `stepping` is."""
 
-    def __init__(self, ranks: int = 1, *, config_error: str | None = None) -> None:
+    def __init__(self, ranks: int = 1, *, config_error: str | None = None, step_s: float = 0.0) -> None:
         self.loading = asyncio.Event()
         self.loading.set()
         self.stepping = asyncio.Event()
@@ -64,6 +64,7 @@ class FakeRankGroup:
         self.calls: list[str] = []
         self.stopped = False
         self._config_error = config_error
+        self._step_s = step_s
         self._state = [RankState.STARTING] * ranks
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ticks: asyncio.Queue[Tick] = asyncio.Queue()
@@ -94,6 +95,7 @@ class FakeRankGroup:
         async with asyncio.timeout(timeout_s):
             await self._wait(self.stepping)
             tick = await self._ticks.get()
+            await asyncio.sleep(self._step_s)
         for request_id in tick.leave:
             self._active.pop(request_id, None)
         for spec in tick.join:
@@ -116,8 +118,11 @@ class FakeRankGroup:
         """Run a method of the worker on every rank; waits for `calling`."""
         self._check()
         self.calls.append(method)
-        async with asyncio.timeout(timeout_s):
-            await self._wait(self.calling)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait(self.calling)
+        except TimeoutError:
+            raise RequestError(ErrorCode.TIMEOUT, f"{method}: no answer within {timeout_s:g} s") from None
         raw = pack(**kwargs)
         if method in self.method_errors:
             return self._replies(error=self.method_errors[method])

@@ -31,6 +31,8 @@ from PIL import Image
 REPOSITORY = Path(__file__).resolve().parents[2]
 DIGITS = REPOSITORY / "examples" / "digits"
 DIGITS_MODEL = DIGITS / "model"
+# The same server over `FakeRankGroup`: starts in half a second.
+FAKE_PROGRAM = (str(REPOSITORY / "tests" / "support" / "fake_worker.py"),)
 LISTENING = re.compile(r"listening data=\S+:(\d+) control=\S+:(\d+) boot_id=(\S+)")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0
@@ -49,6 +51,7 @@ class WorkerProcess:
         options: tuple[str, ...] = (),
         token: str | None = "the-control-token",
         env: Mapping[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "diffusion_worker.cli"),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="worker-process-")
         self.folder = Path(self._folder.name)
@@ -56,7 +59,7 @@ class WorkerProcess:
         self.output_path = self.folder / "output.txt"
         self.termination_log = self.folder / "termination-log"
         self.termination_log.touch()
-        command = [sys.executable, "-m", "diffusion_worker.cli", "serve", f"--model={model}", f"--ranks={ranks}"]
+        command = [sys.executable, *program, "serve", f"--model={model}", f"--ranks={ranks}"]
         command += [f"--served-name={served_name}", "--host=127.0.0.1", "--port=0", "--control-port=0"]
         command += [f"--lora={name}={path}" for name, path in (loras or {}).items()]
         if token is not None:
