@@ -138,8 +138,13 @@ def wait_ready(server: str, authority: Authority, running: list[Process], logs: 
     while time.monotonic() < ends:
         for process in running:
             if not process.alive():
-                raise CommandFailed(f"{process.name} ended while it was starting; the end of its log:\n{_tail(logs / f'{process.name}.log')}")
-        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{server}/readyz", context=context, timeout=5) as answer:
+                raise CommandFailed(
+                    f"{process.name} ended while it was starting; the end of its log:\n{_tail(logs / f'{process.name}.log')}"
+                )
+        with (
+            contextlib.suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(f"{server}/readyz", context=context, timeout=5) as answer,
+        ):
             if answer.status == 200:
                 return
         time.sleep(0.05)

@@ -19,7 +19,22 @@ class Authority:
         self.directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._key("ca")
-        run_quiet(["openssl", "req", "-x509", "-new", "-key", self.file("ca.key"), "-subj", "/CN=diffusion-operator-devcluster", "-days", DAYS, "-out", self.file("ca.crt")])
+        run_quiet(
+            [
+                "openssl",
+                "req",
+                "-x509",
+                "-new",
+                "-key",
+                self.file("ca.key"),
+                "-subj",
+                "/CN=diffusion-operator-devcluster",
+                "-days",
+                DAYS,
+                "-out",
+                self.file("ca.crt"),
+            ]
+        )
 
     def file(self, name: str) -> Path:
         """A file of the authority."""
@@ -44,7 +59,17 @@ class Authority:
         self.file(f"{name}.ext").write_text(extensions)
         request = run_quiet(["openssl", "req", "-new", "-key", self.file(f"{name}.key"), "-subj", f"/O={group}/CN={user}"])
         # A serial of our own keeps openssl from writing a file that two at once would fight over.
-        sign = ["openssl", "x509", "-req", "-CA", self.file("ca.crt"), "-CAkey", self.file("ca.key"), "-set_serial", str(int.from_bytes(name.encode()[:15]))]
+        sign = [
+            "openssl",
+            "x509",
+            "-req",
+            "-CA",
+            self.file("ca.crt"),
+            "-CAkey",
+            self.file("ca.key"),
+            "-set_serial",
+            str(int.from_bytes(name.encode()[:15])),
+        ]
         run_quiet([*sign, "-days", DAYS, "-extfile", self.file(f"{name}.ext"), "-out", self.file(f"{name}.crt")], stdin=request)
 
     def kubeconfig(self, name: str, *, server: str, target: Path) -> Path:

@@ -27,22 +27,32 @@ def go() -> str:
     wanted = "Go {}.{} or later".format(*GO_MINIMUM)
     found = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if found is None:
-        raise PrerequisiteMissing(f"{wanted} is needed to build the cluster's programs and is not in PATH: unpack it from go.dev into /usr/local/go")
+        raise PrerequisiteMissing(
+            f"{wanted} is needed to build the cluster's programs and is not in PATH: unpack it from go.dev into /usr/local/go"
+        )
     version = run_quiet([found, "version"])
     match = re.search(r"go(\d+)\.(\d+)", version)
     if match is None or (int(match[1]), int(match[2])) < GO_MINIMUM:
-        raise PrerequisiteMissing(f"{wanted} is needed to build the cluster's programs; {found} is {version.strip()!r}: unpack a newer one from go.dev")
+        raise PrerequisiteMissing(
+            f"{wanted} is needed to build the cluster's programs; {found} is {version.strip()!r}: unpack a newer one from go.dev"
+        )
     return found
 
 
 def linux_root() -> None:
     """Our own node needs the kernel's namespaces and the right to make them."""
     if sys.platform != "linux":
-        raise PrerequisiteMissing("Without a Docker engine the local cluster runs on Linux only: start a Docker engine, or set KUBECONFIG to a cluster of yours")
+        raise PrerequisiteMissing(
+            "Without a Docker engine the local cluster runs on Linux only: start a Docker engine, or set KUBECONFIG to a cluster of yours"
+        )
     if os.geteuid() != 0:
-        raise PrerequisiteMissing("Without a Docker engine the local cluster needs root: run this as root, start a Docker engine, or set KUBECONFIG to a cluster of yours")
+        raise PrerequisiteMissing(
+            "Without a Docker engine the local cluster needs root: run this as root, start a Docker engine, or set KUBECONFIG to a cluster of yours"
+        )
     if shutil.which("apt-get", path=SYSTEM_PATH) is None:
-        raise PrerequisiteMissing("Without a Docker engine the local cluster takes containerd, runc and etcd from Debian packages, and there is no apt-get here")
+        raise PrerequisiteMissing(
+            "Without a Docker engine the local cluster takes containerd, runc and etcd from Debian packages, and there is no apt-get here"
+        )
     if "overlay" not in Path("/proc/filesystems").read_text().split():
         raise PrerequisiteMissing("The kernel offers no overlay file system, which containerd needs: load the module (modprobe overlay)")
 
@@ -52,7 +62,9 @@ def disk_free(directory: Path, *, needed_gb: float, what: str) -> None:
     existing = next(p for p in (directory, *directory.parents) if p.exists())
     free_gb = shutil.disk_usage(existing).free / 1e9
     if free_gb < needed_gb:
-        raise PrerequisiteMissing(f"{what} needs about {needed_gb:.0f} GB free under {existing}; there are {free_gb:.1f}. XDG_CACHE_HOME moves the cache elsewhere")
+        raise PrerequisiteMissing(
+            f"{what} needs about {needed_gb:.0f} GB free under {existing}; there are {free_gb:.1f}. XDG_CACHE_HOME moves the cache elsewhere"
+        )
 
 
 def networks_free(networks: list[str], *, own_link: str) -> None:
@@ -64,7 +76,9 @@ def networks_free(networks: list[str], *, own_link: str) -> None:
         taken = ipaddress.ip_network(route["dst"], strict=False)
         for network in wanted:
             if taken.overlaps(network):
-                raise PrerequisiteMissing(f"The node wants the network {network}, but this machine has a route to {taken} by {route.get('dev')}")
+                raise PrerequisiteMissing(
+                    f"The node wants the network {network}, but this machine has a route to {taken} by {route.get('dev')}"
+                )
 
 
 @contextmanager

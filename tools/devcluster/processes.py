@@ -48,7 +48,9 @@ def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str,
         words = ["setpriv", "--pdeathsig", "KILL", *words]
     output = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-    pid = os.posix_spawnp(words[0], words, dict(os.environ if env is None else env), file_actions=[no_input, output, (os.POSIX_SPAWN_DUP2, 1, 2)], setsid=True)
+    pid = os.posix_spawnp(
+        words[0], words, dict(os.environ if env is None else env), file_actions=[no_input, output, (os.POSIX_SPAWN_DUP2, 1, 2)], setsid=True
+    )
     return Process(name, pid, _started_ticks(pid) or 0)
 
 

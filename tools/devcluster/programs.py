@@ -42,7 +42,12 @@ def kube() -> Path:
     sources = HERE / "kube"
 
     def make(draft: Path) -> None:
-        _go_build(sources, draft / "kube", ldflags=_KUBE_LDFLAGS, what=f"Kubernetes {KUBERNETES} from its Go modules (about 7 minutes on two cores, once)")
+        _go_build(
+            sources,
+            draft / "kube",
+            ldflags=_KUBE_LDFLAGS,
+            what=f"Kubernetes {KUBERNETES} from its Go modules (about 7 minutes on two cores, once)",
+        )
         for name in KUBE_NAMES:
             (draft / name).symlink_to("kube")
 
@@ -98,12 +103,16 @@ def install_debian_packages(programs: tuple[str, ...]) -> None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     run_logged([*apt, "update"], what="apt-get update", log=log_dir() / "apt-update.log", env=environment)
     with checks.no_services():
-        run_logged([*apt, "install", *packages], what=f"apt-get install {' '.join(packages)}", log=log_dir() / "apt-install.log", env=environment)
+        run_logged(
+            [*apt, "install", *packages], what=f"apt-get install {' '.join(packages)}", log=log_dir() / "apt-install.log", env=environment
+        )
 
 
 def _own_program(name: str, *, what: str) -> Path:
     sources = HERE / name
-    folder = cached(name, content_hash([sources], relative_to=sources), lambda draft: _go_build(sources, draft / name, ldflags="-s -w", what=what))
+    folder = cached(
+        name, content_hash([sources], relative_to=sources), lambda draft: _go_build(sources, draft / name, ldflags="-s -w", what=what)
+    )
     return folder / name
 
 
@@ -114,7 +123,9 @@ def _found_or_installed(name: str, module: str, *, what: str) -> Path:
 
     def make(draft: Path) -> None:
         environment = {**_go_environment(), "GOBIN": str(draft)}
-        run_logged([checks.go(), "install", "-trimpath", "-ldflags", "-s -w", module], what=what, log=log_dir() / f"{name}.log", env=environment)
+        run_logged(
+            [checks.go(), "install", "-trimpath", "-ldflags", "-s -w", module], what=what, log=log_dir() / f"{name}.log", env=environment
+        )
 
     return cached(name, content_hash([module], relative_to=HERE), make) / name
 

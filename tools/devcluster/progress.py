@@ -53,13 +53,21 @@ def _tick(what: str, log: Path | None, ended: threading.Event) -> None:
 
 
 def run_logged(
-    argv: Sequence[str | Path], *, what: str, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None, deadline_s: float = 3600.0
+    argv: Sequence[str | Path],
+    *,
+    what: str,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    deadline_s: float = 3600.0,
 ) -> None:
     """Runs a program to its end as one step; its output goes to the log, whose end is in the error."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with step(what, log=log), log.open("wb") as output:
         try:
-            done = subprocess.run([str(a) for a in argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, cwd=cwd, timeout=deadline_s)
+            done = subprocess.run(
+                [str(a) for a in argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, cwd=cwd, timeout=deadline_s
+            )
         except subprocess.TimeoutExpired:
             raise CommandFailed(f"{what}: not done after {deadline_s:.0f} s; see {log}") from None
         except FileNotFoundError:
@@ -68,7 +76,9 @@ def run_logged(
         raise CommandFailed(f"{what}: {argv[0]} ended with code {done.returncode}; the end of {log}:\n{_last_lines(log, 20)}")
 
 
-def run_quiet(argv: Sequence[str | Path], *, stdin: str | None = None, env: Mapping[str, str] | None = None, deadline_s: float = 60.0) -> str:
+def run_quiet(
+    argv: Sequence[str | Path], *, stdin: str | None = None, env: Mapping[str, str] | None = None, deadline_s: float = 60.0
+) -> str:
     """Runs a short program and returns what it printed."""
     words = [str(a) for a in argv]
     try:

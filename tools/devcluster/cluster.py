@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one interface to the three providers, for the command line, the demo and the tests.
+
+Which one: DEVCLUSTER_PROVIDER if set; a cluster given by KUBECONFIG or CLUSTER; kind where a Docker engine answers; our own node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from . import images, programs
+from .errors import DevclusterError
+from .node import config as node_config
+from .progress import run_quiet
+from .providers.given import GivenProvider
+from .providers.kind import KindProvider
+from .providers.node import NodeProvider
+
+
+class Provider(Protocol):
+    """Where a cluster comes from."""
+
+    name: str
+
+    def prepare(self) -> None:
+        """Makes the programs it needs, so that `up` is quick."""
+
+    def up(self) -> None:
+        """Starts the cluster or finds it running."""
+
+    def down(self, *, purge: bool) -> None:
+        """Ends what `up` started; with `purge` the cache goes too."""
+
+    def running(self) -> bool:
+        """Whether the cluster answers."""
+        ...
+
+    def kubeconfig(self) -> Path:
+        """The kubeconfig; raises NotRunning where there is none."""
+        ...
+
+    def kubectl(self) -> Path:
+        """A kubectl that suits the cluster."""
+        ...
+
+    def load_image(self, reference: str) -> str:
+        """Brings a built image to the cluster; gives the name by which pods ask for it."""
+        ...
+
+
+def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
+    """The provider for this environment; pure."""
+    forced = environment.get("DEVCLUSTER_PROVIDER")
+    if forced:
+        return forced
+    ours = {str(node_config.KUBECONFIG)}
+    if environment.get("CLUSTER") or environment.get("KUBECONFIG", "") not in {"", *ours}:
+        return "given"
+    return "kind" if docker and environment.get("KUBECONFIG", "") not in ours else "node"
+
+
+def provider() -> Provider:
+    """The provider that this machine and environment have."""
+    name = provider_name(os.environ, docker=images.docker_answers())
+    if name == "given":
+        return GivenProvider()
+    if name == "kind":
+        return KindProvider()
+    if name == "node":
+        return NodeProvider()
+    raise DevclusterError(f"DEVCLUSTER_PROVIDER is {name!r}; it must be given, kind or node")
+
+
+def prepare(names: tuple[str, ...] = ()) -> None:
+    """Makes all that is slow: the cluster's programs, and beside them the images named. Each is made once per content."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        cluster_programs = pool.submit(provider().prepare)
+        built = [images.build(name) for name in names]
+        cluster_programs.result()
+    del built
+
+
+def environment() -> dict[str, str]:
+    """The environment in which kubectl, helm and Kubernetes clients find the cluster. On every provider the machine itself reaches the
+    API server; on the node also Services and pods, by their own addresses."""
+    where = provider()
+    folders = [str(where.kubectl().parent), str(programs.helm().parent)]
+    path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "KUBECONFIG": str(where.kubeconfig()), "PATH": path}
+
+
+def status() -> dict[str, str | bool]:
+    """What there is, for people and programs."""
+    where = provider()
+    running = where.running()
+    known: dict[str, str | bool] = {"provider": where.name, "running": running}
+    if running:
+        known |= {"kubeconfig": str(where.kubeconfig()), "kubectl": str(where.kubectl()), "helm": str(programs.helm())}
+    return known
+
+
+def kubectl(*words: str, stdin: str | None = None, deadline_s: float = 60.0) -> str:
+    """Runs kubectl on the cluster and gives what it printed."""
+    where = provider()
+    return run_quiet([where.kubectl(), "--kubeconfig", where.kubeconfig(), *words], stdin=stdin, deadline_s=deadline_s)
+
+
+def patch_node_resource(name: str, count: int) -> None:
+    """Gives every node `count` of an extended resource (`nvidia.com/gpu`), which the scheduler then hands out; 0 takes them away."""
+    where = provider()
+    patch = json.dumps({"status": {"capacity": {name: str(count)}, "allocatable": {name: str(count)}}})
+    base = [where.kubectl(), "--kubeconfig", where.kubeconfig()]
+    for node in run_quiet([*base, "get", "nodes", "--output", "name"]).split():
+        run_quiet([*base, "patch", node, "--subresource=status", "--type=merge", "--patch", patch])

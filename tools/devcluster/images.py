@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our two images, built by a Docker engine or by buildah; the tag is the hash of what goes in, so an unchanged tree builds nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from . import programs
+from .cache import cached, content_hash, locked
+from .errors import DevclusterError
+from .paths import REPOSITORY, cache_dir, log_dir
+from .progress import run_logged, say
+
+# What each Dockerfile copies; a test holds the two together.
+INPUTS = {
+    "worker": ("constraints.txt", "worker/pyproject.toml", "worker/src", "examples/digits/model", "examples/digits/loras"),
+    "operator": ("constraints.txt", "operator/pyproject.toml", "operator/src"),
+}
+BASE_SUITE = "bookworm"
+BASE_PACKAGES = "ca-certificates,python3,python3-venv"
+_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+
+
+def docker_answers() -> bool:
+    """Whether there is a Docker engine, not only its client."""
+    if shutil.which("docker") is None:
+        return False
+    try:
+        asked = subprocess.run(["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return False
+    return asked.returncode == 0
+
+
+def reference(image: str) -> str:
+    """The image's name, with the hash of all that goes in."""
+    if image not in INPUTS:
+        raise DevclusterError(f"there is no image {image!r}, only {' and '.join(INPUTS)}")
+    parts: list[Path | str] = [REPOSITORY / f"Dockerfile.{image}", REPOSITORY / ".dockerignore", *(REPOSITORY / p for p in INPUTS[image])]
+    return f"localhost/diffusion-{image}:{content_hash([*parts, *_build_arguments()], relative_to=REPOSITORY)}"
+
+
+def build(image: str) -> str:
+    """Builds the image where there is none for this content; gives its reference."""
+    name = reference(image)
+    with locked(f"image-{image}"):
+        if docker_answers():
+            _build_with_docker(image, name)
+        else:
+            _build_with_buildah(image, name)
+    return name
+
+
+def docker_build_command(image: str, name: str) -> list[str]:
+    """`docker build` of the image."""
+    arguments = [f"--build-arg={a}" for a in _build_arguments()]
+    return ["docker", "build", "--file", f"Dockerfile.{image}", "--tag", name, *arguments, "."]
+
+
+def buildah_build_command(image: str, name: str, base: str) -> list[str]:
+    """The same by buildah, in a chroot, upon a base image of ours."""
+    arguments = [f"--build-arg={a}" for a in (f"BASE_IMAGE={base}", *_build_arguments())]
+    ignore = ["--ignorefile", ".dockerignore"]
+    return [*buildah(), "build", "--layers", "--isolation", "chroot", "--file", f"Dockerfile.{image}", *ignore, "--tag", name, *arguments, "."]
+
+
+def buildah() -> list[str]:
+    """buildah with a store of our own in the cache; the machine's other images stay apart."""
+    return ["buildah", "--root", str(cache_dir() / "storage"), "--runroot", "/run/diffusion-operator/storage", "--storage-driver", "overlay"]
+
+
+def publish(name: str, target: str) -> None:
+    """Sends an image to a registry that the engine's user may push to."""
+    if docker_answers():
+        run_logged(["docker", "tag", name, target], what=f"name {target}", log=log_dir() / "tag.log")
+        run_logged(["docker", "push", target], what=f"push {target}", log=log_dir() / "push.log", deadline_s=3600)
+    else:
+        push(name, f"docker://{target}")
+
+
+def push(name: str, destination: str, *, tls: bool = True) -> None:
+    """Moves the layers that the destination lacks; packed only where it is another machine."""
+    words = [*buildah(), "push", "--format", "oci", *([] if tls else ["--tls-verify=false", "--disable-compression"]), name, destination]
+    run_logged(words, what=f"push {name}", log=log_dir() / "push.log", deadline_s=1800)
+
+
+def _build_arguments() -> list[str]:
+    index = os.environ.get("TORCH_INDEX")
+    base = os.environ.get("BASE_IMAGE")
+    return [*([f"TORCH_INDEX={index}"] if index else []), *([f"BASE_IMAGE={base}"] if base else [])]
+
+
+def _build_with_docker(image: str, name: str) -> None:
+    if subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode != 0:
+        run_logged(docker_build_command(image, name), what=f"image of the {image}", log=log_dir() / f"image-{image}.log", cwd=REPOSITORY)
+
+
+def _build_with_buildah(image: str, name: str) -> None:
+    programs.install_debian_packages(("buildah", "debootstrap"))
+    if _has(name):
+        return
+    base = os.environ.get("BASE_IMAGE") or _base()
+    log = log_dir() / f"image-{image}.log"
+    run_logged(buildah_build_command(image, name, base), what=f"image of the {image}", log=log, cwd=REPOSITORY, env=_environment())
+    _forget_older(image, name)
+
+
+def _base() -> str:
+    """A Debian with Python, made from packages: no registry is asked."""
+    key = content_hash([BASE_SUITE, BASE_PACKAGES, *([_BUNDLE] if _BUNDLE.exists() else [])], relative_to=Path("/"))
+    name = f"localhost/devcluster-base:{key}"
+    if not _has(name):
+        archive = cached("base", key, _make_rootfs) / "rootfs.tar"
+        (archive.parent / "Dockerfile").write_text("FROM scratch\nADD rootfs.tar /\n")
+        run_logged([*buildah(), "build", "--tag", name, archive.parent], what="base image", log=log_dir() / "image-base.log", env=_environment())
+        archive.unlink()
+    return name
+
+
+def _make_rootfs(draft: Path) -> None:
+    root = draft / "root"
+    words = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", BASE_SUITE, root]
+    run_logged(words, what="Debian with Python (about 90 s, once)", log=log_dir() / "debootstrap.log")
+    for rubbish in (*root.glob("var/cache/apt/archives/*.deb"), *root.glob("var/lib/apt/lists/*_*")):
+        rubbish.unlink()
+    if _BUNDLE.exists():  # a machine behind an authority of its own: pip in the image must know it too
+        shutil.copyfile(_BUNDLE, root / _BUNDLE.relative_to("/"))
+        (root / "etc/pip.conf").write_text(f"[global]\ncert = {_BUNDLE}\n")
+    run_logged(["tar", "-C", root, "--numeric-owner", "-cf", draft / "rootfs.tar", "."], what="base image's archive", log=log_dir() / "tar.log")
+    shutil.rmtree(root)
+
+
+def _has(name: str) -> bool:
+    return subprocess.run([*buildah(), "inspect", "--type", "image", name], capture_output=True).returncode == 0
+
+
+def _forget_older(image: str, name: str) -> None:
+    listed = subprocess.run([*buildah(), "images", "--format", "{{.Name}}:{{.Tag}}"], capture_output=True, text=True, check=True).stdout
+    older = [n for n in listed.split() if re.fullmatch(rf"localhost/diffusion-{image}:[0-9a-f]+", n) and n != name]
+    if older:
+        say(f"forgets {len(older)} older image(s) of the {image}")
+        subprocess.run([*buildah(), "rmi", *older], capture_output=True, check=False)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "BUILDAH_ISOLATION": "chroot"}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command lines of the node's programs, by name, in the order in which they start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..apiserver import etcd_command
+from ..paths import NODE_STATE
+from .config import CERTS, CONF, CONTAINERD_SOCKET, NODE_IP, NODE_NAME, SERVICE_NETWORK
+
+Command = list[str | Path]
+
+
+def storage(debian: Path, etcd: Path) -> dict[str, Command]:
+    """What needs no API server."""
+    client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
+    return {
+        "etcd": etcd_command(etcd, NODE_STATE / "etcd", client, peer),
+        "registry": [debian / "usr/bin/docker-registry", "serve", CONF / "registry.json"],
+        "containerd": containerd(debian),
+    }
+
+
+def containerd(debian: Path) -> Command:
+    """The runtime alone."""
+    return [debian / "usr/bin/containerd", "--config", CONF / "containerd.toml"]
+
+
+def apiserver(kube: Path) -> dict[str, Command]:
+    """The API server, with what aggregation and the kubelet's authentication need."""
+    return {
+        "kube-apiserver": [
+            kube / "kube-apiserver",
+            "--etcd-servers=http://127.0.0.1:2379",
+            f"--advertise-address={NODE_IP}",
+            "--bind-address=0.0.0.0",
+            "--secure-port=6443",
+            f"--tls-cert-file={CERTS}/apiserver.crt",
+            f"--tls-private-key-file={CERTS}/apiserver.key",
+            f"--client-ca-file={CERTS}/ca.crt",
+            "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+            f"--service-account-key-file={CERTS}/sa.pub",
+            f"--service-account-signing-key-file={CERTS}/sa.key",
+            f"--service-cluster-ip-range={SERVICE_NETWORK}",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            "--allow-privileged=true",
+            f"--kubelet-client-certificate={CERTS}/apiserver-kubelet.crt",
+            f"--kubelet-client-key={CERTS}/apiserver-kubelet.key",
+            f"--kubelet-certificate-authority={CERTS}/ca.crt",
+            "--kubelet-preferred-address-types=InternalIP",
+            f"--requestheader-client-ca-file={CERTS}/ca.crt",
+            "--requestheader-allowed-names=front-proxy-client",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            f"--proxy-client-cert-file={CERTS}/front-proxy.crt",
+            f"--proxy-client-key-file={CERTS}/front-proxy.key",
+        ]
+    }
+
+
+def controllers(kube: Path) -> dict[str, Command]:
+    """All that works against the API server."""
+    alone = ["--leader-elect=false", "--bind-address=127.0.0.1"]
+    return {
+        "kube-controller-manager": [
+            kube / "kube-controller-manager",
+            f"--kubeconfig={CONF}/controller-manager.kubeconfig",
+            f"--service-account-private-key-file={CERTS}/sa.key",
+            f"--root-ca-file={CERTS}/ca.crt",
+            f"--cluster-signing-cert-file={CERTS}/ca.crt",
+            f"--cluster-signing-key-file={CERTS}/ca.key",
+            "--use-service-account-credentials=true",
+            *alone,
+        ],
+        "kube-scheduler": [kube / "kube-scheduler", f"--kubeconfig={CONF}/scheduler.kubeconfig", *alone],
+        "kubelet": [
+            kube / "kubelet",
+            f"--config={CONF}/kubelet.json",
+            f"--kubeconfig={CONF}/kubelet.kubeconfig",
+            f"--hostname-override={NODE_NAME}",
+            f"--node-ip={NODE_IP}",
+            f"--root-dir={NODE_STATE}/kubelet",
+            f"--cert-dir={NODE_STATE}/kubelet-pki",
+        ],
+        "kube-proxy": [kube / "kube-proxy", f"--config={CONF}/proxy.json"],
+    }
+
+
+def ctr(debian: Path) -> Command:
+    """containerd's own client, on the images that the kubelet sees."""
+    return [debian / "usr/bin/ctr", "--address", CONTAINERD_SOCKET, "--namespace", "k8s.io"]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node's own pid, network and mount namespaces, whose first process is `pause`: ending that one ends all that runs in them.
+
+Nothing of the machine is touched but a cable (a veth pair) with two routes to the node, which go with the namespace, and the cgroups
+of the pods, which `end` removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import processes
+from ..checks import SYSTEM_PATH
+from ..errors import CommandFailed
+from ..paths import NODE_RUN
+from ..progress import run_quiet
+from .config import LOGS, MACHINE_IP, MACHINE_LINK, NODE_IP, NODE_LINK, POD_NETWORK, SERVICE_NETWORK
+
+MARK = "diffusion-operator-node"  # the argument by which a later run knows our first process
+
+# The kubelet writes these for the whole machine; copies over them take its writes.
+_SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys kernel/keys/root_maxbytes"
+
+_INSIDE = f"""
+mount --make-rprivate /
+mkdir -p {NODE_RUN}/cgroup; mount --rbind /sys/fs/cgroup {NODE_RUN}/cgroup; mount -t sysfs sysfs /sys
+mount --rbind {NODE_RUN}/cgroup /sys/fs/cgroup; umount -l {NODE_RUN}/cgroup
+for f in {_SYSCTLS}; do
+  mkdir -p {NODE_RUN}/sysctl/${{f%/*}}; cat /proc/sys/$f > {NODE_RUN}/sysctl/$f; mount --bind {NODE_RUN}/sysctl/$f /proc/sys/$f
+done
+mount --make-rshared /
+sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.disable_ipv6=1
+sysctl -qw net.bridge.bridge-nf-call-iptables=1 2>/dev/null || true
+ip link set lo up; ip link set {NODE_LINK} up; ip addr add {NODE_IP}/24 dev {NODE_LINK}
+ip route add default via {MACHINE_IP} dev {NODE_LINK}
+"""  # Without a default route the node's own packets to a Service's address would not even reach the rules that translate it.
+
+_OUTSIDE = (
+    f"ip addr add {MACHINE_IP}/24 dev {MACHINE_LINK}",
+    f"ip link set {MACHINE_LINK} up",
+    f"ip route add {SERVICE_NETWORK} via {NODE_IP} dev {MACHINE_LINK}",
+    f"ip route add {POD_NETWORK} via {NODE_IP} dev {MACHINE_LINK}",
+)
+
+
+def first_process() -> int | None:
+    """The pid of the node's first process, however it was left; None where there is no node."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if words[0].endswith(b"pause") and words[1:2] == [MARK.encode()]:
+                    return int(entry.name)
+    return None
+
+
+def begin(pause: Path, *, deadline_s: float = 10.0) -> int:
+    """Makes the namespaces, the cable and the mounts; gives the first process's pid."""
+    NODE_RUN.mkdir(parents=True, exist_ok=True)
+    unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "slave"]
+    processes.start("init", [*unshare, pause, MARK], log=LOGS / "init.log")
+    ends = time.monotonic() + deadline_s
+    while (pid := first_process()) is None:
+        if time.monotonic() > ends:
+            raise CommandFailed(f"the node's namespaces did not come up: {(LOGS / 'init.log').read_text().strip() or 'no message'}")
+        time.sleep(0.02)
+    run_quiet(["ip", "link", "add", MACHINE_LINK, "type", "veth", "peer", "name", NODE_LINK, "netns", str(pid)], env=environment())
+    run_quiet([*entering(pid), "sh", "-e"], stdin=_INSIDE, env=environment())
+    for line in _OUTSIDE:
+        run_quiet(line.split(), env=environment())
+    return pid
+
+
+def entering(pid: int) -> list[str]:
+    """The words before a command that is to run in the node."""
+    return ["nsenter", "--target", str(pid), "--net", "--mount", "--pid", "--"]
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    """The environment of the node's programs: the folders first in PATH, nothing of the user's but HOME."""
+    return {"PATH": os.pathsep.join([*map(str, folders), SYSTEM_PATH]), "HOME": os.environ.get("HOME", "/root")}
+
+
+def end(*, deadline_s: float = 20.0) -> None:
+    """Ends all that runs in the node, and removes what the kernel keeps of it."""
+    ends = time.monotonic() + deadline_s
+    number = signal.SIGTERM
+    while (pid := first_process()) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        if time.monotonic() > ends:
+            raise CommandFailed(f"the node's first process {pid} does not end")
+        time.sleep(0.1)
+        number = signal.SIGKILL if ends - time.monotonic() < deadline_s / 2 else signal.SIGTERM
+    if (Path("/sys/class/net") / MACHINE_LINK).exists():
+        with contextlib.suppress(CommandFailed):  # it may go by itself in between
+            run_quiet(["ip", "link", "delete", MACHINE_LINK], env=environment())
+    _remove_cgroups(ends)
+
+
+def leftover_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """The pods' cgroups, of every controller (v1) or of the one tree (v2)."""
+    return [p for p in (root / "kubepods", *root.glob("*/kubepods")) if p.is_dir()]
+
+
+def _remove_cgroups(ends: float) -> None:
+    while left := leftover_cgroups():
+        for tree in left:
+            _remove_tree(tree)
+        if time.monotonic() > ends:
+            raise CommandFailed(f"cgroups with processes in them are left; is another kubelet running here? {[str(p) for p in left]}")
+        time.sleep(0.05)
+
+
+def _remove_tree(tree: Path) -> None:
+    for folder, _, _ in os.walk(tree, topdown=False):
+        with contextlib.suppress(OSError):  # still busy: the next round
+            Path(folder).rmdir()
+
+
+def run_inside(pid: int, argv: Sequence[str | Path], *, folders: Sequence[Path] = (), deadline_s: float = 60.0) -> str:
+    """Runs a short program in the node and gives what it printed."""
+    return run_quiet([*entering(pid), *argv], env=environment(*folders), deadline_s=deadline_s)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster of the user's own, by KUBECONFIG or by CLUSTER (a context's name): used as it is, never started or ended by us."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from .. import images, programs
+from ..errors import NotRunning, PrerequisiteMissing
+from ..paths import cache_dir
+from ..progress import run_quiet, say
+
+
+class GivenProvider:
+    """Whatever KUBECONFIG and CLUSTER name."""
+
+    name = "given"
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+
+    def prepare(self) -> None:
+        """Makes the programs that are not on the machine."""
+        programs.helm()
+
+    def up(self) -> None:
+        """Only asks whether the cluster answers."""
+        self.prepare()
+        if not self.running():
+            raise NotRunning(f"the cluster of {self.kubeconfig()} does not answer")
+        say(f"the cluster is {self.kubeconfig()}, as given")
+
+    def down(self, *, purge: bool) -> None:
+        """Leaves the cluster alone; with `purge` our cache goes."""
+        say("the cluster was given, so it stays as it is")
+        if purge:
+            shutil.rmtree(cache_dir(), ignore_errors=True)
+
+    def running(self) -> bool:
+        """Whether its API server says that it is ready."""
+        ready = [self.kubectl(), "--kubeconfig", self.kubeconfig(), "--request-timeout=20s", "get", "--raw", "/readyz"]
+        return run_quiet(ready).strip() == "ok"
+
+    def kubeconfig(self) -> Path:
+        """The file given; with CLUSTER, or several files, one of our own with that context alone."""
+        files = self._environment.get("KUBECONFIG", "") or str(Path.home() / ".kube" / "config")
+        context = self._environment.get("CLUSTER")
+        if context is None and os.pathsep not in files:
+            return Path(files)
+        flat = [self.kubectl(), "config", "view", "--minify", "--flatten", "--raw", *([f"--context={context}"] if context else [])]
+        text = run_quiet(flat, env={**os.environ, "KUBECONFIG": files})
+        target = cache_dir() / "given.kubeconfig"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch(mode=0o600)
+        target.write_text(text)
+        return target
+
+    def kubectl(self) -> Path:
+        """The machine's kubectl, or ours."""
+        found = shutil.which("kubectl")
+        return Path(found) if found else programs.kube() / "kubectl"
+
+    def load_image(self, reference: str) -> str:
+        """Pushes the image to REGISTRY, from where the cluster pulls it; gives the name it has there."""
+        target = registry_reference(self._environment.get("REGISTRY"), reference)
+        images.publish(reference, target)
+        return target
+
+
+def registry_reference(registry: str | None, reference: str) -> str:
+    """The image's name in the registry."""
+    if not registry:
+        raise PrerequisiteMissing(
+            "A cluster of your own cannot take images from this machine: set REGISTRY to a registry (with a folder) that you may push to "
+            "and the cluster pulls from, for example REGISTRY=registry.example.com/me"
+        )
+    return f"{registry.rstrip('/')}/{reference.removeprefix('localhost/')}"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kind cluster, where a Docker engine answers. Kept small: kind does the work."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from .. import checks, programs
+from ..cache import cached, content_hash, locked
+from ..errors import NotRunning
+from ..paths import cache_dir, log_dir
+from ..progress import run_logged, run_quiet, say
+
+CLUSTER = "diffusion-operator"
+# kind's node, both images and what Docker's builder keeps.
+DISK_FREE_GB = 25
+
+
+class KindProvider:
+    """One kind cluster of our name; its kubeconfig is ours and not merged into the user's."""
+
+    name = "kind"
+
+    def prepare(self) -> None:
+        """Makes the programs that are not on the machine."""
+        programs.kind()
+        programs.helm()
+
+    def up(self) -> None:
+        """Creates the cluster, or finds it."""
+        self.prepare()
+        with locked("kind"):
+            if self.running():
+                say("the kind cluster is running")
+                return
+            checks.disk_free(cache_dir(), needed_gb=DISK_FREE_GB, what="A kind cluster with our images")
+            cache_dir().mkdir(parents=True, exist_ok=True)
+            run_quiet(self._delete_command(), deadline_s=120)  # half a cluster of a killed run; nothing if there is none
+            run_logged(create_command(programs.kind(), _kubeconfig()), what="kind cluster", log=log_dir() / "kind.log", deadline_s=900)
+
+    def down(self, *, purge: bool) -> None:
+        """Deletes the cluster; with `purge` the cache goes too."""
+        if self.running():
+            run_logged(self._delete_command(), what="kind cluster's end", log=log_dir() / "kind-delete.log", deadline_s=300)
+        _kubeconfig().unlink(missing_ok=True)
+        if purge:
+            shutil.rmtree(cache_dir(), ignore_errors=True)
+
+    def running(self) -> bool:
+        """Whether kind knows the cluster and its kubeconfig is there."""
+        return _kubeconfig().exists() and CLUSTER in run_quiet([programs.kind(), "get", "clusters"]).split()
+
+    def kubeconfig(self) -> Path:
+        """The kubeconfig that kind wrote for us."""
+        if not _kubeconfig().exists():
+            raise NotRunning("the kind cluster is not running: `python -m tools.devcluster up` starts it")
+        return _kubeconfig()
+
+    def kubectl(self) -> Path:
+        """The machine's kubectl, or the one inside kind's node image, which is static."""
+        found = shutil.which("kubectl")
+        if found:
+            return Path(found)
+
+        def copy(draft: Path) -> None:
+            run_quiet(["docker", "cp", f"{CLUSTER}-control-plane:/usr/bin/kubectl", draft / "kubectl"])
+
+        return cached("kubectl", content_hash([programs.KIND], relative_to=cache_dir()), copy) / "kubectl"
+
+    def load_image(self, reference: str) -> str:
+        """Copies the image from the Docker engine into kind's node; the reference stays the same."""
+        run_logged(load_command(programs.kind(), reference), what=f"load {reference}", log=log_dir() / "kind-load.log", deadline_s=1800)
+        return reference
+
+    def _delete_command(self) -> list[str]:
+        return [str(programs.kind()), "delete", "cluster", "--name", CLUSTER, "--kubeconfig", str(_kubeconfig())]
+
+
+def create_command(kind: Path, kubeconfig: Path) -> list[str]:
+    """`kind create cluster`, which returns when the node is Ready."""
+    return [str(kind), "create", "cluster", "--name", CLUSTER, "--kubeconfig", str(kubeconfig), "--wait", "300s"]
+
+
+def load_command(kind: Path, reference: str) -> list[str]:
+    """`kind load` of an image that the Docker engine has."""
+    return [str(kind), "load", "docker-image", reference, "--name", CLUSTER]
+
+
+def _kubeconfig() -> Path:
+    return cache_dir() / "kind.kubeconfig"

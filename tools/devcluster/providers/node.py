@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real single node on this machine, as root on Linux: where neither a cluster is given nor a Docker engine answers."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+from .. import checks, images, processes, programs, scratch_image
+from ..apiserver import wait_ready
+from ..cache import content_hash, locked
+from ..errors import CommandFailed, NotRunning
+from ..node import config, daemons, namespace
+from ..paths import NODE_RUN, NODE_STATE, cache_dir
+from ..processes import Process
+from ..progress import run_logged, run_quiet, say, step
+
+READY_DEADLINE_S = 120.0
+_NOTE = NODE_STATE / "processes.json"
+_NEEDED = ("conntrack", "ip", "iptables", "nft", "nsenter", "openssl", "setpriv", "sysctl")
+
+
+class NodeProvider:
+    """Everything the node needs is built or unpacked into the cache; `down` leaves the cache and nothing else."""
+
+    name = "node"
+
+    def check(self) -> None:
+        """Refuses before anything is changed."""
+        checks.linux_root()
+        checks.go()
+        if not list(cache_dir().glob("kube-*")):
+            checks.disk_free(cache_dir(), needed_gb=checks.DISK_FREE_GB, what="A whole set-up (programs, images, node)")
+        if namespace.first_process() is None:
+            networks = [config.LINK_NETWORK, config.SERVICE_NETWORK, config.POD_NETWORK]
+            checks.networks_free(networks, own_link=config.MACHINE_LINK)
+
+    def prepare(self) -> None:
+        """Makes every program the node needs."""
+        programs.install_debian_packages(_NEEDED)
+        for make in (programs.debian, programs.kube, programs.helm, programs.coredns, programs.pause):
+            make()
+
+    def up(self) -> None:
+        """Starts the node, or finds it running; what a killed run left is cleared first."""
+        self.check()
+        self.prepare()
+        with locked("node"):
+            if self.running():
+                say("the node is running")
+                return
+            self._end()
+            try:
+                self._start()
+            except BaseException:
+                namespace.end()
+                raise
+
+    def down(self, *, purge: bool) -> None:
+        """Ends the node and removes its state; with `purge` the cache goes too."""
+        with locked("node"):
+            self._end()
+        if purge:
+            shutil.rmtree(cache_dir(), ignore_errors=True)
+
+    def running(self) -> bool:
+        """Whether every program lives and the node says that it is ready."""
+        noted = processes.load(_NOTE)
+        if namespace.first_process() is None or not noted or not all(p.alive() for p in noted):
+            return False
+        return config.KUBECONFIG.exists() and self._node_ready() and bool(self._kubectl("get", "service", "kube-dns", "-n", "kube-system", "-o", "name"))
+
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig; the address in it answers from the machine too."""
+        if namespace.first_process() is None:
+            raise NotRunning("the node is not running: `python -m tools.devcluster up` starts it")
+        return config.KUBECONFIG
+
+    def kubectl(self) -> Path:
+        """kubectl of the node's version."""
+        return programs.kube() / "kubectl"
+
+    def load_image(self, reference: str) -> str:
+        """Pushes the layers that the node's registry lacks and has the node unpack them; the reference stays the same."""
+        self.kubeconfig()
+        images.push(reference, f"docker://{config.REGISTRY}/{reference.removeprefix('localhost/')}", tls=False)
+        pid = namespace.first_process()
+        assert pid is not None
+        pull = [*namespace.entering(pid), programs.kube() / "cri-pull", "--endpoint", f"unix://{config.CONTAINERD_SOCKET}", reference]
+        run_logged(pull, what=f"node unpacks {reference}", log=config.LOGS / "pull.log", env=namespace.environment(), deadline_s=1200)
+        return reference
+
+    def _start(self) -> None:
+        debian, kube, etcd = programs.debian(), programs.kube(), programs.etcd()
+        small = {name: _small_image(program) for name, program in (("pause", programs.pause()), ("coredns", programs.coredns()))}
+        NODE_STATE.mkdir(parents=True, mode=0o700)
+        with step("node: certificates and namespaces"):
+            authority = config.write_all(debian=debian, pause_image=small["pause"][0])
+            pid = namespace.begin(programs.pause())
+        running: list[Process] = []
+        with step("node: etcd, containerd and API server"):
+            _launch(pid, daemons.storage(debian, etcd) | daemons.apiserver(kube), running, debian)
+            self._fill_containerd(pid, debian, [archive for _, archive in small.values()], running)
+            wait_ready(config.SERVER, authority, running, config.LOGS)
+        with step("node: Ready"):
+            _launch(pid, daemons.controllers(kube), running, debian)
+            self._wait_node(running)
+        with step("node: CoreDNS"):
+            self._start_coredns(small["coredns"][0])
+
+    def _fill_containerd(self, pid: int, debian: Path, archives: list[Path], running: list[Process]) -> None:
+        ctr, folders = daemons.ctr(debian), _folders(debian)
+        ends = time.monotonic() + 30
+        while True:
+            try:
+                left = namespace.run_inside(pid, [*ctr, "containers", "list", "--quiet"], folders=folders).split()
+                break
+            except CommandFailed:
+                if time.monotonic() > ends:
+                    raise
+                time.sleep(0.1)
+        for archive in archives:
+            namespace.run_inside(pid, [*ctr, "images", "import", archive], folders=folders)
+        if left:  # containers of an earlier node: the runtime would take them for its own
+            namespace.run_inside(pid, [*ctr, "containers", "delete", *left], folders=folders)
+            old = next(p for p in running if p.name == "containerd")
+            old.stop()
+            running.remove(old)
+            _launch(pid, {"containerd": daemons.containerd(debian)}, running, debian)
+
+    def _wait_node(self, running: list[Process]) -> None:
+        ends = time.monotonic() + READY_DEADLINE_S
+        while not self._node_ready():
+            dead = [p.name for p in running if not p.alive()]
+            if dead or time.monotonic() > ends:
+                raise CommandFailed(f"the node is not Ready{f', {dead} ended' if dead else ''}; the logs are in {config.LOGS}")
+            time.sleep(0.2)
+
+    def _node_ready(self) -> bool:
+        path = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
+        return self._kubectl("get", "node", config.NODE_NAME, "-o", path).strip() == "True"
+
+    def _kubectl(self, *words: str) -> str:
+        with contextlib.suppress(CommandFailed):  # a question: no answer is an answer
+            return run_quiet([self.kubectl(), "--kubeconfig", config.KUBECONFIG, "--request-timeout=5s", *words])
+        return ""
+
+    def _start_coredns(self, image: str) -> None:
+        kubectl = [self.kubectl(), "--kubeconfig", config.KUBECONFIG]
+        run_quiet([*kubectl, "apply", "--filename", "-"], stdin=config.coredns_manifest(image))
+        run_quiet([*kubectl, "rollout", "status", "deployment/coredns", "--namespace", "kube-system", "--timeout=60s"], deadline_s=70)
+
+    def _end(self) -> None:
+        namespace.end()
+        for process in processes.load(_NOTE):  # the waiting halves, on the machine's side
+            process.stop()
+        for folder in (NODE_RUN, NODE_STATE):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launch(pid: int, commands: dict[str, daemons.Command], running: list[Process], debian: Path) -> None:
+    for name, argv in commands.items():
+        words = [*namespace.entering(pid), *argv]
+        running.append(processes.start(name, words, log=config.LOGS / f"{name}.log", env=namespace.environment(*_folders(debian))))
+        processes.save(running, _NOTE)
+
+
+def _folders(debian: Path) -> list[Path]:
+    return [debian / "usr/bin", debian / "usr/sbin"]
+
+
+def _small_image(program: Path) -> tuple[str, Path]:
+    reference = f"localhost/{program.name}:{content_hash([program], relative_to=program.parent)}"
+    archive = program.parent / "image.tar"
+    if not archive.exists():
+        draft = archive.with_suffix(".draft")
+        scratch_image.write(program, reference=reference, user="65535:65535", target=draft)
+        draft.rename(archive)
+    return reference, archive
+
