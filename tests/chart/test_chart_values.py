@@ -33,7 +33,7 @@ def test_the_operator_is_started_with_the_release_namespace_by_default(chart: Ch
     documents = chart.documents()
     assert operator_arguments(documents) == [
         *("run", "--engine-image", "registry.example/diffusion-worker:0.1.0", "--operator-key-file", "/etc/diffusion-operator/key/key"),
-        *("--namespace", NAMESPACE, "--liveness-port", "8080"),
+        *("--namespace", NAMESPACE, "--liveness-port", "8080", "--metrics-port", "9090", "--log-format", "plain"),
     ]
     assert the_only(documents, "Role")["metadata"]["namespace"] == NAMESPACE
 
@@ -52,7 +52,9 @@ def test_a_star_watches_everything_by_a_cluster_role(chart: Chart) -> None:
     assert not NO_NAMESPACE_RIGHTS & {d["kind"] for d in documents}
     bound = the_only(documents, "ClusterRoleBinding")["roleRef"]["name"]
     (cluster_role,) = (d for d in of_kind(documents, "ClusterRole") if d["metadata"]["name"] == bound)
-    assert cluster_role["rules"] == the_only(chart.documents(), "Role")["rules"]
+    *shared, besides = cluster_role["rules"]
+    assert shared == the_only(chart.documents(), "Role")["rules"]
+    assert besides == {"apiGroups": ["apiextensions.k8s.io"], "resources": ["customresourcedefinitions"], "verbs": ["list", "watch"]}
 
 
 def test_the_image_is_named_by_tag_or_digest(chart: Chart) -> None:
@@ -108,6 +110,17 @@ def test_optional_keys_of_the_pod_arrive(chart: Chart) -> None:
     assert the_only(documents, "ServiceAccount")["metadata"]["annotations"] == values["serviceAccount"]["annotations"]
     assert the_only(documents, "ServiceAccount")["metadata"]["name"] == pod["serviceAccountName"] == "images-operator"
     assert the_only(documents, "Pod")["spec"]["containers"][0]["image"] == "registry.example/python:3.13"
+
+
+def test_metrics_have_a_port_and_a_monitor_when_asked(chart: Chart) -> None:
+    documents = chart.documents("namespaces-values.yaml")
+    assert {port["name"]: port["containerPort"] for port in operator_container(documents)["ports"]} == {"liveness": 8080, "metrics": 9090}
+    assert the_only(documents, "PodMonitor")["spec"]["podMetricsEndpoints"] == [{"port": "metrics"}]
+    assert operator_arguments(documents)[-2:] == ["--log-format", "json"]
+    silent = chart.documents("bare-values.yaml")
+    assert "--metrics-port" not in operator_arguments(silent) and len(operator_container(silent)["ports"]) == 1
+    with pytest.raises(RenderError, match="nothing to read"):
+        chart.text("bare-values.yaml", overrides={"metrics.podMonitor": True})
 
 
 def test_names_follow_their_overrides(chart: Chart) -> None:
@@ -210,6 +223,8 @@ def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
         {"affinity": {"nodeAffinities": {}}},
         {"imagePullSecrets": ["registry"]},
         {"networkPolicy.enabled": "on"},
+        {"logFormat": "xml"},
+        {"metrics.port": 1},
         {"networkPolicy.apiServerPorts": [0]},
         {"networkPolicy.apiServerPorts": []},
         {"tests.enabled": False},

@@ -95,15 +95,16 @@ capabilities:
 # One pod a replica. No exec, no log.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [list, watch, create, patch, delete]
+# Server-side apply, which takes both verbs. What is no longer wanted goes with its owner.
 - apiGroups: [""]
   resources: [services, configmaps]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [list, watch, create, patch]
 # Control tokens are applied blind: no Secret is ever read.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create, patch, delete]
-- apiGroups: ["", events.k8s.io]
-  resources: [events]
   verbs: [create, patch]
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
 {{- end -}}
