@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.devcluster.errors import DevclusterError
 
-from .cluster import Ground, prepare
+from .cluster import Ground, address_of, prepare
 from .diagnosis import diagnose
 from .errors import DemoFailed
 from .installation import RELEASE, ROOT, helm_install
@@ -25,9 +25,7 @@ def main() -> int:
     arguments = parser.parse_args()
     story = Story()
     try:
-        with story.step("A cluster, with our images") as step:
-            ground = prepare()
-            step.result = f"provider {ground.provider!r}"
+        ground = prepare(story)
     except DevclusterError as error:
         story.say(str(error))
         return 1
@@ -36,7 +34,7 @@ def main() -> int:
 
 def _tell(story: Story, ground: Ground, output: Path) -> int:
     kubectl = Kubectl(command=ground.kubectl, namespace=NAMESPACE)
-    demo = Demo(story, kubectl, lambda service: ground.connect(NAMESPACE, service), output)
+    demo = Demo(story, kubectl, lambda service: address_of(NAMESPACE, service), output)
     output.mkdir(parents=True, exist_ok=True)
     try:
         _install(story, ground)
@@ -50,7 +48,7 @@ def _tell(story: Story, ground: Ground, output: Path) -> int:
         return 1
     finally:
         print(f"\n{story.table()}", flush=True)
-    print(_farewell(ground, output), flush=True)
+    print(_farewell(output), flush=True)
     return 0
 
 
@@ -61,14 +59,14 @@ def _install(story: Story, ground: Ground) -> None:
         step.result = f"release {RELEASE!r} in namespace {NAMESPACE!r}"
 
 
-def _farewell(ground: Ground, output: Path) -> str:
+def _farewell(output: Path) -> str:
     where = output.resolve()
     shown = where.relative_to(ROOT) if where.is_relative_to(ROOT) else where
     return f"""
 The pictures are in {shown}/; {shown}/contact-sheet.png shows them side by side.
 The cluster keeps running, with the model in it:
 
-  {" ".join(ground.kubectl)} -n {NAMESPACE} get dd,lora,pods
+  .venv/bin/python -m tools.devcluster exec -- kubectl -n {NAMESPACE} get dd,lora,pods
 
 `make demo` shows it again in a minute; `make cluster-down` removes the cluster."""
 

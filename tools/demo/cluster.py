@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the demo needs of tools/devcluster, and nothing else of it: a cluster with our images, kubectl, and a way to a Service."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.devcluster import cluster, images, programs
+from tools.devcluster.connect import connect
 
 from .installation import Images
+from .story import Story
+
+SERVICE_PORT = "http"
 
 
 @dataclass(frozen=True)
@@ -21,22 +23,25 @@ class Ground:
     kubectl: tuple[str, ...]
     helm: Path
     images: Images
-    connect: Callable[[str, str], AbstractContextManager[str]]
 
 
-def prepare() -> Ground:
-    """Cluster, programs and images, side by side: one waits for the network or a disk while another computes."""
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        starting, helm = pool.submit(cluster.up), pool.submit(programs.helm)
-        building = pool.submit(lambda: (images.build("operator"), images.build("worker")))
-        running = starting.result()
-        operator, worker = building.result()
-    loaded = Images(operator=running.load_image(operator), worker=running.load_image(worker))
-    return Ground(
-        provider=running.provider,
-        kubeconfig=running.kubeconfig,
-        kubectl=running.kubectl,
-        helm=helm.result(),
-        images=loaded,
-        connect=lambda namespace, service: running.connect(service, namespace=namespace),
-    )
+def prepare(story: Story) -> Ground:
+    """Each part is made once per content, so that a second run only looks. devcluster tells its progress by itself, on stderr."""
+    provider = cluster.provider()
+    with story.step("Build the images, and beside them the cluster's programs") as step:
+        cluster.prepare(("operator", "worker"))
+        operator, worker = images.build("operator"), images.build("worker")
+        step.result = f"{operator}, {worker}"
+    with story.step("A cluster") as step:
+        provider.up()
+        step.result = f"provider {provider.name!r}"
+    with story.step("Load the images into the cluster"):
+        loaded = Images(operator=provider.load_image(operator), worker=provider.load_image(worker))
+    kubeconfig = provider.kubeconfig()
+    kubectl = (str(provider.kubectl()), "--kubeconfig", str(kubeconfig))
+    return Ground(provider.name, kubeconfig, kubectl, programs.helm(), loaded)
+
+
+def address_of(namespace: str, service: str) -> AbstractContextManager[str]:
+    """A local address of the Service for as long as the block lasts."""
+    return connect(namespace, service, SERVICE_PORT)
