@@ -6,6 +6,7 @@ Paths are built from our own table of kinds, so there is no discovery, no cache 
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -152,7 +153,8 @@ async def connect() -> KubernetesCluster:
     try:
         config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
-        await config.load_kube_config(client_configuration=configuration)
+        # The library reads KUBECONFIG when it is imported; we read it when it counts.
+        await config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
     configuration.connection_pool_maxsize = POOL_SIZE
     return KubernetesCluster(configuration)
 

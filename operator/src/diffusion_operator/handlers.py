@@ -4,6 +4,7 @@
 Only `on.event` handlers: kopf then keeps no annotation and no finalizer on any object, and a deletion never waits for us.
 """
 
+import os
 import random
 import time
 from datetime import UTC, datetime
@@ -87,10 +88,17 @@ class Process:
             self.runtime.child_changed(namespace or "", deployment, str(body.get("kind", "")))
 
 
+async def login(**context: Any) -> kopf.ConnectionInfo | None:
+    """In a pod by the environment's address, which needs no DNS; elsewhere by the kubeconfig."""
+    in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
+    return kopf.login_via_client(**context) if in_cluster else kopf.login_with_kubeconfig(**context)
+
+
 def build_registry(process: Process) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
-    kopf.on.login(registry=registry, id="login")(kopf.login_via_client)
-    kopf.on.startup(registry=registry, id="start")(process.start)
+    kopf.on.login(registry=registry, id="login")(login)
+    # Permanent: a process that cannot start ends with the reason, and is started again by whoever runs it.
+    kopf.on.startup(registry=registry, id="start", errors=kopf.ErrorsMode.PERMANENT)(process.start)
     kopf.on.cleanup(registry=registry, id="stop")(process.stop)
     kopf.on.event(GROUP, VERSION, DEPLOYMENT.plural, registry=registry, id="deployment")(process.on_deployment)
     kopf.on.event(GROUP, VERSION, ADAPTER.plural, registry=registry, id="adapter")(process.on_adapter)

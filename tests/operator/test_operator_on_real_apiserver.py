@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole operator process, kopf and client library included, against a real API server. Without a kubelet pods stay Pending."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import kopf
+import pytest
+from real_apiserver import kubectl
+
+from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
+from diffusion_operator.settings import Settings
+
+pytestmark = pytest.mark.apiserver
+DEADLINE_S = 20.0
+
+
+@asynccontextmanager
+async def running_operator(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch, *namespaces: str) -> AsyncIterator[None]:
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    settings = Settings(engine_image="worker:1", operator_key=b"k" * 32, namespaces=namespaces)
+    ready, stop = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(
+        kopf.operator(
+            registry=build_registry(Process(settings)),
+            settings=build_kopf_settings(settings),
+            standalone=True,
+            namespaces=namespaces,
+            clusterwide=not namespaces,
+            ready_flag=ready,
+            stop_flag=stop,
+        )
+    )
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await ready.wait()
+        yield
+    finally:
+        stop.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await task
+
+
+async def eventually(look: Callable[[], Awaitable[Any]]) -> Any:
+    """The first truthy answer."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := await look()):
+            await asyncio.sleep(0.1)
+        return found
+
+
+class Namespace:
+    def __init__(self, kubeconfig: Path, name: str) -> None:
+        self._kubeconfig = kubeconfig
+        self.name = name
+
+    async def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        return await asyncio.to_thread(kubectl, self._kubeconfig, "-n", self.name, *arguments, stdin=stdin)
+
+    async def create(self, document: dict[str, Any]) -> None:
+        await self.kubectl("create", "-f", "-", stdin=json.dumps(document))
+
+    async def get(self, *what: str) -> Any:
+        output = await self.kubectl("get", *what, "-o", "json", "--ignore-not-found", "--show-managed-fields")
+        return json.loads(output) if output else None
+
+    async def list(self, kind: str) -> list[Any]:
+        return ((await self.get(kind)) or {"items": []})["items"]
+
+    async def reason(self, kind: str, name: str, condition: str = "Ready") -> str | None:
+        conditions = (await self.get(kind, name)).get("status", {}).get("conditions", [])
+        return next((one["reason"] for one in conditions if one["type"] == condition), None)
+
+
+@pytest.fixture
+async def namespace(kubeconfig_of_apiserver: Path, request: pytest.FixtureRequest) -> Namespace:
+    name = f"t{abs(hash(request.node.name)) % 10**8}"
+    await asyncio.to_thread(kubectl, kubeconfig_of_apiserver, "create", "namespace", name)
+    return Namespace(kubeconfig_of_apiserver, name)
+
+
+def deployment(**spec: Any) -> dict[str, Any]:
+    base = {"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}}
+    return {"apiVersion": "diffusion-operator.dev/v1alpha1", "kind": "DiffusionDeployment", "metadata": {"name": "d"}, "spec": base | spec}
+
+
+def adapter(**spec: Any) -> dict[str, Any]:
+    base = {"deploymentRef": {"name": "d"}, "source": {"path": "/loras/x"}}
+    return {"apiVersion": "diffusion-operator.dev/v1alpha1", "kind": "LoRAAdapter", "metadata": {"name": "x"}, "spec": base | spec}
+
+
+async def test_children_are_made_repaired_and_scaled_and_nothing_is_written_to_the_object(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        await namespace.create(deployment(replicas=2))
+        pods = await eventually(lambda: _count(namespace, "pods", 2))
+        assert sorted(pod["metadata"]["name"] for pod in pods) == ["d-0-0", "d-1-0"]
+        assert (await namespace.get("service", "d"))["spec"]["ports"][0]["port"] == 80
+        assert (await namespace.get("configmap", "d-desired"))["data"].keys() == {"desired.json"}
+        assert (await namespace.get("secret", "d-control"))["data"].keys() == {"token"}
+        await eventually(lambda: _is(namespace.reason("dd", "d"), "Starting"))
+
+        await namespace.kubectl("delete", "pod", "d-0-0", "--force", "--grace-period=0")
+        await eventually(lambda: namespace.get("pod", "d-0-1"))
+        await namespace.kubectl("delete", "configmap", "d-desired")
+        await eventually(lambda: namespace.get("configmap", "d-desired"))
+        await namespace.kubectl("scale", "dd", "d", "--replicas=1")
+        await eventually(lambda: _count(namespace, "pods", 1))
+
+        found = await namespace.get("dd", "d")
+        assert "annotations" not in found["metadata"]
+        assert "finalizers" not in found["metadata"]
+        managers = {(entry["manager"], entry.get("subresource")) for entry in found["metadata"]["managedFields"]}
+        assert ("diffusion-operator", "status") in managers
+        assert ("diffusion-operator", None) not in managers, "the operator never writes spec or metadata"
+
+
+async def test_an_adapter_has_a_true_status_before_its_deployment_with_it_and_after_it(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch):
+        await namespace.create(adapter())
+        await eventually(lambda: _is(namespace.reason("lora", "x"), "DeploymentMissing"))
+        await namespace.create(deployment())
+        await eventually(lambda: _is(namespace.reason("lora", "x"), "Loading"))
+        desired = await eventually(lambda: _desired(namespace))
+        assert desired["adapters"] == [{"name": "x", "source": {"path": "/loras/x"}, "digest": None, "scale": 1.0}]
+        await namespace.kubectl("delete", "dd", "d", "--wait=true", "--timeout=5s")
+        await eventually(lambda: _is(namespace.reason("lora", "x", "Accepted"), "DeploymentNotFound"))
+        await namespace.kubectl("delete", "lora", "x", "--wait=true", "--timeout=5s")
+
+
+async def test_events_are_written_once(kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        await namespace.create(deployment(lora={"maxLoaded": 0}))
+        await namespace.create(adapter())
+        events = await eventually(lambda: _events(namespace, "AdapterRejected"))
+        assert "0 of 0 adapters are in use" in events[0]["note"]
+        await namespace.kubectl("scale", "dd", "d", "--replicas=2")
+        await eventually(lambda: _count(namespace, "pods", 2))
+        assert len(await _events(namespace, "AdapterRejected")) == 1
+
+
+async def _count(namespace: Namespace, kind: str, number: int) -> list[Any] | None:
+    found = await namespace.list(kind)
+    return found if len(found) == number else None
+
+
+async def _is(answer: Awaitable[str | None], expected: str) -> bool:
+    return await answer == expected
+
+
+async def _desired(namespace: Namespace) -> Any:
+    content = json.loads((await namespace.get("configmap", "d-desired"))["data"]["desired.json"])
+    return content if content["adapters"] else None
+
+
+async def _events(namespace: Namespace, reason: str) -> list[Any]:
+    found = await namespace.list("events.events.k8s.io")
+    return [event for event in found if event["reason"] == reason]
