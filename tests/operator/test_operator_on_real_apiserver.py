@@ -10,10 +10,10 @@ from typing import Any
 
 import kopf
 import pytest
-from real_apiserver import kubectl
 
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
 from diffusion_operator.settings import Settings
+from real_apiserver import kubectl
 
 pytestmark = pytest.mark.apiserver
 DEADLINE_S = 20.0
@@ -48,7 +48,7 @@ async def running_operator(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch, *n
 async def eventually(look: Callable[[], Awaitable[Any]]) -> Any:
     """The first truthy answer."""
     async with asyncio.timeout(DEADLINE_S):
-        while not (found := await look()):
+        while not (found := await look()):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         return found
 

@@ -37,7 +37,6 @@ class InstanceState(StrEnum):
     PENDING = "Pending"
     LOADING = "Loading"
     LOADED = "Loaded"
-    DRAINING = "Draining"
     DEFERRED = "Deferred"
     FAILED = "Failed"
 

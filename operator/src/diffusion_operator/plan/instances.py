@@ -13,7 +13,7 @@ import msgspec
 
 from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus
 from diffusion_operator.api.deployment import GroupState, Lora
-from diffusion_operator.api.worker_state import AdapterRecord, WireError
+from diffusion_operator.api.worker_state import AdapterRecord, WireError, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, WorkerAddress
 from diffusion_operator.plan.groups import Group
@@ -46,7 +46,7 @@ def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[Atte
     document = group.document
     if document is None or group.state is not GroupState.AWAKE:
         return Instance(status=_status(group, InstanceState.DEFERRED))
-    record = next((one for one in document.adapters if one.name == desired.name), None)
+    record = _record(document, desired)
     key = AttemptKey(adapter_uid=desired.uid, generation=desired.generation, boot_id=document.boot_id)
     attempt = attempts.get(key)
     state = _state(record, desired, attempt)
@@ -87,14 +87,18 @@ def strays(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveA
     )
 
 
+def _record(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
+    """The record that counts: an older load of the name may still drain beside it."""
+    named = [one for one in document.adapters if one.name == desired.name and one.state != "Draining"]
+    return next((one for one in named if matches(one, desired)), named[0] if named else None)
+
+
 def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
     if record is not None:
         if matches(record, desired):
             return InstanceState.LOADED
         if record.state == "Loading":
             return InstanceState.LOADING
-        if record.state == "Draining":
-            return InstanceState.DRAINING
     if _error(record, attempt) is not None:
         return InstanceState.FAILED
     return InstanceState.LOADING if attempt is not None or record is not None else InstanceState.PENDING
@@ -107,7 +111,7 @@ def _error(record: AdapterRecord | None, attempt: Attempt | None) -> WireError |
 
 
 def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, now: datetime) -> bool:
-    if record is not None and (record.state in ("Loading", "Draining") or matches(record, desired)):
+    if record is not None and (record.state == "Loading" or matches(record, desired)):
         return False
     if attempt is None:
         return True

@@ -8,7 +8,7 @@ worker, and a new attempt after a failure is a new one.
 from collections.abc import Sequence
 from datetime import datetime
 
-from diffusion_operator.api.deployment import SleepPolicy
+from diffusion_operator.api.deployment import DrainMode, SleepPolicy
 from diffusion_operator.api.worker_state import Operation, WorkerPhase
 from diffusion_operator.plan.actions import SleepWorker, WakeWorker
 from diffusion_operator.plan.groups import Group
@@ -33,8 +33,14 @@ def _call(observed: Observed, group: Group) -> SleepWorker | WakeWorker | None:
     sleep, generation = observed.deployment.spec.sleep, observed.deployment.metadata.generation
     if sleep.policy is SleepPolicy.ASLEEP and document.state is WorkerPhase.READY:
         operation_id, attempt = _operation("sleep", generation, document.last_operation)
-        deadline = sleep.drain_timeout_seconds
-        return SleepWorker(worker=address, operation_id=operation_id, attempt=attempt, mode=sleep.drain, deadline_s=deadline)
+        patient = sleep.drain_timeout_seconds > 0  # no time to drain is Abort, and a deadline must be positive
+        return SleepWorker(
+            worker=address,
+            operation_id=operation_id,
+            attempt=attempt,
+            mode=sleep.drain if patient else DrainMode.ABORT,
+            deadline_s=max(1, sleep.drain_timeout_seconds),
+        )
     if sleep.policy is SleepPolicy.ALWAYS_AWAKE and document.state is WorkerPhase.ASLEEP:
         operation_id, attempt = _operation("wake", generation, document.last_operation)
         return WakeWorker(worker=address, operation_id=operation_id, attempt=attempt, deadline_s=sleep.wake_timeout_seconds)

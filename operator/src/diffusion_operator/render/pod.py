@@ -28,6 +28,7 @@ from diffusion_operator.render.metadata import child_metadata
 
 WORKER_UID = 65532
 TERMINATION_GRACE_S = 60  # a drain finishes running pictures; more than that is cut off, as a node's shutdown would
+STOP_MARGIN_S = 15  # from the end of a worker's drain to the end of its ranks
 PROBE_PERIOD_S = 2
 STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the kubelet only if it hangs
 SECRET_MODE = 0o440  # readable through fsGroup alone
@@ -102,9 +103,10 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
         "control-token-file": f"{CONTROL_DIR}/{TOKEN_KEY}",
         "desired": f"{DESIRED_DIR}/{DESIRED_KEY}",
         "max-batch-size": spec.engine.max_batch_size,
-        "max-loras": spec.lora.max_loaded,
+        "max-loras": max(1, spec.lora.max_loaded),  # 0 means that no adapter is accepted; a worker always has a slot
         "max-lora-rank": spec.lora.max_rank,
         "startup-timeout-seconds": spec.startup.timeout_seconds,
+        "drain-timeout-seconds": TERMINATION_GRACE_S - STOP_MARGIN_S,
     }
     return ["serve", *(f"--{name}={value}" for name, value in options.items())]
 
