@@ -59,17 +59,8 @@ class Authority:
         self.file(f"{name}.ext").write_text(extensions)
         request = run_quiet(["openssl", "req", "-new", "-key", self.file(f"{name}.key"), "-subj", f"/O={group}/CN={user}"])
         # A serial of our own keeps openssl from writing a file that two at once would fight over.
-        sign = [
-            "openssl",
-            "x509",
-            "-req",
-            "-CA",
-            self.file("ca.crt"),
-            "-CAkey",
-            self.file("ca.key"),
-            "-set_serial",
-            str(int.from_bytes(name.encode()[:15])),
-        ]
+        serial = str(int.from_bytes(name.encode()[:15]))
+        sign = ["openssl", "x509", "-req", "-CA", str(self.file("ca.crt")), "-CAkey", str(self.file("ca.key")), "-set_serial", serial]
         run_quiet([*sign, "-days", DAYS, "-extfile", self.file(f"{name}.ext"), "-out", self.file(f"{name}.crt")], stdin=request)
 
     def kubeconfig(self, name: str, *, server: str, target: Path) -> Path:

@@ -47,7 +47,7 @@ def linux_root() -> None:
         )
     if os.geteuid() != 0:
         raise PrerequisiteMissing(
-            "Without a Docker engine the local cluster needs root: run this as root, start a Docker engine, or set KUBECONFIG to a cluster of yours"
+            "Without a Docker engine the local cluster needs root: become root, start a Docker engine, or set KUBECONFIG to a cluster of yours"
         )
     if shutil.which("apt-get", path=SYSTEM_PATH) is None:
         raise PrerequisiteMissing(
@@ -63,7 +63,7 @@ def disk_free(directory: Path, *, needed_gb: float, what: str) -> None:
     free_gb = shutil.disk_usage(existing).free / 1e9
     if free_gb < needed_gb:
         raise PrerequisiteMissing(
-            f"{what} needs about {needed_gb:.0f} GB free under {existing}; there are {free_gb:.1f}. XDG_CACHE_HOME moves the cache elsewhere"
+            f"{what} needs about {needed_gb:.0f} GB free under {existing}; there are {free_gb:.1f}. XDG_CACHE_HOME moves it elsewhere"
         )
 
 

@@ -114,6 +114,6 @@ def patch_node_resource(name: str, count: int) -> None:
     """Gives every node `count` of an extended resource (`nvidia.com/gpu`), which the scheduler then hands out; 0 takes them away."""
     where = provider()
     patch = json.dumps({"status": {"capacity": {name: str(count)}, "allocatable": {name: str(count)}}})
-    base = [where.kubectl(), "--kubeconfig", where.kubeconfig()]
+    base = [str(where.kubectl()), "--kubeconfig", str(where.kubeconfig())]
     for node in run_quiet([*base, "get", "nodes", "--output", "name"]).split():
         run_quiet([*base, "patch", node, "--subresource=status", "--type=merge", "--patch", patch])

@@ -45,7 +45,8 @@ class _Forward:
         try:
             return self._first.get(timeout=FIRST_DEADLINE_S)
         except queue.Empty:
-            raise CommandFailed(f"no way to the Service {self._service} after {FIRST_DEADLINE_S:.0f} s: {self._said or 'kubectl says nothing'}") from None
+            said = self._said or "kubectl says nothing"
+            raise CommandFailed(f"no way to the Service {self._service} after {FIRST_DEADLINE_S:.0f} s: {said}") from None
 
     def keep(self) -> None:
         while not self._ended.is_set():
@@ -59,7 +60,7 @@ class _Forward:
 
     def _run_once(self) -> None:
         words = [*self._base, f"service/{self._service}", f"{self._local_port}:{self._port}"]
-        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as self._kubectl:
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as self._kubectl:
             if self._ended.is_set():
                 self._kubectl.terminate()
             assert self._kubectl.stdout is not None

@@ -65,12 +65,14 @@ def buildah_build_command(image: str, name: str, base: str) -> list[str]:
     """The same by buildah, in a chroot, upon a base image of ours."""
     arguments = [f"--build-arg={a}" for a in (f"BASE_IMAGE={base}", *_build_arguments())]
     ignore = ["--ignorefile", ".dockerignore"]
-    return [*buildah(), "build", "--layers", "--isolation", "chroot", "--file", f"Dockerfile.{image}", *ignore, "--tag", name, *arguments, "."]
+    what = ["--file", f"Dockerfile.{image}", *ignore, "--tag", name, *arguments, "."]
+    return [*buildah(), "build", "--layers", "--isolation", "chroot", *what]
 
 
 def buildah() -> list[str]:
     """buildah with a store of our own in the cache; the machine's other images stay apart."""
-    return ["buildah", "--root", str(cache_dir() / "storage"), "--runroot", "/run/diffusion-operator/storage", "--storage-driver", "overlay"]
+    places = ["--root", str(cache_dir() / "storage"), "--runroot", "/run/diffusion-operator/storage"]
+    return ["buildah", *places, "--storage-driver", "overlay"]
 
 
 def publish(name: str, target: str) -> None:
@@ -116,7 +118,8 @@ def _base() -> str:
     if not _has(name):
         archive = cached("base", key, _make_rootfs) / "rootfs.tar"
         (archive.parent / "Dockerfile").write_text("FROM scratch\nADD rootfs.tar /\n")
-        run_logged([*buildah(), "build", "--tag", name, archive.parent], what="base image", log=log_dir() / "image-base.log", env=_environment())
+        build_base = [*buildah(), "build", "--tag", name, str(archive.parent)]
+        run_logged(build_base, what="base image", log=log_dir() / "image-base.log", env=_environment())
         archive.unlink()
     return name
 
@@ -130,7 +133,8 @@ def _make_rootfs(draft: Path) -> None:
     if _BUNDLE.exists():  # a machine behind an authority of its own: pip in the image must know it too
         shutil.copyfile(_BUNDLE, root / _BUNDLE.relative_to("/"))
         (root / "etc/pip.conf").write_text(f"[global]\ncert = {_BUNDLE}\n")
-    run_logged(["tar", "-C", root, "--numeric-owner", "-cf", draft / "rootfs.tar", "."], what="base image's archive", log=log_dir() / "tar.log")
+    pack = ["tar", "-C", root, "--numeric-owner", "-cf", draft / "rootfs.tar", "."]
+    run_logged(pack, what="base image's archive", log=log_dir() / "tar.log")
     shutil.rmtree(root)
 
 

@@ -42,7 +42,7 @@ class Process:
 
 
 def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str] | None = None, dies_with_us: bool = False) -> Process:
-    """Starts a program in a session of its own. With `dies_with_us` the kernel ends it with the thread that started it, however that ends."""
+    """Starts a program in a session of its own. With `dies_with_us` the kernel ends it with the thread that started it."""
     words = [str(a) for a in argv]
     if dies_with_us:
         words = ["setpriv", "--pdeathsig", "KILL", *words]

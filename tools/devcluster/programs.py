@@ -123,15 +123,14 @@ def _found_or_installed(name: str, module: str, *, what: str) -> Path:
 
     def make(draft: Path) -> None:
         environment = {**_go_environment(), "GOBIN": str(draft)}
-        run_logged(
-            [checks.go(), "install", "-trimpath", "-ldflags", "-s -w", module], what=what, log=log_dir() / f"{name}.log", env=environment
-        )
+        argv = [checks.go(), "install", "-trimpath", "-ldflags", "-s -w", module]
+        run_logged(argv, what=what, log=log_dir() / f"{name}.log", env=environment)
 
     return cached(name, content_hash([module], relative_to=HERE), make) / name
 
 
 def _go_build(sources: Path, target: Path, *, ldflags: str, what: str) -> None:
-    argv = [checks.go(), "build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", target, "."]
+    argv = [checks.go(), "build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", str(target), "."]
     run_logged(argv, what=what, log=log_dir() / f"{target.name}.log", env=_go_environment(), cwd=sources)
 
 

@@ -74,7 +74,7 @@ def files(*, debian: Path, pause_image: str) -> dict[Path, str]:
     """Every configuration file and its text; JSON where a program takes YAML."""
     return {
         CONF / "containerd.toml": _containerd(debian, pause_image),
-        CONF / "registries" / "localhost" / "hosts.toml": f'server = "http://{REGISTRY}"\n',
+        CONF / "registries" / "localhost" / "hosts.toml": _hosts(),
         CONF / "registry.json": json.dumps(_registry()),
         CNI / "10-bridge.conflist": json.dumps(_bridge()),
         CONF / "resolv.conf": "nameserver 127.0.0.1\n",  # pods outside the cluster's DNS have none
@@ -115,6 +115,11 @@ state = "{NODE_RUN}/containerd"
 """
 
 
+def _hosts() -> str:
+    # Images named localhost/… come from the node's registry: their names are the same for the builder, for pods and on every provider.
+    return f'server = "http://{REGISTRY}"\n\n[host."http://{REGISTRY}"]\n  capabilities = ["pull", "resolve"]\n'
+
+
 def _registry() -> dict[str, object]:
     return {
         "version": 0.1,
@@ -137,7 +142,7 @@ def _bridge() -> dict[str, object]:
 
 def _kubelet() -> dict[str, object]:
     # The disk is the machine's, so a share of it says nothing about the node.
-    no_threshold = {k: "0%" for k in ("nodefs.available", "nodefs.inodesFree", "imagefs.available", "imagefs.inodesFree")}
+    no_threshold = dict.fromkeys(("nodefs.available", "nodefs.inodesFree", "imagefs.available", "imagefs.inodesFree"), "0%")
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",

@@ -41,7 +41,7 @@ class GivenProvider:
 
     def running(self) -> bool:
         """Whether its API server says that it is ready."""
-        ready = [self.kubectl(), "--kubeconfig", self.kubeconfig(), "--request-timeout=20s", "get", "--raw", "/readyz"]
+        ready = [str(self.kubectl()), "--kubeconfig", str(self.kubeconfig()), "--request-timeout=20s", "get", "--raw", "/readyz"]
         return run_quiet(ready).strip() == "ok"
 
     def kubeconfig(self) -> Path:
@@ -50,7 +50,7 @@ class GivenProvider:
         context = self._environment.get("CLUSTER")
         if context is None and os.pathsep not in files:
             return Path(files)
-        flat = [self.kubectl(), "config", "view", "--minify", "--flatten", "--raw", *([f"--context={context}"] if context else [])]
+        flat = [str(self.kubectl()), "config", "view", "--minify", "--flatten", "--raw", *([f"--context={context}"] if context else [])]
         text = run_quiet(flat, env={**os.environ, "KUBECONFIG": files})
         target = cache_dir() / "given.kubeconfig"
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,9 @@ class NodeProvider:
         noted = processes.load(_NOTE)
         if namespace.first_process() is None or not noted or not all(p.alive() for p in noted):
             return False
-        return config.KUBECONFIG.exists() and self._node_ready() and bool(self._kubectl("get", "service", "kube-dns", "-n", "kube-system", "-o", "name"))
+        if not config.KUBECONFIG.exists() or not self._node_ready():
+            return False
+        return bool(self._kubectl("get", "service", "kube-dns", "--namespace", "kube-system", "--output", "name"))
 
     def kubeconfig(self) -> Path:
         """The administrator's kubeconfig; the address in it answers from the machine too."""
@@ -88,7 +90,7 @@ class NodeProvider:
         images.push(reference, f"docker://{config.REGISTRY}/{reference.removeprefix('localhost/')}", tls=False)
         pid = namespace.first_process()
         assert pid is not None
-        pull = [*namespace.entering(pid), programs.kube() / "cri-pull", "--endpoint", f"unix://{config.CONTAINERD_SOCKET}", reference]
+        pull = [*namespace.entering(pid), str(programs.kube() / "cri-pull"), "--endpoint", f"unix://{config.CONTAINERD_SOCKET}", reference]
         run_logged(pull, what=f"node unpacks {reference}", log=config.LOGS / "pull.log", env=namespace.environment(), deadline_s=1200)
         return reference
 
@@ -148,7 +150,7 @@ class NodeProvider:
         return ""
 
     def _start_coredns(self, image: str) -> None:
-        kubectl = [self.kubectl(), "--kubeconfig", config.KUBECONFIG]
+        kubectl = [str(self.kubectl()), "--kubeconfig", str(config.KUBECONFIG)]
         run_quiet([*kubectl, "apply", "--filename", "-"], stdin=config.coredns_manifest(image))
         run_quiet([*kubectl, "rollout", "status", "deployment/coredns", "--namespace", "kube-system", "--timeout=60s"], deadline_s=70)
 
@@ -179,4 +181,3 @@ def _small_image(program: Path) -> tuple[str, Path]:
         scratch_image.write(program, reference=reference, user="65535:65535", target=draft)
         draft.rename(archive)
     return reference, archive
-
