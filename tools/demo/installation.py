@@ -3,6 +3,7 @@
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,19 @@ class Images:
     worker: str
 
 
-def helm_install(helm: Path, kubeconfig: Path, *, namespace: str, images: Images, deadline_s: int) -> str:
-    """`helm upgrade --install`, waiting for the operator's pod; what helm printed."""
+def helm_install(
+    helm: Path, kubeconfig: Path, *, namespace: str, images: Images, deadline_s: int, settings: Mapping[str, str] | None = None
+) -> str:
+    """`helm upgrade --install`, waiting for the operator's pod; what helm printed.
+
+    It takes the CRDs over from whichever release had them: on a development cluster the newest tree is right.
+    """
     repository, _, tag = images.operator.rpartition(":")
-    settings = {"image.repository": repository, "image.tag": tag, "engine.image": images.worker}
+    chosen = {"image.repository": repository, "image.tag": tag, "engine.image": images.worker, **(settings or {})}
     argv = [
         *(str(helm), "upgrade", "--install", RELEASE, str(CHART), "--namespace", namespace, "--create-namespace"),
-        *("--wait", "--timeout", f"{deadline_s}s"),
-        *(part for key, value in settings.items() for part in ("--set-string", f"{key}={value}")),
+        *("--take-ownership", "--wait", "--timeout", f"{deadline_s}s"),
+        *(part for key, value in chosen.items() for part in ("--set", f"{key}={value}")),
     ]
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=deadline_s + 30, env=environment, check=False)
