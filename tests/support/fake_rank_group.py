@@ -153,7 +153,7 @@ class FakeRankGroup:
         return self._replies(LoadedLoRA(found, 8, 24, 4096))
 
     def _replies(self, result: object = None, *, error: ErrorReport | None = None) -> list[RpcReply]:
-        raw = None if error else msgspec.Raw(msgspec.msgpack.encode(result))
+        raw = None if error else msgspec.msgpack.encode(result)
         return [RpcReply(1, rank, raw, error, None if error else self._memory()) for rank in range(len(self._state))]
 
     def _memory(self) -> MemoryReport:

@@ -261,17 +261,22 @@ def process_exists(pid: int) -> bool:
 
 
 def resident_bytes(pid: int, mappings: list[str]) -> int:
-    """What the kernel counts as resident for these address ranges (`start-end`, hex) of a process: Rss of its smaps.
+    """Rss in a process's smaps of the mappings that overlap these address ranges (`start-end` in hex).
 
-    A mapping of the kernel may be smaller than the range asked for, where it was split; it counts if it lies in one.
+    The kernel may have joined neighbouring mappings into one, so overlap counts, not equality.
     """
-    ranges = [tuple(int(end, 16) for end in mapping.split("-")) for mapping in mappings]
+    ranges = [_range(mapping) for mapping in mappings]
     total, inside = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        head = line.split(maxsplit=1)[0]
-        if re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", head):
-            start, end = (int(part, 16) for part in head.split("-"))
-            inside = any(low <= start and end <= high for low, high in ranges)
+        head, *rest = line.split()
+        if not head.endswith(":"):
+            low, high = _range(head)
+            inside = any(low < end and start < high for start, end in ranges)
         elif inside and head == "Rss:":
-            total += int(line.split()[1]) * 1024
+            total += int(rest[0]) * 1024
     return total
+
+
+def _range(text: str) -> tuple[int, int]:
+    start, end = text.split("-")
+    return int(start, 16), int(end, 16)

@@ -139,7 +139,7 @@ class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):
 
     call_id: int
     rank: int
-    result: msgspec.Raw | None = None
+    result: bytes | None = None
     error: ErrorReport | None = None
     memory: MemoryReport | None = None
 

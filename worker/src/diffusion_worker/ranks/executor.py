@@ -195,9 +195,14 @@ class RankExecutor:
         listener.close()
 
     async def _read_answers(self, wire: ServerEnd) -> None:
-        while True:
-            message, frames = await wire.receive()
-            self._on_message(message, frames)
+        try:
+            while True:
+                message, frames = await wire.receive()
+                self._on_message(message, frames)
+        except Exception as error:
+            # Without answers everybody would wait for their deadlines.
+            log.exception("the answers of the ranks cannot be read")
+            self._fail(f"an answer of the ranks cannot be read: {error}")
 
     def _on_message(self, message: ToServer, frames: list[bytes | memoryview]) -> None:
         if isinstance(message, TickDone):
@@ -292,6 +297,8 @@ def _set_environment(config: WorkerConfig) -> None:
     classes = [f"diffusers:{index['_class_name']}"]
     classes += [f"{value[0]}:{value[1]}" for value in index.values() if isinstance(value, list) and len(value) == 2 and value[0]]
     os.environ["DIFFUSION_INTERNAL_PRELOAD"] = ",".join(classes)
+    # OpenMP threads spin at barriers by default: with more threads than idle cores a step took twenty times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if Path("/sys/class/net/lo").exists():
         # The ranks of a pod share a host; without this gloo binds to whatever the host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

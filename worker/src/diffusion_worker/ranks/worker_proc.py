@@ -108,7 +108,7 @@ class WorkerProc:
         except Exception as error:
             log.exception("rpc method=%s failed", rpc.method)
             return RpcReply(rpc.call_id, self._rank, error=ErrorReport(ErrorCode.RANK_FAILED, f"{type(error).__name__}: {error}"))
-        return RpcReply(rpc.call_id, self._rank, result=msgspec.Raw(msgspec.msgpack.encode(result)), memory=self.worker.memory())
+        return RpcReply(rpc.call_id, self._rank, result=msgspec.msgpack.encode(result), memory=self.worker.memory())
 
     def return_result(self, reply: RpcReply) -> None:
         """Answer the server."""
