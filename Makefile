@@ -1,0 +1,46 @@
+# Two commands matter: `make demo` and `make test`. Each makes what it needs first, shows progress, and can be run again.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+GOAL ?=
+
+.PHONY: help venv lint test test-fast test-slow demo cluster cluster-down digits bench
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+venv: ## the one virtual environment, made again when a pin or a dependency changes
+	@PYTHON="$(PYTHON)" tools/make-venv
+
+lint: venv ## ruff, mypy strict, the layers
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@.venv/bin/lint-imports --no-logo 2>/dev/null | tail -n 25 | grep -v '^$$'
+
+test-fast: lint ## lint and the tests that need neither a cluster nor minutes
+	$(PYTEST) -m "not apiserver and not cluster and not slow"
+
+test: lint ## every test, fast ones first; brings up a cluster for the last of them
+	@$(PY) -m tools.devcluster check
+	$(PYTEST) -m "not apiserver and not cluster and not slow" -q
+	$(PYTEST) -m "apiserver or cluster or slow" -q --durations=10
+
+demo: venv ## from nothing to a picture, an adapter, a sleep and a waking
+	@$(PY) -m tools.demo
+
+cluster: venv ## the development cluster alone
+	@$(PY) -m tools.devcluster up
+
+cluster-down: venv ## end it; nothing stays but the cache
+	@$(PY) -m tools.devcluster down
+
+digits: venv ## train the model and the adapters of examples/digits again
+	@$(PY) examples/digits/train.py
+
+bench: venv ## one benchmark (GOAL=P4) or all of them
+	@$(PY) -m benchmarks $(GOAL)
