@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
 import shutil
@@ -47,7 +46,7 @@ def linux_root() -> None:
         )
     if os.geteuid() != 0:
         raise PrerequisiteMissing(
-            "Without a Docker engine the local cluster needs root: become root, start a Docker engine, or set KUBECONFIG to a cluster of yours"
+            "Without a Docker engine the local cluster needs root: become root, start an engine, or set KUBECONFIG to a cluster"
         )
     if shutil.which("apt-get", path=SYSTEM_PATH) is None:
         raise PrerequisiteMissing(
@@ -67,18 +66,22 @@ def disk_free(directory: Path, *, needed_gb: float, what: str) -> None:
         )
 
 
-def networks_free(networks: list[str], *, own_link: str) -> None:
-    """None of the node's networks may be one that the machine already reaches another way."""
-    wanted = [ipaddress.ip_network(n) for n in networks]
-    for route in json.loads(run_quiet(["ip", "-4", "-j", "route", "show", "table", "all"])):
-        if route["dst"] == "default" or route.get("dev") == own_link:
-            continue
-        taken = ipaddress.ip_network(route["dst"], strict=False)
-        for network in wanted:
-            if taken.overlaps(network):
-                raise PrerequisiteMissing(
-                    f"The node wants the network {network}, but this machine has a route to {taken} by {route.get('dev')}"
-                )
+def networks_free(networks: list[str], *, own_link: str, table: Path = Path("/proc/net/route")) -> None:
+    """None of the node's networks may be one that the machine already reaches another way; the default route counts for nothing."""
+    for link, taken in routes(table.read_text()):
+        for network in networks:
+            if link != own_link and taken.prefixlen > 0 and taken.overlaps(ipaddress.IPv4Network(network)):
+                raise PrerequisiteMissing(f"The node wants the network {network}, but this machine has a route to {taken} by {link}")
+
+
+def routes(table: str) -> list[tuple[str, ipaddress.IPv4Network]]:
+    """The kernel's routes as (link, network), from the text of /proc/net/route, whose numbers are in the machine's byte order."""
+    rows = [line.split() for line in table.splitlines()[1:]]
+    return [(row[0], ipaddress.IPv4Network((_address(row[1]), str(_address(row[7]))))) for row in rows]
+
+
+def _address(field: str) -> ipaddress.IPv4Address:
+    return ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(field), sys.byteorder))
 
 
 @contextmanager

@@ -126,14 +126,14 @@ def _base() -> str:
 
 def _make_rootfs(draft: Path) -> None:
     root = draft / "root"
-    words = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", BASE_SUITE, root]
+    words = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", BASE_SUITE, str(root)]
     run_logged(words, what="Debian with Python (about 90 s, once)", log=log_dir() / "debootstrap.log")
     for rubbish in (*root.glob("var/cache/apt/archives/*.deb"), *root.glob("var/lib/apt/lists/*_*")):
         rubbish.unlink()
     if _BUNDLE.exists():  # a machine behind an authority of its own: pip in the image must know it too
         shutil.copyfile(_BUNDLE, root / _BUNDLE.relative_to("/"))
         (root / "etc/pip.conf").write_text(f"[global]\ncert = {_BUNDLE}\n")
-    pack = ["tar", "-C", root, "--numeric-owner", "-cf", draft / "rootfs.tar", "."]
+    pack = ["tar", "-C", str(root), "--numeric-owner", "-cf", str(draft / "rootfs.tar"), "."]
     run_logged(pack, what="base image's archive", log=log_dir() / "tar.log")
     shutil.rmtree(root)
 

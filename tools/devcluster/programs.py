@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from . import checks
-from .cache import cached, content_hash
+from .cache import cached, content_hash, locked
 from .paths import HERE, log_dir
 from .progress import run_logged
 
@@ -79,7 +79,7 @@ def debian() -> Path:
 
     def make(draft: Path) -> None:
         apt = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
-        run_logged([*apt, "update"], what="apt-get update", log=log_dir() / "apt-update.log")
+        _apt_update()
         run_logged([*apt, "download", *UNPACKED], what="download of containerd, etcd, runc", log=log_dir() / "apt-download.log", cwd=draft)
         for package in draft.glob("*.deb"):
             run_logged(["dpkg", "-x", package, draft], what=f"unpack {package.name}", log=log_dir() / "dpkg.log")
@@ -96,16 +96,24 @@ def etcd() -> Path:
 
 def install_debian_packages(programs: tuple[str, ...]) -> None:
     """Installs the packages of those programs that are missing, without starting a service."""
-    packages = sorted({INSTALLED[p] for p in programs if shutil.which(p, path=checks.SYSTEM_PATH) is None})
+    packages = missing_packages(programs)
     if not packages:
         return
-    apt = ["apt-get", "-q", "-y", "--no-install-recommends"]
+    _apt_update()
+    install = ["apt-get", "-q", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=300", "install", *packages]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    run_logged([*apt, "update"], what="apt-get update", log=log_dir() / "apt-update.log", env=environment)
-    with checks.no_services():
-        run_logged(
-            [*apt, "install", *packages], what=f"apt-get install {' '.join(packages)}", log=log_dir() / "apt-install.log", env=environment
-        )
+    with locked("apt"), checks.no_services():
+        run_logged(install, what=f"apt-get install {' '.join(packages)}", log=log_dir() / "apt-install.log", env=environment)
+
+
+def missing_packages(programs: tuple[str, ...], path: str = checks.SYSTEM_PATH) -> list[str]:
+    """The packages of those programs that are not in the path."""
+    return sorted({INSTALLED[p] for p in programs if shutil.which(p, path=path) is None})
+
+
+def _apt_update() -> None:
+    with locked("apt"):
+        run_logged(["apt-get", "-q", "update"], what="apt-get update", log=log_dir() / "apt-update.log")
 
 
 def _own_program(name: str, *, what: str) -> Path:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which provider an environment gets, and the command lines of the two that cannot run everywhere."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.devcluster import cluster
+from tools.devcluster.errors import DevclusterError, NotRunning, PrerequisiteMissing
+from tools.devcluster.node import config
+from tools.devcluster.providers import kind
+from tools.devcluster.providers.given import GivenProvider, registry_reference
+
+
+@pytest.mark.parametrize(
+    ("environment", "docker", "expected"),
+    [
+        ({}, False, "node"),
+        ({}, True, "kind"),
+        ({"KUBECONFIG": "/home/me/kubeconfig"}, True, "given"),
+        ({"CLUSTER": "staging"}, True, "given"),
+        ({"KUBECONFIG": str(config.KUBECONFIG)}, False, "node"),
+        ({"KUBECONFIG": str(config.KUBECONFIG)}, True, "node"),
+        ({"DEVCLUSTER_PROVIDER": "node", "KUBECONFIG": "/home/me/kubeconfig"}, True, "node"),
+    ],
+)
+def test_a_given_cluster_comes_before_kind_and_kind_before_our_own_node(environment: dict[str, str], docker: bool, expected: str) -> None:
+    assert cluster.provider_name(environment, docker=docker) == expected
+
+
+def test_an_unknown_provider_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "minikube")
+    with pytest.raises(DevclusterError, match="'minikube'; it must be given, kind or node"):
+        cluster.provider()
+
+
+def test_kind_makes_one_cluster_of_our_name_and_keeps_the_users_kubeconfig_alone() -> None:
+    command = kind.create_command(Path("/bin/kind"), Path("/cache/kind.kubeconfig"))
+    assert command == [
+        *("/bin/kind", "create", "cluster", "--name", "diffusion-operator"),
+        *("--kubeconfig", "/cache/kind.kubeconfig", "--wait", "300s"),
+    ]
+
+
+def test_kind_loads_an_image_from_the_docker_engine_into_our_cluster() -> None:
+    command = kind.load_command(Path("/bin/kind"), "localhost/diffusion-worker:0123")
+    assert command == ["/bin/kind", "load", "docker-image", "localhost/diffusion-worker:0123", "--name", "diffusion-operator"]
+
+
+def test_without_a_kubeconfig_the_kind_cluster_is_not_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not kind.KindProvider().running()
+    with pytest.raises(NotRunning, match="devcluster up"):
+        kind.KindProvider().kubeconfig()
+
+
+def test_a_given_kubeconfig_is_used_as_it_is() -> None:
+    assert GivenProvider({"KUBECONFIG": "/home/me/kubeconfig"}).kubeconfig() == Path("/home/me/kubeconfig")
+
+
+def test_an_image_for_a_given_cluster_is_named_in_the_registry() -> None:
+    assert (
+        registry_reference("registry.example.com/me/", "localhost/diffusion-worker:0123") == "registry.example.com/me/diffusion-worker:0123"
+    )
+
+
+@pytest.mark.parametrize("registry", [None, ""])
+def test_a_given_cluster_without_a_registry_is_told_what_to_set(registry: str | None) -> None:
+    with pytest.raises(PrerequisiteMissing, match="set REGISTRY to a registry"):
+        registry_reference(registry, "localhost/diffusion-worker:0123")

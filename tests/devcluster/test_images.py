@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images' names follow their content, and the Dockerfiles, the ignore file and the hash agree on what that is."""
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tools.devcluster import images, scratch_image
+from tools.devcluster.errors import DevclusterError
+from tools.devcluster.paths import REPOSITORY
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("Dockerfile.operator", ".dockerignore", "constraints.txt", "operator/pyproject.toml", "operator/src/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(images, "REPOSITORY", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("changed", ["Dockerfile.operator", "constraints.txt", "operator/src/a.py", "operator/src/new.py"])
+def test_any_change_of_the_content_changes_the_tag(tree: Path, changed: str) -> None:
+    before = images.reference("operator")
+    (tree / changed).write_text("changed")
+    assert images.reference("operator") != before
+
+
+@pytest.mark.parametrize("rubbish", ["operator/src/__pycache__/a.pyc", "operator/src/x.egg-info/PKG-INFO", "README.md"])
+def test_what_does_not_go_in_does_not_change_the_tag(tree: Path, rubbish: str) -> None:
+    before = images.reference("operator")
+    (tree / rubbish).parent.mkdir(parents=True, exist_ok=True)
+    (tree / rubbish).write_text("rubbish")
+    assert images.reference("operator") == before
+
+
+def test_another_torch_index_is_another_image(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = images.reference("operator")
+    monkeypatch.setenv("TORCH_INDEX", "https://index.example.com/cpu")
+    assert images.reference("operator") != before
+    assert "--build-arg=TORCH_INDEX=https://index.example.com/cpu" in images.docker_build_command("worker", "x")
+
+
+def test_an_unknown_image_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(DevclusterError, match="no image 'engine', only worker and operator"):
+        images.reference("engine")
+
+
+@pytest.mark.parametrize("image", sorted(images.INPUTS))
+def test_all_that_a_dockerfile_copies_counts_for_the_tag_and_passes_the_ignore_file(image: str) -> None:
+    lines = (REPOSITORY / f"Dockerfile.{image}").read_text().splitlines()
+    copied = {source for line in lines if line.startswith("COPY ") and "--from" not in line for source in line.split()[1:-1]}
+    inputs = set(images.INPUTS[image])
+    for source in copied:
+        assert any(given == source or given.startswith(f"{source}/") for given in inputs), source
+    allowed = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert inputs <= allowed
+
+
+def test_the_torch_layer_depends_on_torchs_own_pins_alone() -> None:
+    pattern = re.search(r"grep -E '(.+)'", (REPOSITORY / "Dockerfile.worker").read_text())
+    assert pattern is not None
+    pins = [line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if re.match(pattern[1], line)]
+    names = {pin.split("==")[0] for pin in pins}
+    assert {"torch", "triton", "sympy", "networkx", "filelock", "fsspec"} <= names
+    assert not {"diffusers", "transformers", "numpy", "ruff"} & names
+
+
+@pytest.mark.parametrize("image", sorted(images.INPUTS))
+def test_the_images_run_as_a_user_without_rights(image: str) -> None:
+    lines = (REPOSITORY / f"Dockerfile.{image}").read_text().splitlines()
+    assert lines[-1] == f'ENTRYPOINT ["diffusion-{image}"]'
+    assert "USER 65532:65532" in lines[-3:]
+
+
+def test_docker_builds_with_its_own_base_image() -> None:
+    assert images.docker_build_command("worker", "localhost/diffusion-worker:0123") == [
+        *("docker", "build", "--file", "Dockerfile.worker", "--tag", "localhost/diffusion-worker:0123", "."),
+    ]
+
+
+def test_buildah_builds_in_a_chroot_on_a_base_of_ours_and_keeps_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = images.buildah_build_command("worker", "localhost/diffusion-worker:0123", "localhost/base:1")
+    assert command[:3] == ["buildah", "--root", f"{tmp_path}/diffusion-operator/storage"]
+    assert {"--layers", "--build-arg=BASE_IMAGE=localhost/base:1"} <= set(command)
+    assert command[command.index("--isolation") + 1] == "chroot"
+
+
+def test_an_image_of_one_program_is_what_docker_save_writes(tmp_path: Path) -> None:
+    program = tmp_path / "pause"
+    program.write_bytes(b"\x7fELF")
+    scratch_image.write(program, reference="localhost/pause:1", user="65535:65535", target=tmp_path / "image.tar")
+    with tarfile.open(tmp_path / "image.tar") as archive:
+        content = {m.name: archive.extractfile(m).read() for m in archive}  # type: ignore[union-attr]
+    manifest, image = json.loads(content["manifest.json"])[0], json.loads(content["config.json"])
+    layer = content[manifest["Layers"][0]]
+    assert manifest["RepoTags"] == ["localhost/pause:1"]
+    assert image["config"] == {"Entrypoint": ["/pause"], "User": "65535:65535"}
+    assert image["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(layer).hexdigest()}"]
+    with tarfile.open(fileobj=io.BytesIO(layer)) as files:
+        assert [(m.name, m.mode) for m in files] == [("pause", 0o755)]

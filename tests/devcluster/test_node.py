@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node's files and command lines fit together, and its processes end for certain. The node itself is run by the cluster tests."""
+
+import base64
+import ipaddress
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.devcluster import processes
+from tools.devcluster.certs import Authority
+from tools.devcluster.node import config, daemons, namespace
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    made = Authority(tmp_path_factory.mktemp("certs") / "ca")
+    made.service_account_key()
+    made.issue("server", user="kube-apiserver", group="kube", addresses=("DNS:localhost", "IP:127.0.0.1"))
+    made.issue("admin", user="kubernetes-admin", group="system:masters")
+    return made
+
+
+def all_commands() -> dict[str, daemons.Command]:
+    folder = Path("/cache/kube")
+    return daemons.storage(Path("/cache/debian"), Path("/cache/etcd")) | daemons.apiserver(folder) | daemons.controllers(folder)
+
+
+def test_every_configuration_file_parses_and_every_one_named_is_written() -> None:
+    files = config.files(debian=Path("/cache/debian"), pause_image="localhost/pause:1")
+    for file, text in files.items():
+        if file.suffix in {".json", ".conflist"}:
+            json.loads(text)
+    named = {Path(m) for m in re.findall(rf"{config.CONF}/[\w.-]+", " ".join(str(w) for c in all_commands().values() for w in c))}
+    assert {n for n in named if n.suffix != ".kubeconfig"} <= set(files)
+
+
+def test_the_nodes_networks_keep_apart() -> None:
+    networks = [ipaddress.ip_network(n) for n in (config.LINK_NETWORK, config.SERVICE_NETWORK, config.POD_NETWORK)]
+    assert not any(a.overlaps(b) for a in networks for b in networks if a is not b)
+    for address, network in zip((config.NODE_IP, config.DNS_IP), networks[:2], strict=True):
+        assert ipaddress.ip_address(address) in network
+    assert str(networks[1][1]) == config.KUBERNETES_IP
+
+
+def test_the_name_servers_manifest_names_its_image_and_address() -> None:
+    manifest = config.coredns_manifest("localhost/coredns:1")
+    assert "image: localhost/coredns:1\n" in manifest
+    assert f"clusterIP: {config.DNS_IP}\n" in manifest
+
+
+def test_a_certificate_is_the_authoritys_and_serves_its_addresses(authority: Authority) -> None:
+    words = ["openssl", "verify", "-CAfile", str(authority.file("ca.crt")), "-verify_ip", "127.0.0.1", str(authority.file("server.crt"))]
+    subprocess.run(words, check=True, capture_output=True)
+    assert authority.file("server.key").stat().st_mode & 0o077 == 0
+
+
+def test_a_kubeconfig_needs_no_other_file_and_is_private(authority: Authority, tmp_path: Path) -> None:
+    file = authority.kubeconfig("admin", server="https://127.0.0.1:6443", target=tmp_path / "kubeconfig")
+    document = json.loads(file.read_text())
+    assert document["clusters"][0]["cluster"]["server"] == "https://127.0.0.1:6443"
+    assert base64.b64decode(document["users"][0]["user"]["client-certificate-data"]) == authority.file("admin.crt").read_bytes()
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_process_is_found_again_by_its_note_and_ended(tmp_path: Path) -> None:
+    process = processes.start("sleeper", ["sleep", "600"], log=tmp_path / "log")
+    processes.save([process], tmp_path / "note")
+    (found,) = processes.load(tmp_path / "note")
+    assert found.alive()
+    found.stop()
+    assert not found.alive()
+
+
+def test_a_process_that_does_not_listen_is_ended_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 0.3)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+    process = processes.start("deaf", [sys.executable, "-c", deaf], log=tmp_path / "log")
+    while "deaf" not in (tmp_path / "log").read_text():
+        assert process.alive()
+    process.stop()
+    assert not process.alive()
+
+
+def test_another_process_with_the_same_pid_is_left_alone() -> None:
+    stranger = processes.Process("ours-once", os.getpid(), started_ticks=1)
+    assert not stranger.alive()
+    stranger.stop()
+
+
+@pytest.mark.parametrize("text", ["", "[{", '[{"name": "half"}]'])
+def test_half_a_note_of_a_killed_run_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "note").write_text(text)
+    assert processes.load(tmp_path / "note") == []
+    assert processes.load(tmp_path / "nowhere") == []
+
+
+def test_pods_cgroups_are_found_on_both_versions(tmp_path: Path) -> None:
+    for folder in ("memory/kubepods", "cpu/kubepods", "kubepods", "memory/other"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert set(namespace.leftover_cgroups(tmp_path)) == {tmp_path / f for f in ("memory/kubepods", "cpu/kubepods", "kubepods")}
