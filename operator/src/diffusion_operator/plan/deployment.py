@@ -2,7 +2,7 @@
 """The plan of one pass over a DiffusionDeployment, in the order of reconcile.md 3: a table of contents."""
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import msgspec
 
@@ -22,6 +22,7 @@ from diffusion_operator.plan.sleeping import plan_sleep
 MOVING_POLL_S = 0.5
 LOADING_POLL_S = 1.0
 FAILING_POLL_S = 5.0
+UNROUTE_BEFORE_DELETE = timedelta(seconds=2)
 
 _MOVING = (GroupState.VERIFYING, GroupState.DRAINING, GroupState.SLEEPING, GroupState.WAKING)
 
@@ -66,7 +67,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     left_alone = retiring | {call.worker.pod_uid for call in sleep}
     changes: tuple[WorkerAction, ...] = (*adapters.removals, *adapters.pushes)
     calls: tuple[WorkerAction, ...] = (*sleep, *(call for call in changes if call.worker.pod_uid not in left_alone))
-    pods: tuple[PodAction, ...] = (*replicas.create, *routing, *_deletions(replicas, routing))
+    pods: tuple[PodAction, ...] = (*replicas.create, *routing, *_deletions(replicas, routing, observed, now))
     return DeploymentPlan(
         template=template,
         desired=tuple(decision.desired for decision in adapters.decisions if decision.desired is not None),
@@ -74,14 +75,15 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         calls=calls,
         status=deployment_status(deployment, situation, groups=groups, template=template, now=now),
         views=adapters.views,
-        look_again_s=_look_again(groups, observed, acting=bool(calls or pods), now=now),
+        look_again_s=_look_again(groups, observed, acting=bool(calls or pods or retiring), now=now),
     )
 
 
-def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable]) -> list[DeletePod]:
-    """A pod is deleted in the pass after the one that unrouted it."""
+def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable], observed: Observed, now: datetime) -> list[DeletePod]:
+    """A pod that was routed to is deleted a moment after it was unrouted: every node must have heard of it."""
     unrouted_now = {action.uid for action in routing}
-    return [action for action in replicas.retire if action.uid not in unrouted_now]
+    recently = {uid for uid, when in observed.unrouted_at.items() if now - when < UNROUTE_BEFORE_DELETE}
+    return [action for action in replicas.retire if action.uid not in unrouted_now | recently]
 
 
 def _look_again(groups: Sequence[Group], observed: Observed, *, acting: bool, now: datetime) -> float | None:

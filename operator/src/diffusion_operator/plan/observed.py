@@ -61,5 +61,7 @@ class Observed(msgspec.Struct, frozen=True):
     attempts: Mapping[AttemptKey, Attempt] = {}
     operation_not_before: Mapping[str, datetime] = {}
     """When a sleep or wake may be tried again, by plan.sleeping.retry_key."""
+    unrouted_at: Mapping[str, datetime] = {}
+    """By pod UID: when this process took the routable label off."""
     refusal: str = ""
     """Why the API server last refused to create a pod (quota, Pod Security), empty if it did not."""

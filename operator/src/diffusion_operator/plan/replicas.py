@@ -3,7 +3,7 @@
 
 The replacement is deliberately small: one serving replica at a time, in place, waiting until all others have settled. A later rollout
 (surge, deadlines) takes the place of `_outdated`; nothing else knows about it. A pod that carries the routable label is unrouted
-first and deleted in a later pass, so that no new connection meets a closing server.
+first and deleted a moment later, so that no new connection meets a closing server.
 """
 
 from collections.abc import Mapping, Sequence

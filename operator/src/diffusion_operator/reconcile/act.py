@@ -56,6 +56,8 @@ async def act_on_pods(
             case SetRoutable(name=name, uid=uid, routable=routable):
                 labels = {LABEL_ROUTABLE: "true" if routable else None}
                 await runtime.cluster.set_labels(POD, namespace, name, uid=uid, labels=labels)
+                if not routable:
+                    memory.unrouted_at[uid] = runtime.now()
             case DeletePod(name=name, uid=uid, why=why):
                 log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
                 await runtime.cluster.delete(POD, namespace, name, uid=uid)

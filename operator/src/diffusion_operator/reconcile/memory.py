@@ -48,6 +48,7 @@ class DeploymentMemory:
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     operation_not_before: dict[str, datetime] = field(default_factory=dict)
     applied: dict[str, Applied] = field(default_factory=dict)
+    unrouted_at: dict[str, datetime] = field(default_factory=dict)
     refusal: str = ""
     status_written_at: datetime | None = None
     views: dict[str, AdapterView] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class DeploymentMemory:
 
     def forget_pods(self, present: set[str]) -> None:
         self.polls = {uid: record for uid, record in self.polls.items() if uid in present}
+        self.unrouted_at = {uid: when for uid, when in self.unrouted_at.items() if uid in present}
         self.operation_not_before = {key: when for key, when in self.operation_not_before.items() if key.partition("/")[0] in present}
 
     def recall_attempts(self, adapters: tuple[LoRAAdapter, ...], now: datetime) -> None:

@@ -48,6 +48,7 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         adapters=adapters,
         attempts=dict(memory.attempts),
         operation_not_before=dict(memory.operation_not_before),
+        unrouted_at=dict(memory.unrouted_at),
         refusal=memory.refusal,
     )
 

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Cluster in memory that behaves: UIDs, generations, label selectors, preconditions, owner references, and a kubelet by hand.
+
+Assert on what is in it, not on what was called.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from diffusion_operator.api.names import CONTAINER, DEPLOYMENT, KINDS, POD, Kind
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused
+
+Manifest = dict[str, Any]
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class FakeCluster:
+    def __init__(self, clock: Callable[[], datetime] = lambda: EPOCH) -> None:
+        self._clock = clock
+        self._objects: dict[tuple[str, str, str], Manifest] = {}
+        self._numbers = itertools.count(1)
+        self.on_change: Callable[[str, Manifest], None] = lambda change, manifest: None
+        """Called with ADDED, MODIFIED or DELETED, as a watch would."""
+        self.refuse_pods: str | None = None
+        """Creation of pods is refused with this message, as by a quota."""
+        self.broken: ClusterError | None = None
+        """Every call raises it, as with the API server down."""
+        self.status_writes = 0
+
+    # the port ---------------------------------------------------------------------------------------------------------
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        self._check()
+        return copy.deepcopy(self._objects.get((kind.kind, namespace, name)))
+
+    async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]:
+        self._check()
+        wanted = labels or {}
+        return [
+            copy.deepcopy(manifest)
+            for (found_kind, found_namespace, _), manifest in sorted(self._objects.items())
+            if (found_kind, found_namespace) == (kind.kind, namespace) and wanted.items() <= manifest["metadata"].get("labels", {}).items()
+        ]
+
+    async def create(self, manifest: Manifest) -> bool:
+        self._check()
+        if manifest["kind"] == "Pod" and self.refuse_pods is not None:
+            raise ClusterRefused(self.refuse_pods, status=403)
+        if self._key(manifest) in self._objects:
+            return False
+        self._store(manifest)
+        return True
+
+    async def apply(self, manifest: Manifest) -> None:
+        self._check()
+        existing = self._objects.get(self._key(manifest))
+        if existing is None:
+            self._store(manifest)
+            return
+        metadata = existing["metadata"] | {key: manifest["metadata"][key] for key in ("labels", "ownerReferences")}
+        updated = existing | copy.deepcopy(manifest) | {"metadata": metadata}
+        if updated != existing:
+            self._objects[self._key(manifest)] = updated
+            self.on_change("MODIFIED", updated)
+
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, uid: str, status: Manifest) -> None:
+        manifest = self._existing(kind, namespace, name, uid)
+        self.status_writes += 1
+        manifest["status"] = copy.deepcopy(status)
+        self.on_change("MODIFIED", manifest)
+
+    async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
+        found = self._existing(kind, namespace, name, uid)["metadata"]["labels"]
+        for key, value in labels.items():
+            if value is None:
+                found.pop(key, None)
+            else:
+                found[key] = value
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        self._check()
+        manifest = self._objects.get((kind.kind, namespace, name))
+        if manifest is not None and manifest["metadata"]["uid"] == uid:
+            self.remove(kind, name, namespace=namespace)
+
+    # by hand ----------------------------------------------------------------------------------------------------------
+
+    def put(self, manifest: Manifest) -> Manifest:
+        """Make or change an object as a user would; a changed spec raises the generation."""
+        existing = self._objects.get(self._key(manifest))
+        if existing is None:
+            return self._store(manifest)
+        if existing["spec"] != manifest["spec"]:
+            existing["spec"] = copy.deepcopy(manifest["spec"])
+            existing["metadata"]["generation"] += 1
+            self.on_change("MODIFIED", existing)
+        return existing
+
+    def change(self, kind: Kind, name: str, changed: Callable[[Manifest], object], *, namespace: str = "default") -> None:
+        """Change an object's spec in place."""
+        manifest = copy.deepcopy(self._objects[kind.kind, namespace, name])
+        changed(manifest["spec"])
+        self.put(manifest)
+
+    def remove(self, kind: Kind, name: str, *, namespace: str = "default") -> None:
+        """Deleted and collected at once, with what it owns."""
+        manifest = self._objects.pop((kind.kind, namespace, name))
+        self.on_change("DELETED", manifest)
+        uid = manifest["metadata"]["uid"]
+        for key, child in list(self._objects.items()):
+            if any(owner["uid"] == uid for owner in child["metadata"].get("ownerReferences", ())):
+                self.remove(KINDS[key[0]], key[2], namespace=key[1])
+
+    def find(self, kind: Kind, name: str, *, namespace: str = "default") -> Manifest | None:
+        return self._objects.get((kind.kind, namespace, name))
+
+    def names(self, kind: Kind) -> list[str]:
+        return sorted(name for found, _, name in self._objects if found == kind.kind)
+
+    def events(self) -> list[str]:
+        """Reasons, in the order of writing."""
+        return [manifest["reason"] for manifest in self._objects.values() if manifest["kind"] == "Event"]
+
+    def deployment_status(self, name: str = "d") -> Manifest:
+        return self._objects[DEPLOYMENT.kind, "default", name].get("status", {})
+
+    # the kubelet, by hand ---------------------------------------------------------------------------------------------
+
+    def pod_status(self, name: str, **changes: Any) -> None:
+        """Merge into a pod's status."""
+        pod = self._objects[POD.kind, "default", name]
+        pod["status"] = pod.get("status", {}) | changes
+        self.on_change("MODIFIED", pod)
+
+    def unschedulable(self, name: str, message: str) -> None:
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+        self.pod_status(name, phase="Pending", conditions=[condition])
+
+    def waiting(self, name: str, reason: str, message: str = "") -> None:
+        """Scheduled, and the container waits."""
+        self._objects[POD.kind, "default", name]["spec"]["nodeName"] = "node"
+        self.pod_status(name, phase="Pending", containerStatuses=[_container({"waiting": {"reason": reason, "message": message}})])
+
+    def running(self, name: str, ip: str, *, ready: bool = False, restarts: int = 0, last: Manifest | None = None) -> None:
+        self._objects[POD.kind, "default", name]["spec"]["nodeName"] = "node"
+        last_state = {"terminated": last} if last else {}
+        self.pod_status(
+            name,
+            phase="Running",
+            podIP=ip,
+            conditions=[{"type": "Ready", "status": str(ready)}],
+            containerStatuses=[_container({"running": {}}, restartCount=restarts, lastState=last_state)],
+        )
+
+    def crashed(self, name: str, *, code: int, message: str, restarts: int = 1) -> None:
+        """In CrashLoopBackOff after the container ended."""
+        ended = {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}}
+        waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+        status = [_container(waiting, restartCount=restarts, lastState=ended)]
+        self.pod_status(name, conditions=[{"type": "Ready", "status": "False"}], containerStatuses=status)
+
+    def _store(self, manifest: Manifest) -> Manifest:
+        stored = copy.deepcopy(manifest)
+        number = next(self._numbers)
+        stamp = self._clock().strftime("%Y-%m-%dT%H:%M:%SZ")
+        stored["metadata"] = {"uid": f"uid-{number}", "creationTimestamp": stamp, "generation": 1} | stored["metadata"]
+        self._objects[self._key(manifest)] = stored
+        self.on_change("ADDED", stored)
+        return stored
+
+    def _existing(self, kind: Kind, namespace: str, name: str, uid: str) -> Manifest:
+        self._check()
+        manifest = self._objects.get((kind.kind, namespace, name))
+        if manifest is None or manifest["metadata"]["uid"] != uid:
+            raise ClusterConflict(f"{kind.plural} {name}: another UID or none", status=409)
+        return manifest
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+    @staticmethod
+    def _key(manifest: Manifest) -> tuple[str, str, str]:
+        metadata = manifest["metadata"]
+        return manifest["kind"], metadata["namespace"], metadata["name"]
+
+
+def _container(state: Manifest, **more: Any) -> Manifest:
+    return {"name": CONTAINER, "state": state, "restartCount": 0, **more}
