@@ -34,7 +34,7 @@ class ScriptedWorker:
     adapters: dict[str, AdapterRecord] = field(default_factory=dict)
     operation: Operation | None = None
     last_operation: Operation | None = None
-    load: LoadReport = LoadReport()
+    load: LoadReport = field(default_factory=LoadReport)
     failure: WireError | None = None
     calls: list[str] = field(default_factory=list)
 

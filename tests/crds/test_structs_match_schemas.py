@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field of the operator's structs is in the schema and the other way round, with the same default, enum and kind of value."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from diffusion_operator.api.adapter import AdapterSpec, AdapterStatus
+from diffusion_operator.api.deployment import DeploymentSpec, DeploymentStatus
+
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+Schema = dict[str, Any]
+
+
+def schema(file: str, part: str) -> Schema:
+    (version,) = yaml.safe_load((CRDS / file).read_text())["spec"]["versions"]
+    return version["schema"]["openAPIV3Schema"]["properties"][part]
+
+
+PAIRS = [
+    ("diffusiondeployments.yaml", "spec", DeploymentSpec),
+    ("diffusiondeployments.yaml", "status", DeploymentStatus),
+    ("loraadapters.yaml", "spec", AdapterSpec),
+    ("loraadapters.yaml", "status", AdapterStatus),
+]
+
+
+def demanded(schema: Schema) -> Schema:
+    """With what a CEL rule demands written as required: a union of sources has one member so far."""
+    if schema.get("properties", {}).keys() == {"path"}:
+        return schema | {"required": ["path"]}
+    inner = {name: demanded(one) for name, one in schema.get("properties", {}).items()}
+    return schema | ({"properties": inner} if inner else {}) | ({"items": demanded(schema["items"])} if "items" in schema else {})
+
+
+def differences(struct: type[msgspec.Struct], schema: Schema, path: str) -> list[str]:
+    fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+    one_sided = sorted(fields.keys() ^ schema["properties"].keys())
+    found = [f"{path}: {one_sided} on one side only"] if one_sided else []
+    for name in fields.keys() & schema["properties"].keys():
+        found += field_differences(fields[name], schema["properties"][name], f"{path}.{name}")
+    required = {name for name, field in fields.items() if field.required}
+    if required != set(schema.get("required", ())):
+        found.append(f"{path}: required {sorted(required)} and {schema.get('required')}")
+    return found
+
+
+def field_differences(field: msgspec.structs.FieldInfo, schema: Schema, path: str) -> list[str]:
+    found = []
+    for inner in struct_types(field.type):
+        found += differences(inner, schema.get("items", schema), path)
+    enums = [one for one in plain_types(field.type) if isinstance(one, type) and issubclass(one, Enum)]
+    if enums and {member.value for member in enums[0]} != set(schema["enum"]):
+        found.append(f"{path}: enum {sorted(member.value for member in enums[0])} and {schema['enum']}")
+    default = msgspec.to_builtins(field.default) if field.default is not msgspec.NODEFAULT else None
+    if "default" in schema and schema["type" if "type" in schema else "default"] != "object" and default != schema["default"]:
+        found.append(f"{path}: default {default!r} and {schema['default']!r}")
+    return found
+
+
+def plain_types(annotation: Any) -> list[Any]:
+    """The types inside unions and tuples."""
+    arguments = [one for one in getattr(annotation, "__args__", ()) if one not in (type(None), ...)]
+    if getattr(annotation, "__origin__", None) is dict or not arguments:
+        return [annotation]
+    return [plain for one in arguments for plain in plain_types(one)]
+
+
+def struct_types(annotation: Any) -> list[type[msgspec.Struct]]:
+    return [one for one in plain_types(annotation) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+
+
+@pytest.mark.parametrize(("file", "part", "struct"), PAIRS)
+def test_struct_and_schema_have_the_same_fields(file: str, part: str, struct: type[msgspec.Struct]) -> None:
+    assert differences(struct, demanded(schema(file, part)), part) == []
+
+
+def bounds(schema: Schema, path: str) -> list[str]:
+    """Strings, lists and maps without a maximum, and lists without a type."""
+    found = []
+    kind = schema.get("type")
+    if kind == "string" and "enum" not in schema and "maxLength" not in schema and schema.get("format") != "date-time":
+        found.append(f"{path}: no maxLength")
+    if kind == "array" and ("maxItems" not in schema or "x-kubernetes-list-type" not in schema):
+        found.append(f"{path}: no maxItems or no list type")
+    if "additionalProperties" in schema and "maxProperties" not in schema:
+        found.append(f"{path}: no maxProperties")
+    if "default" not in schema and any("default" in one for one in schema.get("properties", {}).values()) and path.count(".") > 0:
+        found += [] if path.endswith((".model", ".items")) else [f"{path}: inner defaults need a default on the parent"]
+    for name, inner in schema.get("properties", {}).items():
+        found += bounds(inner, f"{path}.{name}")
+    return found + (bounds(schema["items"], f"{path}.items") if "items" in schema else [])
+
+
+@pytest.mark.parametrize("file", ["diffusiondeployments.yaml", "loraadapters.yaml"])
+@pytest.mark.parametrize("part", ["spec", "status"])
+def test_everything_is_bounded_and_every_spec_default_applies(file: str, part: str) -> None:
+    assert bounds(schema(file, part), part) == []

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is rendered is valid Kubernetes, strictly, and says what the spec says."""
+
+import json
+from typing import Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import DEPLOYMENT
+from diffusion_operator.plan.acceptance import DesiredAdapter
+from diffusion_operator.plan.events import EventType, PlannedEvent
+from diffusion_operator.plan.revision import template_of
+from diffusion_operator.render.control_secret import control_secret, control_token
+from diffusion_operator.render.desired_config import desired_config
+from diffusion_operator.render.event import event
+from diffusion_operator.render.pod import pod
+from diffusion_operator.render.service import service
+from fake_cluster import EPOCH
+
+KEY = b"k" * 32
+
+
+def made(**spec: Any) -> DiffusionDeployment:
+    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    return msgspec.convert({"metadata": metadata, "spec": {"model": {"source": {"path": "/m"}}} | spec}, DiffusionDeployment)
+
+
+def rendered_pod(**spec: Any) -> dict[str, Any]:
+    deployment = made(**spec)
+    return pod(deployment, template_of(deployment, default_image="worker:1"), index=2, incarnation=3)
+
+
+def worker(**spec: Any) -> dict[str, Any]:
+    container: dict[str, Any] = rendered_pod(**spec)["spec"]["containers"][0]
+    return container
+
+
+RICH = {
+    "engine": {"image": "i", "env": [{"name": "A", "value": "b"}]},
+    "parallelism": {"ranksPerReplica": 2},
+    "resources": {"requests": {"cpu": "500m"}, "limits": {"memory": "1Gi"}, "sharedMemory": "64Mi"},
+    "service": {"type": "NodePort", "port": 8080},
+}
+
+
+@pytest.mark.parametrize("spec", [{}, RICH, {"resources": {"gpuResourceName": "none"}}], ids=["minimal", "rich", "cpu"])
+def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
+    deployment = made(**spec)
+    adapters = [DesiredAdapter(uid="u", generation=1, name="x", path="/l", digest=None, scale=1.0)]
+    planned = PlannedEvent(type=EventType.NORMAL, reason="Slept", message="m", key="k")
+    children = [
+        rendered_pod(**spec),
+        service(deployment),
+        desired_config(deployment, adapters),
+        control_secret(deployment, key=KEY),
+        event(planned, kind=DEPLOYMENT, about=deployment.metadata, now=EPOCH),
+    ]
+    for child in children:
+        kubernetes_validate.validate(child, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_every_child_is_owned_and_labelled() -> None:
+    deployment = made()
+    for child in (rendered_pod(), service(deployment), desired_config(deployment, []), control_secret(deployment, key=KEY)):
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u", True, True)
+        assert child["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "diffusion-operator"
+        assert child["metadata"]["labels"]["diffusion-operator.dev/deployment"] == "d"
+
+
+def test_the_pods_name_and_labels_carry_index_incarnation_and_revision() -> None:
+    metadata = rendered_pod()["metadata"]
+    assert metadata["name"] == "d-2-3"
+    assert metadata["labels"]["diffusion-operator.dev/group-index"] == "2"
+    assert metadata["labels"]["diffusion-operator.dev/incarnation"] == "3"
+    assert metadata["labels"]["diffusion-operator.dev/revision"] == template_of(made(), default_image="worker:1").revision
+    assert "diffusion-operator.dev/routable" not in metadata["labels"]
+
+
+def test_the_pod_meets_the_restricted_profile() -> None:
+    spec = rendered_pod()["spec"]
+    context, container = spec["securityContext"], spec["containers"][0]["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] == 65532
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["restartPolicy"] == "Always"
+
+
+def test_the_worker_is_started_as_the_spec_says() -> None:
+    arguments = worker(
+        servedName="sd",
+        model={"source": {"path": "/models/x"}, "dtype": "BFloat16"},
+        engine={"maxBatchSize": 3},
+        parallelism={"ranksPerReplica": 2},
+        lora={"maxLoaded": 5, "maxRank": 32},
+        startup={"timeoutSeconds": 60},
+    )["args"]
+    assert arguments == [
+        "serve", "--model=/models/x", "--served-name=sd", "--dtype=bfloat16", "--ranks=2", "--host=0.0.0.0", "--port=8000",
+        "--control-port=8001", "--control-token-file=/etc/diffusion/control/token", "--desired=/etc/diffusion/desired/desired.json",
+        "--max-batch-size=3", "--max-loras=5", "--max-lora-rank=32", "--startup-timeout-seconds=60", "--drain-timeout-seconds=45",
+    ]  # fmt: skip
+
+
+def test_the_number_of_gpus_is_the_number_of_ranks() -> None:
+    assert worker(parallelism={"ranksPerReplica": 2})["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    own = worker(resources={"gpuResourceName": "example.com/gpu", "limits": {"memory": 5}})["resources"]
+    assert own == {"requests": {"example.com/gpu": "1"}, "limits": {"memory": "5", "example.com/gpu": "1"}}
+    assert worker(resources={"gpuResourceName": "none"})["resources"] == {}
+
+
+def test_shared_memory_is_there_only_for_several_ranks() -> None:
+    spec = rendered_pod(parallelism={"ranksPerReplica": 2}, resources={"sharedMemory": "64Mi"})["spec"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}} in spec["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in spec["containers"][0]["volumeMounts"]
+    assert "shm" not in {volume["name"] for volume in rendered_pod()["spec"]["volumes"]}
+
+
+def test_the_startup_probe_waits_longer_than_the_worker_itself() -> None:
+    probe = worker(startup={"timeoutSeconds": 60})["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] > 60
+    assert probe["httpGet"]["path"] == "/readyz"
+
+
+def test_the_users_environment_follows_ours_and_cannot_take_a_name_twice() -> None:
+    env = worker(engine={"env": [{"name": "HOME", "value": "/root"}, {"name": "A", "value": "b"}]})["env"]
+    assert env == [{"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"}, {"name": "A", "value": "b"}]
+
+
+def test_the_service_selects_routable_pods_and_only_the_data_port() -> None:
+    spec = service(made())["spec"]
+    assert spec["selector"] == {"diffusion-operator.dev/deployment": "d", "diffusion-operator.dev/routable": "true"}
+    assert [(port["port"], port["targetPort"]) for port in spec["ports"]] == [(80, 8000)]
+
+
+def test_the_desired_file_is_the_same_for_the_same_content() -> None:
+    adapters = [DesiredAdapter(uid=name, generation=1, name=name, path="/l", digest=None, scale=0.5) for name in ("b", "a")]
+    first = desired_config(made(sleep={"policy": "Asleep"}), adapters)["data"]["desired.json"]
+    assert first == desired_config(made(sleep={"policy": "Asleep"}), adapters[::-1])["data"]["desired.json"]
+    content = json.loads(first)
+    assert content["sleep"] == {"policy": "Asleep"}
+    assert content["adapters"][0] == {"name": "a", "source": {"path": "/l"}, "digest": None, "scale": 0.5}
+
+
+def test_a_token_belongs_to_one_uid_and_one_key() -> None:
+    one = made().metadata
+    tokens = {control_token(key, metadata) for key in (KEY, b"j" * 32) for metadata in (one, msgspec.structs.replace(one, uid="v"))}
+    assert len(tokens) == 4
+
+
+def test_an_events_name_depends_on_what_it_is_about_and_not_on_the_time() -> None:
+    deployment = made()
+    planned = PlannedEvent(type=EventType.WARNING, reason="GroupRestarted", message="m", key="boot-1")
+    other = msgspec.structs.replace(planned, key="boot-2")
+    names = [event(one, kind=DEPLOYMENT, about=deployment.metadata, now=EPOCH)["metadata"]["name"] for one in (planned, planned, other)]
+    assert names[0] == names[1] != names[2]
