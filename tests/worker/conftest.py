@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real workers that tests share: a start costs ten seconds of importing torch. Tests that break a worker start their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bad_adapters import make_bad_adapters
+from worker_process import DIGITS, WorkerProcess
+
+
+@pytest.fixture(scope="session")
+def bad_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that are no adapter for the digits model, by what is wrong with them."""
+    return make_bad_adapters(tmp_path_factory.mktemp("bad-adapters"), like=DIGITS / "loras" / "stripes")
+
+
+@pytest.fixture(scope="session")
+def worker(bad_adapters: dict[str, Path]) -> Iterator[WorkerProcess]:
+    """One rank, the digits model, two adapters and one that is broken. Leave it awake and with these adapters."""
+    loras = {"stripes": DIGITS / "loras" / "stripes", "frame": DIGITS / "loras" / "frame", "broken": bad_adapters["no-config"]}
+    with WorkerProcess(loras=loras) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+@pytest.fixture(scope="session")
+def worker_of_two(worker: WorkerProcess) -> Iterator[WorkerProcess]:
+    """Two ranks, the digits model, one adapter. Started after the other one: two cores cannot start both at once."""
+    with WorkerProcess(ranks=2, loras={"stripes": DIGITS / "loras" / "stripes"}) as two:
+        two.wait_ready()
+        yield two

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests as fibers over the unmodified pipeline: equal to diffusers alone, sharing model calls in company."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion_worker.config import Dtype, WorkerConfig
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.messages import Tick
+from diffusion_worker.runner.calls import ModelCall, group_key, merge, slice_rows, split
+from diffusion_worker.runner.pipeline import load_pipeline
+from runner_rig import RunnerRig, picture_of_diffusers, request
+from worker_process import DIGITS_MODEL
+
+
+@pytest.fixture(scope="module")
+def rig() -> RunnerRig:
+    return RunnerRig()
+
+
+@pytest.fixture(scope="module")
+def plain(rig: RunnerRig) -> Any:
+    """The pipeline as diffusers loads it."""
+    return load_pipeline(rig.config, torch.float32)
+
+
+REQUESTS = [
+    request("one", prompt="a red digit seven", seed=1, steps=4, guidance_scale=5.0),
+    request("two", prompt="a blue digit two", seed=2, steps=6, guidance_scale=3.0),
+    request("three", prompt="a green digit three", seed=3, steps=3, guidance_scale=7.0, negative_prompt="stripes"),
+]
+
+
+def levels_apart(one: Any, other: Any) -> int:
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+@pytest.mark.parametrize("spec", REQUESTS, ids=lambda spec: spec.request_id)
+def test_a_request_alone_is_bit_equal_to_diffusers(rig: RunnerRig, plain: Any, spec: Any) -> None:
+    pictures, _ = rig.run(spec)
+    np.testing.assert_array_equal(pictures[spec.request_id], picture_of_diffusers(plain, spec))
+
+
+def test_requests_that_join_at_different_times_share_steps_and_equal_their_pictures_alone(rig: RunnerRig, plain: Any) -> None:
+    pictures, _ = rig.run(*REQUESTS, joining=[0, 1, 2])
+    for spec in REQUESTS:
+        assert levels_apart(pictures[spec.request_id], picture_of_diffusers(plain, spec)) <= 1
+    # Steps run at ticks 0-3, 1-6 and 2-4: seven ticks with a call, where alone there would be thirteen.
+    assert len(rig.denoiser_calls()) == 7
+
+
+def test_other_sizes_do_not_share_a_call(rig: RunnerRig, plain: Any) -> None:
+    small, large = request("small"), request("large", height=64, width=64)
+    pictures, _ = rig.run(small, large)
+    assert len(rig.denoiser_calls()) == 6
+    np.testing.assert_array_equal(pictures["small"], picture_of_diffusers(plain, small))
+    np.testing.assert_array_equal(pictures["large"], picture_of_diffusers(plain, large))
+
+
+def test_one_tick_is_one_step_of_every_request(rig: RunnerRig) -> None:
+    rig.runner.execute_stepwise(Tick(1, [request("a", steps=5), request("b", steps=9)]))
+    rig.runner.execute_stepwise(Tick(2))
+    assert {name: state.steps_done for name, state in rig.runner._states.items()} == {"a": 2, "b": 2}
+    rig.runner.drop_all()
+
+
+def test_a_request_that_leaves_frees_its_rows_by_the_next_step(rig: RunnerRig) -> None:
+    rig.runner.execute_stepwise(Tick(1, [request("stays", steps=4), request("leaves", steps=4)]))
+    rig.parallel.calls.clear()
+    rig.runner.execute_stepwise(Tick(2, leave=["leaves", "unknown"]))
+    assert [call.rows for call in rig.denoiser_calls()] == [2]  # guidance: two rows a picture
+    rig.runner.drop_all()
+
+
+def test_an_input_the_pipeline_refuses_is_the_callers_error_and_touches_nobody_else(rig: RunnerRig, plain: Any) -> None:
+    good = request("good")
+    pictures, errors = rig.run(good, request("bad", height=33))
+    assert errors["bad"].code == "InvalidRequest"
+    assert "divisible" in errors["bad"].message
+    assert levels_apart(pictures["good"], picture_of_diffusers(plain, good)) <= 1
+
+
+def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: RunnerRig, plain: Any) -> None:
+    good, poisoned = request("good"), request("poisoned", guidance_scale=1.0)
+
+    def fail_for_a_lone_row(call: ModelCall) -> None:
+        # Guidance 1 makes one row, the other request two: three together.
+        if call.component == "transformer" and call.rows != 2:
+            raise RuntimeError("no kernel")
+
+    rig.parallel.before = fail_for_a_lone_row
+    try:
+        pictures, errors = rig.run(good, poisoned)
+    finally:
+        rig.parallel.before = lambda call: None
+    np.testing.assert_array_equal(pictures["good"], picture_of_diffusers(plain, good))
+    assert errors["poisoned"].code == "EngineFailed"
+    assert "no kernel" in errors["poisoned"].message
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pipeline": "NoSuchPipeline"}, "'NoSuchPipeline' is no pipeline of diffusers"),
+        ({"pipeline": "AutoencoderKL"}, "'AutoencoderKL' is no pipeline of diffusers"),
+        ({"pipeline": "FluxPipeline"}, "FluxPipeline cannot be loaded"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_says_why(change: dict[str, Any], says: str) -> None:
+    config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits"} | change)
+    with pytest.raises(ConfigError, match=says):
+        load_pipeline(config, torch.float32)
+
+
+def test_the_dtype_of_the_weights_can_be_chosen() -> None:
+    rig = RunnerRig(dtype=Dtype.BFLOAT16)
+    assert rig.model.dtype == "bfloat16"
+    assert rig.model.weights_bytes < 7_000_000
+
+
+def test_load_progress_ends_at_the_whole(rig: RunnerRig) -> None:
+    done, total = rig.progress[-1]
+    assert done == total == rig.model.weights_bytes
+    assert [step for step, _ in rig.progress] == sorted(step for step, _ in rig.progress)
+
+
+def call_of(rows: int, **arguments: Any) -> ModelCall:
+    return ModelCall("transformer", "forward", {"hidden_states": torch.arange(rows * 2.0).reshape(rows, 2)} | arguments)
+
+
+def test_merged_calls_concatenate_rows_and_expand_time_steps() -> None:
+    merged = merge([call_of(2, timestep=torch.tensor(900)), call_of(1, timestep=torch.tensor([7.5]))])
+    assert merged.rows == 3
+    assert merged.arguments["timestep"].tolist() == [900.0, 900.0, 7.5]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ({"guidance": torch.ones(2)}, {"guidance": torch.zeros(2)}, True),
+        ({"img_ids": torch.zeros(5, 3)}, {"img_ids": torch.zeros(5, 3)}, True),
+        ({"img_ids": torch.zeros(5, 3)}, {"img_ids": torch.ones(5, 3)}, False),
+        ({"img_ids": torch.zeros(2, 5, 3)}, {"img_ids": torch.ones(2, 5, 3)}, False),
+        ({"return_dict": False}, {"return_dict": True}, False),
+        ({"height": 32}, {"height": 64}, False),
+        ({"residuals": [torch.ones(2, 4)]}, {"residuals": [torch.zeros(2, 4)]}, True),
+        ({"added": {"time_ids": torch.ones(2, 6)}}, {"added": {"time_ids": torch.zeros(2, 6)}}, True),
+        ({"added": {"scale": torch.ones(3)}}, {"added": {"scale": torch.zeros(3)}}, False),
+    ],
+)
+def test_calls_share_a_group_unless_an_argument_that_has_no_rows_differs(one: Any, other: Any, shared: bool) -> None:
+    assert (group_key(call_of(2, **one)) == group_key(call_of(2, **other))) is shared
+
+
+def test_a_call_with_an_argument_of_an_unknown_kind_runs_alone() -> None:
+    assert group_key(call_of(2, cache=object())) is None
+
+
+def test_rows_of_a_call_are_cut_out_of_every_argument_that_has_rows() -> None:
+    call = call_of(3, mask=torch.tensor([1, 2, 3]), added={"ids": torch.ones(3, 2)}, table_ids=torch.zeros(3, 2))
+    part = slice_rows(call, 1, 3)
+    assert part.rows == 2
+    assert part.arguments["mask"].tolist() == [2, 3]
+    assert part.arguments["added"]["ids"].shape == (2, 2)
+    assert part.arguments["table_ids"].shape == (3, 2)
+
+
+def test_an_output_is_split_wherever_it_has_rows() -> None:
+    first, second = split((torch.arange(3), [torch.ones(3, 2)], None), [1, 2])
+    assert first[0].tolist() == [0]
+    assert second[0].tolist() == [1, 2]
+    assert second[1][0].shape == (2, 2)
+    assert second[2] is None
+
+
+def test_an_output_that_has_no_rows_cannot_be_split() -> None:
+    with pytest.raises(TypeError, match="object"):
+        split(object(), [1, 1])

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in slabs: memory really goes back to the system, and comes back with the same contents."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from diffusion_worker.memory.weights import ModelWeights
+
+CPU = torch.device("cpu")
+
+
+class Part(nn.Module):
+    """Parameters, a tied one, a persistent buffer and one that no file holds."""
+
+    def __init__(self, width: int = 1024) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.randn(17, 3))
+        self.register_buffer("computed", torch.arange(5), persistent=False)
+
+
+@pytest.fixture
+def module() -> Part:
+    torch.manual_seed(0)
+    return Part().requires_grad_(False)
+
+
+def contents(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def save(module: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+    state = {name: tensor.to(dtype) if dtype else tensor for name, tensor in module.state_dict().items() if name != "second.weight"}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+
+
+def assert_same(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    for name, tensor in contents(module).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_sleep_gives_the_memory_back_and_wake_brings_the_same_contents(module: Part, tmp_path: Path) -> None:
+    save(module, tmp_path)
+    before = contents(module)
+    weights = ModelWeights(CPU)
+    weights.place(module, tmp_path)
+    awake = weights.report()
+    assert awake.weights_resident_bytes >= awake.weights_bytes > 4_000_000
+    weights.release()
+    assert weights.report().weights_resident_bytes <= awake.weights_bytes * 0.02
+    weights.restore()
+    assert_same(module, before)
+    assert module.second.weight is module.first.weight
+
+
+def test_what_a_file_holds_is_not_kept_in_memory(module: Part, tmp_path: Path) -> None:
+    save(module, tmp_path)
+    weights = ModelWeights(CPU)
+    weights.place(module, tmp_path)
+    report = weights.report()
+    assert report.mirror_memory_bytes == module.computed.nbytes
+    assert report.mirror_file_bytes == report.weights_bytes - module.computed.nbytes
+
+
+def test_a_file_of_another_dtype_is_converted_on_wake(module: Part, tmp_path: Path) -> None:
+    module.to(torch.float16).to(torch.float32)
+    save(module, tmp_path, torch.float16)
+    before = contents(module)
+    weights = ModelWeights(CPU)
+    weights.place(module, tmp_path)
+    assert weights.report().mirror_memory_bytes == module.computed.nbytes
+    weights.release()
+    weights.restore()
+    assert_same(module, before)
+
+
+@pytest.mark.parametrize("change", ["no file", "other values", "other names"])
+def test_without_a_file_that_holds_the_weights_they_are_kept_in_memory(module: Part, tmp_path: Path, change: str) -> None:
+    if change == "other values":
+        save(Part().requires_grad_(False), tmp_path)
+    elif change == "other names":
+        save_file({f"model.{name}": tensor for name, tensor in {"first.bias": module.first.bias}.items()}, tmp_path / "a.safetensors")
+    before = contents(module)
+    weights = ModelWeights(CPU)
+    weights.place(module, tmp_path)
+    assert weights.report().mirror_file_bytes == 0
+    weights.release()
+    weights.restore()
+    assert_same(module, before)
+
+
+def test_a_file_that_is_replaced_while_the_model_sleeps_changes_nothing(module: Part, tmp_path: Path) -> None:
+    save(module, tmp_path)
+    before = contents(module)
+    weights = ModelWeights(CPU)
+    weights.place(module, tmp_path)
+    weights.release()
+    (tmp_path / "model.safetensors").unlink()
+    save(Part().requires_grad_(False), tmp_path)
+    weights.restore()
+    assert_same(module, before)
+
+
+def test_a_module_without_tensors_needs_no_slab(tmp_path: Path) -> None:
+    weights = ModelWeights(CPU)
+    assert weights.place(nn.Identity(), tmp_path) == 0
+    report: Any = weights.report()
+    assert (report.weights_bytes, report.mappings) == (0, [])
