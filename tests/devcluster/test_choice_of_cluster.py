@@ -10,6 +10,7 @@ from tools.devcluster.errors import DevclusterError, NotRunning, PrerequisiteMis
 from tools.devcluster.node import config
 from tools.devcluster.providers import kind
 from tools.devcluster.providers.given import GivenProvider, registry_reference
+from tools.devcluster.providers.node import disk_needed_gb
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,19 @@ def test_an_image_for_a_given_cluster_is_named_in_the_registry() -> None:
 def test_a_given_cluster_without_a_registry_is_told_what_to_set(registry: str | None) -> None:
     with pytest.raises(PrerequisiteMissing, match="set REGISTRY to a registry"):
         registry_reference(registry, "localhost/diffusion-worker:0123")
+
+
+def test_a_given_cluster_without_its_file_or_its_registry_is_refused_before_anything(tmp_path: Path) -> None:
+    with pytest.raises(PrerequisiteMissing, match="there is no file /nowhere/kubeconfig"):
+        GivenProvider({"KUBECONFIG": "/nowhere/kubeconfig"}).check()
+    (tmp_path / "kubeconfig").touch()
+    with pytest.raises(PrerequisiteMissing, match="set REGISTRY"):
+        GivenProvider({"KUBECONFIG": str(tmp_path / "kubeconfig")}).check()
+
+
+def test_only_what_is_not_there_yet_counts_for_the_disk(tmp_path: Path) -> None:
+    everything = disk_needed_gb(tmp_path)
+    assert 25 <= everything <= 30
+    (tmp_path / "kube-0123456789ab").mkdir()
+    (tmp_path / "storage").mkdir()
+    assert disk_needed_gb(tmp_path) < everything - 10

@@ -2,12 +2,15 @@
 """What a person or a Makefile sees: results on stdout, errors as a sentence and code 1."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tools.devcluster import cli, images
+from tools.devcluster import cli, images, preflight
+from tools.devcluster.paths import REPOSITORY
 
 
 def test_an_error_is_a_sentence_and_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +26,27 @@ def test_status_of_a_cluster_that_is_not_there_is_one_json_object(monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     result = CliRunner().invoke(cli.main, ["status", "--json"])
     assert json.loads(result.stdout) == {"provider": "kind", "running": False}
+
+
+def test_the_preflight_says_what_is_missing_in_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "given")
+    monkeypatch.setenv("KUBECONFIG", "/nowhere/kubeconfig")
+    assert preflight.main() == 1
+    assert (
+        capsys.readouterr().err == "error: KUBECONFIG or CLUSTER asks for a cluster of your own, and there is no file /nowhere/kubeconfig\n"
+    )
+
+
+def test_the_preflight_of_an_old_python_asks_for_a_newer_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(preflight.sys, "version_info", (3, 9, 2))
+    assert preflight.main() == 1
+    assert capsys.readouterr().err == "error: Python 3.11 or later is needed, this is 3.9.2: set PYTHON=/path/to/python3.11\n"
+
+
+def test_the_preflight_needs_nothing_but_the_standard_library() -> None:
+    known = "import sys; from tools.devcluster import preflight, cluster; print({'click', 'yaml', 'kubernetes'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-S", "-c", known], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout == "set()\n"
 
 
 def test_build_image_prints_the_reference_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,6 @@ from .progress import run_quiet
 
 SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin"])
 GO_MINIMUM = (1, 26)
-# Measured for a whole set-up: Go caches 4, programs 1, images in buildah 6, in the registry 6, unpacked on the node 6.
-DISK_FREE_GB = 25
 
 
 def go() -> str:

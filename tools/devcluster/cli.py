@@ -32,6 +32,14 @@ def main() -> None:
 
 
 @main.command()
+def check() -> None:
+    """Ask whether this machine has what is needed; change nothing."""
+    where = cluster.provider()
+    where.check()
+    click.echo(f"provider: {where.name}")
+
+
+@main.command()
 @click.option("--only-apiserver", is_flag=True, help="Only etcd and kube-apiserver, on loopback; prints the kubeconfig's path.")
 def up(only_apiserver: bool) -> None:
     """Start the cluster, or find it running."""

@@ -27,6 +27,9 @@ class Provider(Protocol):
 
     name: str
 
+    def check(self) -> None:
+        """Raises PrerequisiteMissing where the machine lacks something; changes nothing."""
+
     def prepare(self) -> None:
         """Makes the programs it needs, so that `up` is quick."""
 
@@ -78,11 +81,13 @@ def provider() -> Provider:
 
 def prepare(names: tuple[str, ...] = ()) -> None:
     """Makes all that is slow: the cluster's programs, and beside them the images named. Each is made once per content."""
+    where = provider()
+    where.check()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        cluster_programs = pool.submit(provider().prepare)
-        built = [images.build(name) for name in names]
+        cluster_programs = pool.submit(where.prepare)
+        for name in names:
+            images.build(name)
         cluster_programs.result()
-    del built
 
 
 def environment() -> dict[str, str]:

@@ -13,13 +13,14 @@ from . import programs
 from .cache import cached, content_hash, locked
 from .errors import DevclusterError
 from .paths import REPOSITORY, cache_dir, log_dir
-from .progress import run_logged, say
+from .progress import run_logged, run_quiet, say
 
 # What each Dockerfile copies; a test holds the two together.
 INPUTS = {
     "worker": ("constraints.txt", "worker/pyproject.toml", "worker/src", "examples/digits/model", "examples/digits/loras"),
     "operator": ("constraints.txt", "operator/pyproject.toml", "operator/src"),
 }
+KEPT = 3  # builds of one image
 BASE_SUITE = "bookworm"
 BASE_PACKAGES = "ca-certificates,python3,python3-venv"
 _BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -47,7 +48,7 @@ def reference(image: str) -> str:
 def build(image: str) -> str:
     """Builds the image where there is none for this content; gives its reference."""
     name = reference(image)
-    with locked(f"image-{image}"):
+    with locked("images"):
         if docker_answers():
             _build_with_docker(image, name)
         else:
@@ -73,6 +74,17 @@ def buildah() -> list[str]:
     """buildah with a store of our own in the cache; the machine's other images stay apart."""
     places = ["--root", str(cache_dir() / "storage"), "--runroot", "/run/diffusion-operator/storage"]
     return ["buildah", *places, "--storage-driver", "overlay"]
+
+
+def clear_unfinished() -> None:
+    """Removes what a killed build left: half-made containers and the mounts of the store, which makes them again when it needs them."""
+    store = cache_dir() / "storage"
+    if shutil.which("buildah") is None or not store.exists():
+        return
+    run_quiet([*buildah(), "rm", "--all"])
+    for mounted in sorted((line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()), reverse=True):
+        if Path(mounted).is_relative_to(store):
+            run_quiet(["umount", mounted])
 
 
 def publish(name: str, target: str) -> None:
@@ -105,10 +117,11 @@ def _build_with_buildah(image: str, name: str) -> None:
     programs.install_debian_packages(("buildah", "debootstrap"))
     if _has(name):
         return
+    clear_unfinished()
     base = os.environ.get("BASE_IMAGE") or _base()
     log = log_dir() / f"image-{image}.log"
     run_logged(buildah_build_command(image, name, base), what=f"image of the {image}", log=log, cwd=REPOSITORY, env=_environment())
-    _forget_older(image, name)
+    _forget_older(image)
 
 
 def _base() -> str:
@@ -142,12 +155,13 @@ def _has(name: str) -> bool:
     return subprocess.run([*buildah(), "inspect", "--type", "image", name], capture_output=True).returncode == 0
 
 
-def _forget_older(image: str, name: str) -> None:
-    listed = subprocess.run([*buildah(), "images", "--format", "{{.Name}}:{{.Tag}}"], capture_output=True, text=True, check=True).stdout
-    older = [n for n in listed.split() if re.fullmatch(rf"localhost/diffusion-{image}:[0-9a-f]+", n) and n != name]
+def _forget_older(image: str) -> None:
+    # Listed newest first. Another process may be about to push the last one or two; older ones share most layers anyway.
+    listed = run_quiet([*buildah(), "images", "--format", "{{.Name}}:{{.Tag}}"]).split()
+    older = [name for name in listed if re.fullmatch(rf"localhost/diffusion-{image}:[0-9a-f]+", name)][KEPT:]
     if older:
         say(f"forgets {len(older)} older image(s) of the {image}")
-        subprocess.run([*buildah(), "rmi", *older], capture_output=True, check=False)
+        run_quiet([*buildah(), "rmi", *older])
 
 
 def _environment() -> dict[str, str]:

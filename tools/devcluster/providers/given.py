@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from .. import images, programs
-from ..errors import NotRunning, PrerequisiteMissing
+from .. import checks, images, programs
+from ..errors import CommandFailed, NotRunning, PrerequisiteMissing
 from ..paths import cache_dir
 from ..progress import run_quiet, say
 
@@ -22,12 +22,22 @@ class GivenProvider:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._environment = environment
 
+    def check(self) -> None:
+        """Refuses before anything is changed: all we do with a cluster needs our images in it."""
+        named = self._environment.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+        if not any(Path(file).is_file() for file in named.split(os.pathsep)):
+            raise PrerequisiteMissing(f"KUBECONFIG or CLUSTER asks for a cluster of your own, and there is no file {named}")
+        registry_reference(self._environment.get("REGISTRY"), "localhost/any")
+        if shutil.which("helm") is None or shutil.which("kubectl") is None:
+            checks.go()
+
     def prepare(self) -> None:
         """Makes the programs that are not on the machine."""
         programs.helm()
 
     def up(self) -> None:
         """Only asks whether the cluster answers."""
+        self.check()
         self.prepare()
         if not self.running():
             raise NotRunning(f"the cluster of {self.kubeconfig()} does not answer")
@@ -42,7 +52,10 @@ class GivenProvider:
     def running(self) -> bool:
         """Whether its API server says that it is ready."""
         ready = [str(self.kubectl()), "--kubeconfig", str(self.kubeconfig()), "--request-timeout=20s", "get", "--raw", "/readyz"]
-        return run_quiet(ready).strip() == "ok"
+        try:
+            return run_quiet(ready).strip() == "ok"
+        except CommandFailed:
+            return False
 
     def kubeconfig(self) -> Path:
         """The file given; with CLUSTER, or several files, one of our own with that context alone."""

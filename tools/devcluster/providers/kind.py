@@ -22,6 +22,14 @@ class KindProvider:
 
     name = "kind"
 
+    def check(self) -> None:
+        """Refuses before anything is changed."""
+        for program in ("kind", "helm"):
+            if shutil.which(program) is None:
+                checks.go()
+        if not self.running():
+            checks.disk_free(cache_dir(), needed_gb=DISK_FREE_GB, what="A kind cluster with our images")
+
     def prepare(self) -> None:
         """Makes the programs that are not on the machine."""
         programs.kind()
@@ -29,12 +37,12 @@ class KindProvider:
 
     def up(self) -> None:
         """Creates the cluster, or finds it."""
+        self.check()
         self.prepare()
         with locked("kind"):
             if self.running():
                 say("the kind cluster is running")
                 return
-            checks.disk_free(cache_dir(), needed_gb=DISK_FREE_GB, what="A kind cluster with our images")
             cache_dir().mkdir(parents=True, exist_ok=True)
             run_quiet(self._delete_command(), deadline_s=120)  # half a cluster of a killed run; nothing if there is none
             run_logged(create_command(programs.kind(), _kubeconfig()), what="kind cluster", log=log_dir() / "kind.log", deadline_s=900)
