@@ -56,8 +56,9 @@ def test_other_sizes_do_not_share_a_call(rig: RunnerRig, plain: Any) -> None:
     small, large = request("small"), request("large", height=64, width=64)
     pictures, _ = rig.run(small, large)
     assert len(rig.denoiser_calls()) == 6
-    np.testing.assert_array_equal(pictures["small"], picture_of_diffusers(plain, small))
-    np.testing.assert_array_equal(pictures["large"], picture_of_diffusers(plain, large))
+    # Not bit-equal: the prompts' encoding is shared.
+    assert levels_apart(pictures["small"], picture_of_diffusers(plain, small)) <= 1
+    assert levels_apart(pictures["large"], picture_of_diffusers(plain, large)) <= 1
 
 
 def test_one_tick_is_one_step_of_every_request(rig: RunnerRig) -> None:
@@ -96,7 +97,7 @@ def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: Run
         pictures, errors = rig.run(good, poisoned)
     finally:
         rig.parallel.before = lambda call: None
-    np.testing.assert_array_equal(pictures["good"], picture_of_diffusers(plain, good))
+    assert levels_apart(pictures["good"], picture_of_diffusers(plain, good)) <= 1
     assert errors["poisoned"].code == "EngineFailed"
     assert "no kernel" in errors["poisoned"].message
 
@@ -106,7 +107,7 @@ def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: Run
     [
         ({"pipeline": "NoSuchPipeline"}, "'NoSuchPipeline' is no pipeline of diffusers"),
         ({"pipeline": "AutoencoderKL"}, "'AutoencoderKL' is no pipeline of diffusers"),
-        ({"pipeline": "FluxPipeline"}, "FluxPipeline cannot be loaded"),
+        ({"pipeline": "FluxPipeline"}, "FluxPipeline: expected .* to be"),
     ],
 )
 def test_a_model_that_cannot_be_loaded_says_why(change: dict[str, Any], says: str) -> None:

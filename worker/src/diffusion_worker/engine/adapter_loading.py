@@ -65,7 +65,9 @@ class AdapterLoader:
             if not replaces:
                 self._table.put(adapter)
             try:
+                self._table.require_slot(adapter)
                 adapter.loaded = await self._load(adapter, call)
+                self._require_wanted(adapter, existing if replaces else adapter)
             except RequestError as error:
                 adapter.state = AdapterState.FAILED
                 adapter.error = Problem(error.code, error.message, error.retryable)
@@ -82,10 +84,9 @@ class AdapterLoader:
         Raises:
             RequestError: NotFound, RankFailed, Timeout.
         """
-        async with self._loading:
-            if self._table.get(name) is None:
-                raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
-            adapter = self._table.take_out(name)
+        if self._table.get(name) is None:
+            raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
+        adapter = self._table.take_out(name)
         if adapter is not None:
             await self._retire(adapter, drain_s)
         log.info("adapter=%s unloaded", name)
@@ -115,6 +116,13 @@ class AdapterLoader:
             self._in_background(self._unload(adapter))
             raise
         return results[0]
+
+    def _require_wanted(self, adapter: Adapter, holder: Adapter | None) -> None:
+        """After a load: the name must still be held by whom it was, or somebody deleted it meanwhile."""
+        if self._table.get(adapter.name) is not holder:
+            if holder is not adapter:
+                self._in_background(self._unload(adapter))
+            raise RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r} was removed while it was loading")
 
     async def _retire(self, adapter: Adapter, drain_s: float) -> None:
         """Wait until nobody uses a leaving adapter, end those who still do, unload it."""

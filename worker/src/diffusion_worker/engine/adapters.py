@@ -71,12 +71,13 @@ class AdapterTable:
         return sorted(name for name, adapter in self._named.items() if adapter.state is AdapterState.LOADED)
 
     def new(self, name: str, call: AdapterCall) -> Adapter:
-        """An adapter that is about to be loaded, not yet in the table.
+        """An adapter that is about to be loaded, not yet in the table."""
+        return Adapter(name, call.source, scale=call.scale, lora_int_id=next(self._ids))
 
-        Raises:
-            RequestError: CapacityExceeded, naming what holds the slots.
-        """
-        holders = [adapter.name for adapter in self if adapter.holds_slot]
+    def require_slot(self, adapter: Adapter) -> None:
+        """Raises RequestError (CapacityExceeded) that names what holds the slots."""
+        name = adapter.name
+        holders = [other.name for other in self if other.holds_slot and other is not adapter]
         others = {holder for holder in holders if holder != name}
         # The ranks have one slot more than names: a new version of an adapter is loaded beside the old one.
         if len(others) >= self._slots or len(holders) > self._slots:
@@ -84,7 +85,6 @@ class AdapterTable:
                 ErrorCode.CAPACITY_EXCEEDED,
                 f"adapter {name!r}: expected a free slot, found all {self._slots} held by {', '.join(sorted(holders))}",
             )
-        return Adapter(name, call.source, scale=call.scale, lora_int_id=next(self._ids))
 
     def put(self, adapter: Adapter) -> Adapter | None:
         """Make an adapter the one of its name; returns the one it replaces, which then is leaving."""

@@ -94,6 +94,7 @@ class Engine:
         self._model: ModelInfo | None = None
         self._stage = LoadStage.STARTING_RANKS
         self._failure: str | None = None
+        self._lost = asyncio.Event()
         self._scheduler = StepScheduler(config.max_batch_size)
         self._results: dict[str, asyncio.Future[Frame]] = {}
         self._work = asyncio.Event()
@@ -124,10 +125,13 @@ class Engine:
         self.loaded = True
 
     async def run_until_failure(self) -> str:
-        """Returns the reason when the rank group is lost; every waiting request then has its error."""
-        reason = await self._ranks.failed()
-        self._fail(reason)
-        return reason
+        """Returns the reason when the engine cannot go on; every waiting request then has its error."""
+        watch = asyncio.create_task(self._watch_ranks())
+        try:
+            await self._lost.wait()
+        finally:
+            watch.cancel()
+        return str(self._failure)
 
     async def terminate(self) -> None:
         """Stop admission, let running requests finish within the configured time, end the ranks."""
@@ -290,6 +294,12 @@ class Engine:
                     await self._work.wait()
         except GroupFailed as error:
             self._fail(str(error))
+        except Exception as error:
+            log.exception("the engine broke")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    async def _watch_ranks(self) -> None:
+        self._fail(await self._ranks.failed())
 
     def _deliver(self, report: TickReport) -> None:
         done = report.done
@@ -319,6 +329,7 @@ class Engine:
         log.error("engine failed: %s", reason)
         self.state = EngineState.FAILED
         self._failure = reason
+        self._lost.set()
         for result in self._results.values():
             if not result.done():
                 result.set_exception(GroupFailed(reason))

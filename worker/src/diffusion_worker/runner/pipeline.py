@@ -57,8 +57,19 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype) -> Any:
         pipeline = pipeline_class.from_pretrained(config.model, dtype=dtype, use_safetensors=True, local_files_only=True, **absent)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model {config.model!r}: {name} cannot be loaded: {error}") from error
+    _check_components(config, pipeline)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _check_components(config: WorkerConfig, pipeline: Any) -> None:
+    """Diffusers only warns of components of another class; a pipeline chosen by name has to fit the folder."""
+    expected = type(pipeline)._get_signature_types()
+    for name, module in modules_of(pipeline).items():
+        classes = tuple(kind for kind in expected.get(name, ()) if inspect.isclass(kind))
+        if config.pipeline != "auto" and classes and not isinstance(module, classes):
+            wanted = " or ".join(kind.__name__ for kind in classes)
+            raise ConfigError(f"{config.pipeline}: expected {name} to be {wanted}, found {type(module).__name__} in {config.model!r}")
 
 
 def _is_pipeline(found: Any) -> bool:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model runner in the test's own process, at one rank and without a process group, on the digits model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
+from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
+from diffusion_worker.runner.parallel import CallFailed
+from worker_process import DIGITS_MODEL
+
+Pictures = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
+
+
+class OneRank:
+    """What `Parallel` is at one rank. `before` sees each call first, and may raise."""
+
+    def __init__(self) -> None:
+        self.calls: list[ModelCall] = []
+        self.before: Callable[[ModelCall], None] = lambda call: None
+
+    def run(self, call: ModelCall, execute: Callable[[ModelCall, slice], Any]) -> Any:
+        self.calls.append(call)
+        try:
+            self.before(call)
+            return execute(call, slice(0, call.rows))
+        except Exception as error:
+            raise CallFailed(str(error)) from error
+
+
+class RunnerRig:
+    """A loaded runner, and whole requests run on it."""
+
+    def __init__(self, **config: Any) -> None:
+        torch.set_num_threads(1)
+        self.parallel = OneRank()
+        self.config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits"} | config)
+        self.runner = DiffusionModelRunner(self.config, torch.device("cpu"), self.parallel)  # type: ignore[arg-type]
+        self.progress: list[tuple[int, int]] = []
+        self.model: ModelInfo = self.runner.load_model(lambda done, total: self.progress.append((done, total)))
+
+    def run(self, *requests: RequestSpec, joining: list[int] | None = None) -> tuple[Pictures, dict[str, ErrorReport]]:
+        """Run requests to their end; `joining` says at which tick each joins (all at the first one by default)."""
+        self.parallel.calls.clear()
+        at = joining or [0] * len(requests)
+        pictures: Pictures = {}
+        errors: dict[str, ErrorReport] = {}
+        for number in range(1000):
+            output = self.runner.execute_stepwise(Tick(number, [spec for spec, tick in zip(requests, at, strict=True) if tick == number]))
+            pictures |= output.pictures
+            errors |= output.errors
+            if len(pictures) + len(errors) == len(requests):
+                return pictures, errors
+        raise AssertionError(f"after 1000 ticks only {sorted(pictures)} are done")
+
+    def denoiser_calls(self) -> list[ModelCall]:
+        """The merged calls of the transformer in the last run."""
+        return [call for call in self.parallel.calls if call.component == "transformer"]
+
+
+def request(name: str, **fields: Any) -> RequestSpec:
+    """A small request; fields as in `RequestSpec`."""
+    return RequestSpec(**{"request_id": name, "prompt": "a red digit seven", "seed": 1, "height": 32, "width": 32, "steps": 3} | fields)
+
+
+def picture_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The picture that the plain pipeline makes of a request."""
+    given = {"num_inference_steps": spec.steps, "guidance_scale": spec.guidance_scale, "negative_prompt": spec.negative_prompt}
+    image = pipeline(
+        spec.prompt,
+        height=spec.height,
+        width=spec.width,
+        generator=torch.Generator().manual_seed(spec.seed),
+        output_type="np",
+        **{name: value for name, value in given.items() if value is not None},
+    ).images[0]
+    return np.asarray((image * 255).round(), np.uint8)
