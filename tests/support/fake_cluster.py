@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from diffusion_operator.api.names import CONTAINER, DEPLOYMENT, KINDS, POD, Kind
-from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused
+from diffusion_operator.errors import ClusterError, ClusterRefused
 
 Manifest = dict[str, Any]
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -68,14 +68,21 @@ class FakeCluster:
             self._objects[self._key(manifest)] = updated
             self.on_change("MODIFIED", updated)
 
-    async def apply_status(self, kind: Kind, namespace: str, name: str, *, uid: str, status: Manifest) -> None:
-        manifest = self._existing(kind, namespace, name, uid)
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+        self._check()
+        manifest = self._objects.get((kind.kind, namespace, name))
+        if manifest is None:
+            raise ClusterRefused(f"{kind.plural} {name} not found", status=404)
         self.status_writes += 1
         manifest["status"] = copy.deepcopy(status)
         self.on_change("MODIFIED", manifest)
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
-        found = self._existing(kind, namespace, name, uid)["metadata"]["labels"]
+        self._check()
+        manifest = self._objects.get((kind.kind, namespace, name))
+        if manifest is None or manifest["metadata"]["uid"] != uid:
+            return
+        found = manifest["metadata"]["labels"]
         for key, value in labels.items():
             if value is None:
                 found.pop(key, None)
@@ -172,13 +179,6 @@ class FakeCluster:
         self._objects[self._key(manifest)] = stored
         self.on_change("ADDED", stored)
         return stored
-
-    def _existing(self, kind: Kind, namespace: str, name: str, uid: str) -> Manifest:
-        self._check()
-        manifest = self._objects.get((kind.kind, namespace, name))
-        if manifest is None or manifest["metadata"]["uid"] != uid:
-            raise ClusterConflict(f"{kind.plural} {name}: another UID or none", status=409)
-        return manifest
 
     def _check(self) -> None:
         if self.broken is not None:

@@ -40,7 +40,7 @@ class Cluster(Protocol):
 
     async def apply(self, manifest: Manifest) -> None: ...
 
-    async def apply_status(self, kind: Kind, namespace: str, name: str, *, uid: str, status: Manifest) -> None: ...
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None: ...
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None: ...
 
@@ -103,15 +103,22 @@ class KubernetesCluster:
         kind, namespace, name = _identity(manifest)
         await self._apply(kind, namespace, name, manifest)
 
-    async def apply_status(self, kind: Kind, namespace: str, name: str, *, uid: str, status: Manifest) -> None:
-        metadata = {"name": name, "namespace": namespace, "uid": uid}
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+        """Not bound to a UID: the status endpoint ignores one. A status of an object made anew meanwhile lasts until its own pass."""
+        metadata = {"name": name, "namespace": namespace}
         body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "status": status}
         await self._apply(kind, namespace, name, body, subresource="/status")
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
+        """Of an object that is gone, or another one by now, nothing is changed."""
         body = {"metadata": {"uid": uid, "labels": dict(labels)}}
         content_type = "application/merge-patch+json"
-        await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
+        try:
+            await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
+        except ClusterError as error:
+            other_uid = error.status == 422 and "metadata.uid" in str(error)
+            if not (other_uid or error.status in (404, 409)):
+                raise
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         """Gone already, or another one by now, is as good as deleted."""

@@ -42,5 +42,5 @@ async def _write_status(runtime: Runtime, adapter: LoRAAdapter, view: AdapterVie
     status, metadata = adapter_status(adapter, view, now=runtime.now()), adapter.metadata
     if status == adapter.status:
         return
-    await runtime.cluster.apply_status(ADAPTER, metadata.namespace, metadata.name, uid=metadata.uid, status=encode_status(status))
+    await runtime.cluster.apply_status(ADAPTER, metadata.namespace, metadata.name, status=encode_status(status))
     await report(runtime, adapter_events(adapter, status), kind=ADAPTER, about=metadata)

@@ -64,7 +64,7 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     metadata, now = deployment.metadata, runtime.now()
     if not worth_writing(deployment.status, plan.status, last=memory.status_written_at, now=now):
         return
-    await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, uid=metadata.uid, status=encode_status(plan.status))
+    await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(plan.status))
     memory.status_written_at = now
     await report(runtime, deployment_events(deployment.status, plan.status), kind=DEPLOYMENT, about=metadata)
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our eight verbs over the client library, against a real API server: what each does, and what each failure becomes."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffusion_operator import cluster as cluster_module
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD, SECRET
+from diffusion_operator.cluster import KubernetesCluster, connect
+from diffusion_operator.errors import ClusterRefused, ClusterUnavailable
+from real_apiserver import kubectl
+
+pytestmark = pytest.mark.apiserver
+NAMESPACE = "verbs"
+
+
+@pytest.fixture(scope="module")
+def namespace(kubeconfig_of_apiserver: Path) -> str:
+    kubectl(kubeconfig_of_apiserver, "create", "namespace", NAMESPACE)
+    return NAMESPACE
+
+
+@pytest.fixture
+async def cluster(kubeconfig_of_apiserver: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubernetesCluster]:
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig_of_apiserver))
+    async with await connect() as connected:
+        yield connected
+
+
+def config_map(name: str, **data: str) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": NAMESPACE, "labels": {"app": "verbs"}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def pod(name: str) -> dict[str, Any]:
+    spec = {"containers": [{"name": "c", "image": "i"}]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec}
+
+
+async def test_what_is_not_there_is_none(cluster: KubernetesCluster) -> None:
+    assert await cluster.get(POD, NAMESPACE, "none") is None
+
+
+async def test_apply_makes_changes_and_takes_away_what_it_no_longer_says(cluster: KubernetesCluster) -> None:
+    await cluster.apply(config_map("a", one="1", two="2"))
+    await cluster.apply(config_map("a", one="3"))
+    found = await cluster.get(CONFIG_MAP, NAMESPACE, "a")
+    assert found is not None
+    assert found["data"] == {"one": "3"}
+
+
+async def test_an_apply_that_changes_nothing_leaves_the_version(cluster: KubernetesCluster) -> None:
+    versions = []
+    for _ in range(2):
+        await cluster.apply(config_map("same", one="1"))
+        found = await cluster.get(CONFIG_MAP, NAMESPACE, "same")
+        assert found is not None
+        versions.append(found["metadata"]["resourceVersion"])
+    assert versions[0] == versions[1]
+
+
+async def test_lists_are_read_to_the_end_and_by_label(cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "PAGE", 2)
+    for index in range(5):
+        await cluster.apply(config_map(f"list-{index}"))
+    names = {one["metadata"]["name"] for one in await cluster.list(CONFIG_MAP, NAMESPACE, labels={"app": "verbs"})}
+    assert {f"list-{index}" for index in range(5)} <= names
+    assert await cluster.list(CONFIG_MAP, NAMESPACE, labels={"app": "other"}) == []
+
+
+async def test_creating_twice_is_said(cluster: KubernetesCluster) -> None:
+    assert await cluster.create(pod("twice")) is True
+    assert await cluster.create(pod("twice")) is False
+
+
+async def test_a_label_is_set_and_taken_off_for_that_uid_only(cluster: KubernetesCluster) -> None:
+    await cluster.create(pod("labelled"))
+    found = await cluster.get(POD, NAMESPACE, "labelled")
+    assert found is not None
+    uid = found["metadata"]["uid"]
+    await cluster.set_labels(POD, NAMESPACE, "labelled", uid=uid, labels={"x": "true"})
+    found = await cluster.get(POD, NAMESPACE, "labelled")
+    assert found is not None
+    assert found["metadata"]["labels"] == {"x": "true"}
+    await cluster.set_labels(POD, NAMESPACE, "labelled", uid=uid, labels={"x": None})
+    found = await cluster.get(POD, NAMESPACE, "labelled")
+    assert found is not None
+    assert "labels" not in found["metadata"]
+    for name, other in (("labelled", "other"), ("none", uid)):
+        await cluster.set_labels(POD, NAMESPACE, name, uid=other, labels={"x": "true"})
+    assert "labels" not in ((await cluster.get(POD, NAMESPACE, "labelled")) or found)["metadata"]
+
+
+async def test_a_delete_takes_only_the_object_that_was_seen(cluster: KubernetesCluster) -> None:
+    await cluster.apply(config_map("deleted"))
+    found = await cluster.get(CONFIG_MAP, NAMESPACE, "deleted")
+    assert found is not None
+    await cluster.delete(CONFIG_MAP, NAMESPACE, "deleted", uid="other")
+    assert await cluster.get(CONFIG_MAP, NAMESPACE, "deleted") is not None
+    await cluster.delete(CONFIG_MAP, NAMESPACE, "deleted", uid=found["metadata"]["uid"])
+    assert await cluster.get(CONFIG_MAP, NAMESPACE, "deleted") is None
+    await cluster.delete(CONFIG_MAP, NAMESPACE, "deleted", uid=found["metadata"]["uid"])
+
+
+async def test_a_status_is_replaced_as_a_whole_and_the_spec_is_not_touched(cluster: KubernetesCluster) -> None:
+    spec = {"model": {"source": {"path": "/m"}}}
+    metadata = {"name": "stated", "namespace": NAMESPACE}
+    await cluster.create({"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "metadata": metadata, "spec": spec})
+    before = await cluster.get(DEPLOYMENT, NAMESPACE, "stated")
+    assert before is not None
+    for status in ({"replicas": 1, "servedName": "a"}, {"replicas": 2}):
+        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status=status)
+    found = await cluster.get(DEPLOYMENT, NAMESPACE, "stated")
+    assert found is not None
+    assert found["status"] == {"replicas": 2}
+    assert found["spec"] == before["spec"]
+    assert found["metadata"]["generation"] == before["metadata"]["generation"]
+    with pytest.raises(ClusterRefused):
+        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={})
+
+
+async def test_a_refusal_carries_the_api_servers_own_sentence(cluster: KubernetesCluster) -> None:
+    with pytest.raises(ClusterRefused, match=r"spec\.containers: Required value") as caught:
+        await cluster.create({**pod("bad"), "spec": {}})
+    assert caught.value.status == 422
+
+
+async def test_a_secret_is_applied_blind(cluster: KubernetesCluster, kubeconfig_of_apiserver: Path) -> None:
+    metadata = {"name": "s", "namespace": NAMESPACE}
+    await cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": {"token": "YQ=="}})
+    assert kubectl(kubeconfig_of_apiserver, "-n", NAMESPACE, "get", "secret", "s", "-o", "jsonpath={.data.token}") == "YQ=="
+    assert SECRET.plural == "secrets"
+
+
+async def test_a_server_that_is_away_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(
+        "{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: k, user: u}}],"
+        " clusters: [{name: k, cluster: {server: 'http://127.0.0.1:1'}}], users: [{name: u, user: {token: t}}]}"
+    )
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    async with await connect() as connected:
+        with pytest.raises(ClusterUnavailable):
+            await connected.get(POD, NAMESPACE, "none")

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure plan by tables: what is observed on the left, what is decided on the right."""
+
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffusion_operator.api.deployment import DiffusionDeployment, GroupState
+from diffusion_operator.api.meta import Condition, ConditionStatus, settle_conditions, verdict
+from diffusion_operator.api.worker_state import Operation, WireError, WorkerPhase, WorkerState
+from diffusion_operator.errors import ControlRefused, ControlUnreachable
+from diffusion_operator.plan.actions import CreatePod, DeletePod, SetRoutable, SleepWorker, WakeWorker
+from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
+from diffusion_operator.plan.groups import Problem, observe_groups, read_group
+from diffusion_operator.plan.observed import Attempt, Observed, Poll
+from diffusion_operator.plan.pods import Container, Exit, Pod, pod_numbers
+from diffusion_operator.plan.revision import template_of
+from diffusion_operator.reconcile.act import next_attempt
+from fake_cluster import EPOCH
+
+RUNNING = Container(running=True)
+
+
+def says(phase: WorkerPhase, **more: Any) -> WorkerState:
+    return WorkerState(boot_id="b", state=phase, **more)
+
+
+def waits(reason: str) -> Container:
+    return Container(waiting_reason=reason)
+
+
+def op(kind: str, identity: str, *, failed: bool = False) -> Operation:
+    error = WireError(code="Timeout") if failed else None
+    return Operation(operation_id=identity, kind=kind, error=error)
+
+
+FAILED_SLEEP = op("sleep", "sleep-3-1", failed=True)
+READY, STARTING, DRAINING = says(WorkerPhase.READY), says(WorkerPhase.STARTING), says(WorkerPhase.DRAINING)
+ASLEEP, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.WAKING)
+DEATH = Exit(code=70)
+UNSCHEDULED = {"scheduled": False, "container": Container()}
+
+
+def made(status: dict[str, Any] | None = None, **spec: Any) -> DiffusionDeployment:
+    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z", "generation": 3}
+    document = {"metadata": metadata, "spec": {"model": {"source": {"path": "/m"}}} | spec, "status": status or {}}
+    return msgspec.convert(document, DiffusionDeployment)
+
+
+REVISION = template_of(made(), default_image="worker:1").revision
+
+
+def pod(index: int = 0, incarnation: int = 0, **facts: Any) -> Pod:
+    defaults = {"revision": REVISION, "scheduled": True, "node": "node", "ip": "10.0.0.1", "ready": True, "container": RUNNING}
+    name = f"d-{index}-{incarnation}"
+    return Pod(name=name, uid=f"uid-{index}-{incarnation}", index=index, incarnation=incarnation, created_at=EPOCH, **(defaults | facts))
+
+
+def planned(*pods: Pod, states: dict[int, WorkerState] | None = None, status: dict[str, Any] | None = None, **spec: Any) -> DeploymentPlan:
+    """Every pod's worker is ready unless `states` says otherwise, by index."""
+    polls = {one.uid: Poll(state=(states or {}).get(one.index, READY)) for one in pods}
+    observed = Observed(deployment=made(status, **spec), default_image="worker:1", pods=pods, polls=polls)
+    return plan_deployment(observed, EPOCH + timedelta(minutes=5))
+
+
+GROUP_STATES = [
+    ("not scheduled", {"scheduled": False, "container": Container()}, Poll(), GroupState.PENDING, None),
+    ("image is pulled", {"container": waits("ContainerCreating")}, Poll(), GroupState.STARTING, None),
+    ("image is missing", {"container": waits("ErrImagePull")}, Poll(), GroupState.STARTING, Problem.IMAGE_PULL),
+    ("bad image name", {"container": waits("InvalidImageName")}, Poll(), GroupState.STARTING, Problem.IMAGE_PULL),
+    ("no such volume", {"container": waits("CreateContainerConfigError")}, Poll(), GroupState.STARTING, Problem.CONTAINER),
+    ("started, silent", {"ready": False}, Poll(), GroupState.STARTING, None),
+    ("loads", {"ready": False}, Poll(state=STARTING), GroupState.STARTING, None),
+    ("ready", {}, Poll(state=READY), GroupState.AWAKE, None),
+    ("drains", {}, Poll(state=DRAINING), GroupState.DRAINING, None),
+    ("goes to sleep", {}, Poll(state=says(WorkerPhase.SLEEPING)), GroupState.SLEEPING, None),
+    ("asleep", {}, Poll(state=ASLEEP), GroupState.ASLEEP, None),
+    ("wakes", {}, Poll(state=WAKING), GroupState.WAKING, None),
+    ("terminates", {}, Poll(state=says(WorkerPhase.TERMINATING)), GroupState.TERMINATING, None),
+    ("is deleted", {"terminating": True}, Poll(state=READY), GroupState.TERMINATING, None),
+    ("evicted", {"finished": True, "finished_message": "Evicted"}, Poll(), GroupState.FAILED, Problem.POD_FAILED),
+    (
+        "start-up error",
+        {"container": Container(restarts=1, waiting_reason="CrashLoopBackOff", last_exit=Exit(code=1, message="no model"))},
+        Poll(),
+        GroupState.FAILED,
+        Problem.MODEL_ERROR,
+    ),
+    (
+        "dies again and again",
+        {"container": Container(restarts=4, waiting_reason="CrashLoopBackOff", last_exit=Exit(code=137))},
+        Poll(),
+        GroupState.FAILED,
+        Problem.CRASH_LOOPING,
+    ),
+    (
+        "starts again after one death",
+        {"ready": False, "container": Container(running=True, restarts=1, last_exit=Exit(code=70))},
+        Poll(state=STARTING),
+        GroupState.STARTING,
+        None,
+    ),
+    ("is back after a death", {"container": Container(running=True, restarts=4, last_exit=DEATH)}, Poll(READY), GroupState.AWAKE, None),
+    ("two failed polls", {}, Poll(state=READY, failures=2, failing_for=timedelta(minutes=1)), GroupState.AWAKE, None),
+    ("three in a second", {}, Poll(state=READY, failures=3, failing_for=timedelta(seconds=1)), GroupState.AWAKE, None),
+    ("three over 15 s", {}, Poll(state=READY, failures=3, failing_for=timedelta(seconds=15)), GroupState.AWAKE, Problem.UNREACHABLE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "poll", "state", "problem"), [row[1:] for row in GROUP_STATES], ids=[row[0] for row in GROUP_STATES])
+def test_the_state_of_a_replica(facts: dict[str, Any], poll: Poll, state: GroupState, problem: Problem | None) -> None:
+    group = read_group(pod(**facts), poll, None, made())
+    assert (group.state, group.problem) == (state, problem)
+
+
+def test_after_an_operators_restart_a_silent_replica_keeps_its_recorded_state() -> None:
+    status = {"groups": [{"index": 0, "state": "Asleep", "leaderPod": "d-0-0", "restarts": 0}]}
+    (group,) = observe_groups(Observed(deployment=made(status), default_image="i", pods=(pod(),)))
+    assert group.state is GroupState.ASLEEP
+
+
+def test_an_index_is_its_newest_pod() -> None:
+    pods = (pod(0, 1), pod(0, 2, terminating=True), pod(1, 0, terminating=True))
+    groups = observe_groups(Observed(deployment=made(), default_image="i", pods=pods))
+    assert [(group.pod.name, group.state) for group in groups] == [("d-0-1", GroupState.STARTING), ("d-1-0", GroupState.TERMINATING)]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("d-0-0", (0, 0)), ("d-12-345", (12, 345)), ("d-0", None), ("d-a-0", None), ("dd-0-0", None), ("d-0-0-0", None)],
+)
+def test_index_and_incarnation_come_from_the_name(name: str, numbers: tuple[int, int] | None) -> None:
+    assert pod_numbers("d", name) == numbers
+
+
+def test_missing_replicas_are_made_at_free_indices_above_every_known_incarnation() -> None:
+    status = {"groups": [{"index": 2, "state": "Awake", "incarnation": 7}]}
+    plan = planned(pod(1), pod(0, 4, terminating=True), status=status, replicas=3)
+    assert [one for one in plan.pods if isinstance(one, CreatePod)] == [CreatePod(0, 5), CreatePod(2, 8)]
+
+
+VICTIMS = [
+    ("the failed one", [pod(0), pod(1, finished=True), pod(2)], {}, "d-1-0"),
+    ("the pending one", [pod(0), pod(1), pod(2, **UNSCHEDULED)], {}, "d-2-0"),
+    ("the sleeping one", [pod(0), pod(1), pod(2)], {1: ASLEEP}, "d-1-0"),
+    ("the idle one", [pod(0), pod(1)], {0: says(WorkerPhase.READY, in_flight=2)}, "d-1-0"),
+    ("the newest", [pod(0), pod(1), pod(2)], {}, "d-2-0"),
+    ("the one chosen before", [pod(0), pod(1, routable=True)], {}, "d-0-0"),
+]
+
+
+@pytest.mark.parametrize(("pods", "states", "victim"), [row[1:] for row in VICTIMS], ids=[row[0] for row in VICTIMS])
+def test_scaling_down_takes(pods: list[Pod], states: dict[int, WorkerState], victim: str) -> None:
+    plan = planned(*pods, states=states, replicas=len(pods) - 1)
+    assert [one.name for one in plan.pods if isinstance(one, DeletePod)] == [victim]
+
+
+REPLACEMENTS = [
+    ("one of two that serve", [pod(0, revision="old"), pod(1, revision="old")], {}, ["d-1-0"]),
+    ("none while another one starts", [pod(0, revision="old"), pod(1, ready=False)], {1: STARTING}, []),
+    ("none while one is missing", [pod(0, revision="old")], {}, []),
+    ("at once what does not serve", [pod(0, revision="old"), pod(1, revision="old", **UNSCHEDULED)], {}, ["d-1-0"]),
+    ("none when all are new", [pod(0), pod(1)], {}, []),
+    ("a sleeping one first", [pod(0, revision="old"), pod(1, revision="old")], {0: ASLEEP}, ["d-0-0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pods", "states", "deleted"), [row[1:] for row in REPLACEMENTS], ids=[row[0] for row in REPLACEMENTS])
+def test_replacing_takes(pods: list[Pod], states: dict[int, WorkerState], deleted: list[str]) -> None:
+    plan = planned(*pods, states=states, replicas=2)
+    assert [one.name for one in plan.pods if isinstance(one, DeletePod)] == deleted
+
+
+ROUTES = [
+    ("all that are awake", {}, {0: True, 1: True}),
+    ("only the awake one", {1: ASLEEP}, {0: True}),
+    ("all while none is awake", {0: ASLEEP, 1: WAKING}, {0: True, 1: True}),
+    ("none that loads for the first time", {0: STARTING, 1: ASLEEP}, {1: True}),
+]
+
+
+@pytest.mark.parametrize(("states", "routed"), [row[1:] for row in ROUTES], ids=[row[0] for row in ROUTES])
+def test_routed_to_are(states: dict[int, WorkerState], routed: dict[int, bool]) -> None:
+    plan = planned(pod(0), pod(1), states=states, replicas=2, sleep={"policy": "Asleep"} if states else {})
+    assert {one.name for one in plan.pods if isinstance(one, SetRoutable) and one.routable} == {f"d-{index}-0" for index in routed}
+
+
+SLEEPS = [
+    ("a ready one is put to sleep", "Asleep", READY, ["sleep-3-1"]),
+    ("a sleeping one is left", "Asleep", ASLEEP, []),
+    ("one that drains is left", "Asleep", DRAINING, []),
+    ("one that starts is left", "Asleep", STARTING, []),
+    ("one that is busy with an operation is left", "Asleep", says(WorkerPhase.READY, operation=op("wake", "w")), []),
+    ("a failed sleep is tried under another id", "Asleep", says(WorkerPhase.READY, last_operation=FAILED_SLEEP), ["sleep-3-2"]),
+    ("an older generation's id does not count", "Asleep", says(WorkerPhase.READY, last_operation=op("sleep", "sleep-2-4")), ["sleep-3-1"]),
+    ("a sleeping one is woken", "AlwaysAwake", ASLEEP, ["wake-3-1"]),
+    ("a ready one is left", "AlwaysAwake", READY, []),
+    ("one that slept by itself is woken", "AlwaysAwake", says(WorkerPhase.ASLEEP, last_operation=op("sleep", "policy-b")), ["wake-3-1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "state", "calls"), [row[1:] for row in SLEEPS], ids=[row[0] for row in SLEEPS])
+def test_by_policy(policy: str, state: WorkerState, calls: list[str]) -> None:
+    plan = planned(pod(), states={0: state}, sleep={"policy": policy})
+    assert [call.operation_id for call in plan.calls if isinstance(call, SleepWorker | WakeWorker)] == calls
+
+
+def test_no_time_to_drain_is_abort() -> None:
+    (call,) = planned(pod(), sleep={"policy": "Asleep", "drain": "Wait", "drainTimeoutSeconds": 0}).calls
+    assert isinstance(call, SleepWorker)
+    assert (call.mode.value, call.deadline_s) == ("Abort", 1)
+
+
+REVISIONS = [
+    ("model", {"model": {"source": {"path": "/other"}}}, True),
+    ("dtype", {"model": {"source": {"path": "/m"}, "dtype": "Float32"}}, True),
+    ("image", {"engine": {"image": "i"}}, True),
+    ("environment", {"engine": {"env": [{"name": "A"}]}}, True),
+    ("ranks", {"parallelism": {"ranksPerReplica": 2}}, True),
+    ("resources", {"resources": {"limits": {"cpu": 1}}}, True),
+    ("slots", {"lora": {"maxLoaded": 5}}, True),
+    ("startup", {"startup": {"timeoutSeconds": 60}}, True),
+    ("replicas", {"replicas": 5}, False),
+    ("sleep", {"sleep": {"policy": "Asleep", "drainTimeoutSeconds": 1}}, False),
+    ("service", {"service": {"port": 81}}, False),
+    ("adapters' timeouts", {"lora": {"loadTimeoutSeconds": 9, "drainTimeoutSeconds": 9}}, False),
+]
+
+
+@pytest.mark.parametrize(("spec", "changes"), [row[1:] for row in REVISIONS], ids=[row[0] for row in REVISIONS])
+def test_the_revision_changes_with_what_a_pod_is_made_of(spec: dict[str, Any], changes: bool) -> None:
+    assert (template_of(made(**spec), default_image="worker:1").revision != REVISION) is changes
+
+
+def test_a_revision_is_a_label_value() -> None:
+    assert len(REVISION) <= 63
+    assert REVISION.replace("-", "").isalnum()
+
+
+ATTEMPTS = [
+    ("taken", None, 1, 5.0, None),
+    ("no answer: the worker may still be at it", ControlUnreachable("no answer"), 1, 5.0, None),
+    ("a race", ControlRefused(WireError(code="Asleep", retryable=True), status=409), 0, 1.0, None),
+    ("busy, with a time", ControlRefused(WireError(code="Busy", retryable=True, retry_after_seconds=4), status=503), 0, 4.0, None),
+    ("a passing error", ControlRefused(WireError(code="RankFailed", retryable=True), status=500), 1, 10.0, "RankFailed"),
+    ("a lasting error", ControlRefused(WireError(code="InvalidAdapter"), status=400), 1, 10.0, "InvalidAdapter"),
+]
+
+
+@pytest.mark.parametrize(("error", "count", "delay_s", "code"), [row[1:] for row in ATTEMPTS], ids=[row[0] for row in ATTEMPTS])
+def test_after_a_push(error: Any, count: int, delay_s: float, code: str | None) -> None:
+    attempt = next_attempt(None, error, now=EPOCH)
+    assert (attempt.count, (attempt.next_retry - EPOCH).total_seconds()) == (count, delay_s)
+    assert (attempt.error.code if attempt.error else None) == code
+
+
+def test_pauses_between_pushes_grow_to_ten_minutes() -> None:
+    error = ControlRefused(WireError(code="RankFailed", retryable=True), status=500)
+    attempt: Attempt | None = None
+    pauses = []
+    for _ in range(8):
+        attempt = next_attempt(attempt, error, now=EPOCH)
+        pauses.append((attempt.next_retry - EPOCH).total_seconds())
+    assert pauses == [10, 20, 40, 80, 160, 320, 600, 600]
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
+    before = Condition(type="Ready", status=ConditionStatus.FALSE, last_transition_time=EPOCH, reason="Starting", message="")
+    later = EPOCH + timedelta(hours=1)
+    same, other = (
+        settle_conditions((verdict("Ready", value, "Reason", ""),), previous=(before,), generation=2, now=later)[0]
+        for value in (False, True)
+    )
+    assert (same.last_transition_time, same.reason, same.observed_generation) == (EPOCH, "Reason", 2)
+    assert other.last_transition_time == later
+
+
+def test_the_more_moves_the_sooner_it_looks_again() -> None:
+    assert planned(pod(routable=True)).look_again_s is None
+    assert planned(pod(routable=True), states={0: WAKING}).look_again_s == 0.5
+    loads = STARTING
+    assert planned(pod(ready=False), states={0: loads}).look_again_s == 1.0
