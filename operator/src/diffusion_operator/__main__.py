@@ -51,7 +51,8 @@ def run(
         liveness_port=liveness_port,
     )
     kopf.configure(log_format=kopf.LogFormat.JSON if log_format == "json" else kopf.LogFormat.FULL)
-    logging.getLogger("diffusion_operator").setLevel(logging.INFO)
+    for chatty in ("aiohttp.access", "kopf.objects"):  # a line for each probe, and one for each watch event
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     if metrics_port is not None:
         serve_metrics(metrics_port)
     kopf.run(

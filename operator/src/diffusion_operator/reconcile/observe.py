@@ -36,7 +36,8 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
     )
     pods, foreign = _sort_pods(deployment, manifests)
     memory.forget_pods({pod.uid for pod in pods})
-    await asyncio.gather(*(_poll(runtime, memory, pod, token=token) for pod in pods if _answers(pod)))
+    answering = [pod for pod in pods if _answers(pod)]
+    await asyncio.gather(*(_poll(runtime, memory, pod, token=token) for pod in answering))
     now = runtime.now()
     memory.recall_attempts(adapters, now)
     return Observed(
@@ -44,7 +45,7 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         default_image=runtime.settings.engine_image,
         pods=pods,
         foreign_incarnations=foreign,
-        polls={uid: record.poll(now) for uid, record in memory.polls.items()},
+        polls={pod.uid: memory.polls[pod.uid].poll(now) for pod in answering},
         adapters=adapters,
         attempts=dict(memory.attempts),
         operation_not_before=dict(memory.operation_not_before),
