@@ -8,10 +8,14 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 GOAL ?=
 
-.PHONY: help venv lint test test-fast test-slow demo cluster cluster-down digits bench
+.PHONY: help preflight venv lint test test-fast demo cluster cluster-down digits bench
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+preflight: # what the machine must have, asked of the system's Python before anything is changed
+	@tools/make-venv --check
+	@$(PYTHON) -m tools.devcluster.preflight
 
 venv: ## the one virtual environment, made again when a pin or a dependency changes
 	@PYTHON="$(PYTHON)" tools/make-venv
@@ -25,15 +29,14 @@ lint: venv ## ruff, mypy strict, the layers
 test-fast: lint ## lint and the tests that need neither a cluster nor minutes
 	$(PYTEST) -m "not apiserver and not cluster and not slow"
 
-test: lint ## every test, fast ones first; brings up a cluster for the last of them
-	@$(PY) -m tools.devcluster check
+test: preflight lint ## every test, fast ones first; brings up a cluster for the last of them
 	$(PYTEST) -m "not apiserver and not cluster and not slow" -q
 	$(PYTEST) -m "apiserver or cluster or slow" -q --durations=10
 
-demo: venv ## from nothing to a picture, an adapter, a sleep and a waking
+demo: preflight venv ## from nothing to a picture, an adapter, a sleep and a waking
 	@$(PY) -m tools.demo
 
-cluster: venv ## the development cluster alone
+cluster: preflight venv ## the development cluster alone
 	@$(PY) -m tools.devcluster up
 
 cluster-down: venv ## end it; nothing stays but the cache

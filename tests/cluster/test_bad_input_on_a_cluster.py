@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deployments that cannot work, on a real cluster: each says what is wrong, and what runs beside it goes on."""
+
+import pytest
+
+from cluster_rig import ClusterRig
+from tools.demo.kubectl import Wanted
+from tools.devcluster import cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+FAKE_GPU = "example.com/fake-gpu"
+
+
+def test_an_image_that_cannot_be_pulled_is_named(rig: ClusterRig) -> None:
+    rig.deploy("no-image", engine={"image": "registry.invalid/none:1"})
+    found = rig.wait("dd/no-image", Wanted("Ready", "False", ["ImagePullError"]), deadline_s=60)
+    rig.eventually("the image's name in a condition", lambda: "registry.invalid/none:1" in rig.kubectl.text("describe", "dd/no-image"))
+    assert found["status"]["readyReplicas"] == 0
+    rig.kubectl.text("delete", "dd/no-image", deadline_s=10)
+
+
+def test_a_model_path_that_does_not_exist_is_told_in_the_workers_own_words(rig: ClusterRig) -> None:
+    rig.deploy("no-model", model="/models/none")
+    rig.wait("dd/no-model", Wanted("Ready", "False", ["ModelError"]), deadline_s=120)
+    message = rig.condition("dd/no-model", "Ready")["message"]
+    assert "/models/none" in message
+    assert "expected a diffusers folder" in message
+    rig.kubectl.text("delete", "dd/no-model", deadline_s=10)
+
+
+def test_a_replica_waits_for_gpus_that_nobody_has_and_starts_when_they_appear(rig: ClusterRig) -> None:
+    resources = {"gpuResourceName": FAKE_GPU, "requests": {"cpu": "100m", "memory": "512Mi"}, "sharedMemory": "128Mi"}
+    rig.deploy("wants-gpus", ranks=2, resources=resources)
+    rig.wait("dd/wants-gpus", Wanted("Scheduled", "False", ["InsufficientGPU"]), deadline_s=60)
+    assert FAKE_GPU in rig.condition("dd/wants-gpus", "Scheduled")["message"]
+    cluster.patch_node_resource(FAKE_GPU, 2)
+    try:
+        rig.wait("dd/wants-gpus", Wanted("Scheduled", "True"), deadline_s=120)
+        (pod,) = rig.pods("wants-gpus")
+        assert pod["spec"]["containers"][0]["resources"]["limits"][FAKE_GPU] == "2"
+    finally:
+        rig.kubectl.text("delete", "dd/wants-gpus", deadline_s=10)
+        cluster.patch_node_resource(FAKE_GPU, 0)
+
+
+def test_scaling_to_two_to_none_and_back_keeps_the_numbers_true(rig: ClusterRig) -> None:
+    rig.serve("scaled")
+    rig.kubectl.text("scale", "dd/scaled", "--replicas=2")
+    both = rig.wait("dd/scaled", Wanted("Ready", "True", ["Serving"]))
+    assert (both["status"]["replicas"], both["status"]["readyReplicas"]) == (2, 2)
+    rig.kubectl.text("scale", "dd/scaled", "--replicas=0")
+    none = rig.wait("dd/scaled", Wanted("Ready", "False", ["NoReplicas"]), deadline_s=60)
+    rig.eventually("no pods", lambda: not rig.pods("scaled"))
+    assert none["status"]["readyReplicas"] == 0
+    rig.kubectl.text("scale", "dd/scaled", "--replicas=1")
+    rig.wait("dd/scaled", Wanted("Ready", "True", ["Serving"]))
+    rig.picture("scaled", "scaled")
+    rig.kubectl.text("delete", "dd/scaled", deadline_s=10)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main path on a real API server and kubelet, with our images, our chart and the real model: what the demo shows, and faults."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image
+
+import digit_judge
+from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from tools.demo.errors import DemoFailed
+from tools.demo.kubectl import Wanted
+from tools.demo.pictures import Picture
+from tools.demo.weights_memory import check_given_back, read_weights_memory
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+NAME, STYLE = "digits", "stripes"
+DD, LORA = f"dd/{NAME}", f"lora/{STYLE}"
+ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
+
+
+@pytest.fixture(scope="module")
+def rig_with_digits(rig: ClusterRig) -> Iterator[ClusterRig]:
+    """Two ranks of the digits model with one adapter; tests leave it serving."""
+    rig.serve(NAME, ranks=2)
+    rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
+    rig.wait(LORA, ADAPTER_READY)
+    yield rig
+    rig.kubectl.text("delete", DD, LORA, "--ignore-not-found")
+
+
+def image(picture: Picture) -> Image.Image:
+    return Image.open(io.BytesIO(picture.png)).convert("RGB")
+
+
+def test_a_declared_model_draws_what_it_is_asked_for(rig_with_digits: ClusterRig) -> None:
+    seen = digit_judge.judge(image(rig_with_digits.picture(NAME)))
+    assert (seen.digit, seen.colour) == (7, "red")
+
+
+def test_the_adapter_is_served_under_its_name_and_changes_the_picture(rig_with_digits: ClusterRig) -> None:
+    assert digit_judge.has_style(image(rig_with_digits.picture(NAME, STYLE)), STYLE)
+    assert not digit_judge.has_style(image(rig_with_digits.picture(NAME)), STYLE)
+
+
+def test_an_adapter_nobody_declared_is_not_found_and_never_the_base(rig_with_digits: ClusterRig) -> None:
+    refused = rig_with_digits.refusal(NAME, "no-such-style")
+    assert (refused.status, refused.code) == (404, "NotFound")
+
+
+def test_kubectl_shows_the_model_and_its_adapter_with_their_columns(rig_with_digits: ClusterRig) -> None:
+    header, row = rig_with_digits.kubectl.text("get", DD).splitlines()
+    assert header.split()[:4] == ["NAME", "READY", "DESIRED", "AWAKE"]
+    assert row.split()[:4] == [NAME, "1", "1", "1"]
+    assert "LoadedEverywhere" in rig_with_digits.kubectl.text("get", LORA)
+
+
+def test_sleep_gives_the_memory_back_refuses_clearly_and_waking_brings_the_same_pictures(rig_with_digits: ClusterRig) -> None:
+    rig = rig_with_digits
+    before = [rig.picture(NAME), rig.picture(NAME, STYLE)]
+    pod = rig.pod(NAME)
+    awake = read_weights_memory(rig.kubectl, pod)
+    rig.sleep_policy(NAME, "Asleep")
+    asleep = rig.wait(DD, ASLEEP, deadline_s=60)
+    print(check_given_back(awake, read_weights_memory(rig.kubectl, pod)))
+    assert asleep["status"]["awakeReplicas"] == 0
+    assert asleep["status"]["asleepReplicas"] == 1
+    assert rig.condition(DD, "Ready")["reason"] == "SleepRequested"
+    for model in (NAME, STYLE):
+        refused = rig.refusal(NAME, model)
+        assert (refused.status, refused.code) == (503, "Asleep")
+    rig.sleep_policy(NAME, "AlwaysAwake")
+    rig.wait(DD, SERVING, deadline_s=60)
+    rig.wait(LORA, ADAPTER_READY, deadline_s=60)
+    assert rig.pod(NAME) == pod
+    assert [rig.picture(NAME).png, rig.picture(NAME, STYLE).png] == [picture.png for picture in before]
+
+
+def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digits: ClusterRig) -> None:
+    rig = rig_with_digits
+    rig.adapt("broken", NAME, "/models/digits")
+    rig.wait("lora/broken", Wanted("Ready", "False", ["SourceError", "Failed"]), deadline_s=60)
+    found = rig.kubectl.text("describe", "lora/broken")
+    assert "InvalidAdapter" in found
+    assert "adapter_config.json" in found
+    assert rig.condition(DD, "Ready")["status"] == "True"
+    assert rig.condition(DD, "AdaptersReady")["reason"] == "SomeFailed"
+    refused = rig.refusal(NAME, "broken")
+    assert refused.code in ("AdapterNotLoaded", "NotFound")
+    rig.picture(NAME)
+    rig.kubectl.text("delete", "lora/broken", deadline_s=10)
+    rig.eventually("the base alone with its style", lambda: rig.condition(DD, "AdaptersReady")["reason"] == "AllReady")
+
+
+def test_a_deleted_adapter_is_unknown_and_one_applied_again_is_served_again(rig_with_digits: ClusterRig) -> None:
+    rig = rig_with_digits
+    rig.kubectl.text("delete", LORA, deadline_s=10)
+    rig.eventually("the adapter is unloaded", lambda: not rig.state(NAME)["adapters"])
+    assert rig.refusal(NAME, STYLE).status == 404
+    rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
+    rig.wait(LORA, ADAPTER_READY, deadline_s=60)
+    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+
+
+def test_a_killed_rank_ends_the_container_with_the_reason_and_everything_comes_back(rig_with_digits: ClusterRig) -> None:
+    rig = rig_with_digits
+    before = rig.picture(NAME, STYLE)
+    state = rig.state(NAME)
+    rig.kill_in_pod(rig.pod(NAME), state["ranks"][1]["pid"])
+    rig.eventually("another boot", lambda: _boot_of(rig) not in (None, state["bootId"]), deadline_s=START_S)
+    after = rig.wait(DD, SERVING)
+    assert after["status"]["groups"][0]["lastFailure"]["exitCode"] == 70
+    assert "SIGKILL" in after["status"]["groups"][0]["lastFailure"]["message"]
+    rig.wait(LORA, ADAPTER_READY, deadline_s=60)
+    assert rig.picture(NAME, STYLE).png == before.png
+
+
+def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits: ClusterRig) -> None:
+    rig = rig_with_digits
+    old = rig.pod(NAME)
+    rig.kubectl.text("delete", "pod", old, "--wait=false")
+    rig.eventually("another pod", lambda: [p for p in rig.pods(NAME) if p["metadata"]["name"] != old], deadline_s=60)
+    rig.wait(DD, SERVING)
+    rig.wait(LORA, ADAPTER_READY, deadline_s=60)
+    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+
+
+def test_an_adapter_outlives_its_deployment_with_a_true_status_and_is_served_by_the_next_one(rig_with_digits: ClusterRig) -> None:
+    rig = rig_with_digits
+    rig.kubectl.text("delete", DD, deadline_s=10)
+    orphan = rig.wait(LORA, Wanted("Accepted", "False", ["DeploymentNotFound"]), deadline_s=60)
+    assert not orphan["status"].get("instances")
+    assert rig.condition(LORA, "Ready")["status"] == "False"
+    rig.eventually("the pods are gone", lambda: not rig.pods(NAME))
+    rig.serve(NAME, ranks=2)
+    rig.wait(LORA, ADAPTER_READY, deadline_s=60)
+    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+
+
+def test_nothing_of_ours_carries_a_finalizer_or_an_annotation_of_kopf(rig_with_digits: ClusterRig) -> None:
+    for resource in (DD, LORA, "pods"):
+        text = rig_with_digits.kubectl.text("get", resource, "-o", "yaml")
+        assert "kopf.zalando.org" not in text
+        assert "finalizers" not in text
+
+
+def _boot_of(rig: ClusterRig) -> str | None:
+    """The worker's boot id, None while the container is not up."""
+    try:
+        return str(rig.state(NAME)["bootId"])
+    except DemoFailed:
+        return None
