@@ -10,6 +10,9 @@ import pytest
 
 from worker_process import DIGITS, WorkerProcess
 
+# A start of a real worker imports torch for ten seconds.
+pytestmark = pytest.mark.slow
+
 STRIPES = DIGITS / "loras" / "stripes"
 REQUEST = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0}
 

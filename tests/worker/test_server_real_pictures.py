@@ -14,6 +14,9 @@ from PIL import Image
 
 from worker_process import WorkerProcess, decode_image
 
+# A start of a real worker imports torch for ten seconds.
+pytestmark = pytest.mark.slow
+
 # Rounding of another batch size or another split over the ranks: a level or two of 255 in a few pixels.
 MAX_LEVELS = 3
 

@@ -12,6 +12,9 @@ import pytest
 from big_model import make_big_model
 from worker_process import DIGITS, WorkerProcess, resident_bytes
 
+# A start of a real worker imports torch for ten seconds.
+pytestmark = pytest.mark.slow
+
 REQUEST = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0}
 
 
@@ -107,7 +110,6 @@ def test_the_desired_file_names_adapters_and_lets_the_worker_fall_asleep_by_itse
         assert worker.terminate() == 0
 
 
-@pytest.mark.slow
 def test_sleep_frees_a_model_of_a_gigabyte_and_wakes_it_bit_for_bit(tmp_path: Path) -> None:
     model = make_big_model(tmp_path / "big")
     with WorkerProcess(model, served_name="big") as worker:

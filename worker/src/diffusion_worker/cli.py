@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from diffusion_worker.config import Dtype, WorkerConfig, read_model_index, served_name_of
+from diffusion_worker.engine.operations import read_desired
 from diffusion_worker.errors import ConfigError
 
 MAX_RANKS = 64
@@ -117,6 +118,7 @@ def check(config: WorkerConfig) -> None:
             raise ConfigError(f"--lora {name}={path}: the name is that of the model, choose another or another --served-name")
         if not Path(path).is_dir():
             raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
+    read_desired(config.desired_path)
     if len(config.preload_loras) > config.max_loras:
         raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is {config.max_loras}")
 

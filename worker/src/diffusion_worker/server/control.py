@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse, Response
 
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.server.schemas import (
+    ERRORS,
     AdapterBody,
     AdapterName,
     AdapterRemoval,
-    ErrorBody,
     OperationAnswer,
     RemovedAdapter,
     SleepBody,
@@ -22,14 +22,10 @@ from diffusion_worker.server.schemas import (
 
 router = APIRouter()
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    int(status): {"model": ErrorBody}
-    for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE)
-}
 OPERATION: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, 202: {"model": OperationAnswer}, **ERRORS}
 
 
-@router.get("/v1/state", response_model=None)
+@router.get("/v1/state", response_model=None, responses=ERRORS)
 async def state(request: Request) -> Response:
     """Everything there is to know of this worker; cheap, and answered in every state."""
     return _encoded(_engine(request).state_document())

@@ -4,7 +4,6 @@
 import asyncio
 import time
 from collections.abc import Coroutine
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -14,18 +13,13 @@ from diffusion_worker.engine.documents import AdapterDocument, EngineState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.encoding import images_answer
-from diffusion_worker.server.schemas import ErrorBody, ImagesAnswer, ImagesRequest, ModelCard, ModelList
+from diffusion_worker.server.schemas import ERRORS, ImagesAnswer, ImagesRequest, ModelCard, ModelList
 
 router = APIRouter()
 # nginx's number for a client that went away; nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
 READY_RETRY_S = 1.0
 T = TypeVar("T")
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    int(status): {"model": ErrorBody}
-    for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
-}
 
 
 class ClientGone(Exception):
@@ -58,7 +52,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz", responses={503: {"model": ErrorBody}})
+@router.get("/readyz", responses=ERRORS)
 async def readyz(request: Request) -> dict[str, str]:
     """200 from the end of the first load until the drain for termination, also asleep."""
     engine: Engine = request.app.state.engine

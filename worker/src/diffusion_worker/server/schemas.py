@@ -5,7 +5,7 @@ Pydantic stays in this package: each body turns itself into the struct that the 
 what depends on the model, on limits or on the engine's state is the engine's to judge.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -100,6 +100,10 @@ class ErrorBody(BaseModel):
     retryable: bool
     retryAfterSeconds: float | None
     details: dict[str, object]
+
+
+# For `responses` of every route: one form for all errors, and no mention of the framework's own.
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Any error."}}
 
 
 class ControlBody(BaseModel):

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line refuses what is wrong before anything starts: one line that names the option, exit code 1."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion_worker import cli
+from diffusion_worker.errors import ConfigError
+from worker_process import DIGITS, DIGITS_MODEL
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the program says to these arguments; it must exit with 1."""
+    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert exit_info.value.code == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--model"),
+        (["--ranks=0"], "--ranks"),
+        (["--ranks=65"], "--ranks"),
+        (["--ranks=two"], "--ranks"),
+        (["--port=65536"], "--port"),
+        (["--control-port=-1"], "--control-port"),
+        (["--dtype=int8"], "--dtype"),
+        (["--max-batch-size=0"], "--max-batch-size"),
+        (["--startup-timeout-seconds=0"], "--startup-timeout-seconds"),
+        (["--lora=stripes"], "--lora 'stripes': expected NAME=PATH"),
+        (["--lora=stripes="], "--lora 'stripes=': expected NAME=PATH"),
+        (["--lora=Stripes=/x"], "'Stripes'"),
+        (["--lora=a=/x", "--lora=a=/y"], "given twice"),
+        (["--lora=a=/nowhere"], "--lora a=/nowhere: expected a peft folder, found nothing there"),
+        ([f"--lora=a={DIGITS_MODEL / 'model_index.json'}"], "found a file"),
+        ([f"--lora=digits={DIGITS / 'loras' / 'stripes'}", "--served-name=digits"], "the name is that of the model"),
+        (["--max-loras=1", *(f"--lora={name}={DIGITS / 'loras' / 'stripes'}" for name in "ab")], "--max-loras is 1"),
+        (["--served-name=two words"], "--served-name"),
+        (["--desired=/nowhere.json"], "--desired"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    model = [f"--model={DIGITS_MODEL}"] if arguments else []
+    assert says in refusal(monkeypatch, capsys, *model, *arguments)
+
+
+def test_a_model_path_that_is_no_diffusers_folder_is_refused_with_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "found nothing there" in refusal(monkeypatch, capsys, "--model=/nowhere")
+    assert "found no model_index.json" in refusal(monkeypatch, capsys, f"--model={tmp_path}")
+    index = tmp_path / "model_index.json"
+    assert "found a file" in refusal(monkeypatch, capsys, f"--model={DIGITS_MODEL / 'model_index.json'}")
+    for content in ("", "{", "[]", "{}", '{"_class_name": 5}', "\x00"):
+        index.write_text(content)
+        said = refusal(monkeypatch, capsys, f"--model={tmp_path}")
+        assert said.startswith(f"Error: --model: model path {str(tmp_path)!r}: model_index.json ")
+
+
+def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
+    assert cli.parse_loras(("a=/x=y", "b.c-d_1=z")) == {"a": "/x=y", "b.c-d_1": "z"}
+    with pytest.raises(ConfigError, match="expected a name of"):
+        cli.parse_loras(("=x",))
+
+
+def test_help_lists_the_options_and_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", "--help"])
+    cli.main()
+    assert "--control-token-file" in capsys.readouterr().out
+
+
+def test_the_command_line_and_the_server_import_no_torch() -> None:
+    program = (
+        "import sys, diffusion_worker.cli, diffusion_worker.server.serve, diffusion_worker.ranks.executor\n"
+        "print(sorted({'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAPI documents of both ports say what the ports do, and the metrics are what Prometheus reads."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from diffusion_worker.messages import RequestSpec
+from server_edge import Edge, serving_edge
+
+
+@pytest.fixture
+async def edge() -> AsyncIterator[Edge]:
+    async with serving_edge(ranks=2) as edge:
+        yield edge
+
+
+async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: Edge) -> None:
+    document = (await edge.data.get("/openapi.json")).json()
+    assert sorted(document["paths"]) == ["/healthz", "/metrics", "/readyz", "/v1/images/generations", "/v1/models"]
+    body = document["components"]["schemas"]["ImagesRequest"]
+    assert (body["required"], body["additionalProperties"]) == (["prompt"], False)
+    assert set(body["properties"]) >= {"prompt", "model", "n", "size", "seed", "num_inference_steps", "guidance_scale", "response_format"}
+    error = document["components"]["schemas"]["ErrorBody"]
+    assert sorted(error["properties"]) == ["code", "details", "message", "retryAfterSeconds", "retryable"]
+    answers = document["paths"]["/v1/images/generations"]["post"]["responses"]
+    assert answers["default"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+
+
+async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edge) -> None:
+    document = (await edge.control.get("/openapi.json")).json()
+    assert sorted(document["paths"]) == ["/v1/adapters/{name}", "/v1/sleep", "/v1/state", "/v1/wake"]
+    schemas = document["components"]["schemas"]
+    assert set(schemas["SleepBody"]["properties"]) == {"operationId", "bootId", "level", "mode", "deadlineSeconds"}
+    assert schemas["AdapterBody"]["additionalProperties"] is False
+    parameters = document["paths"]["/v1/adapters/{name}"]["delete"]["parameters"]
+    assert [parameter["name"] for parameter in parameters] == ["name", "operationId", "bootId", "drainSeconds"]
+
+
+async def test_the_wrong_answer_of_the_framework_itself_is_nowhere_in_the_documents(edge: Edge) -> None:
+    for client in (edge.data, edge.control):
+        text = (await client.get("/openapi.json")).text
+        assert "HTTPValidationError" not in text and '"422"' not in text
+
+
+async def test_there_are_no_pages_that_load_scripts_from_elsewhere(edge: Edge) -> None:
+    for path in ("/docs", "/redoc"):
+        assert (await edge.data.get(path)).status_code == 404
+
+
+async def metrics(edge: Edge) -> dict[tuple[str, str], float]:
+    """Every sample by name and its labels' values."""
+    answer = await edge.data.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_count_requests_by_code_and_what_the_ranks_did(edge: Edge) -> None:
+    await edge.images(prompt="p", n=2, num_inference_steps=3)
+    await edge.images(prompt="p", n=0)
+    await edge.images(prompt="p", model="nobody")
+    found = await metrics(edge)
+    assert {code: found["diffusion_worker_requests_total", code] for code in ("OK", "InvalidRequest", "NotFound")} == {
+        "OK": 1,
+        "InvalidRequest": 1,
+        "NotFound": 1,
+    }
+    assert found["diffusion_worker_images_total", ""] == 2
+    assert found["diffusion_worker_steps_total", ""] >= 3
+    assert found["diffusion_worker_model_calls_total", ""] >= 3
+    assert found["diffusion_worker_request_seconds_count", ""] == 1
+    assert found["diffusion_worker_requests_in_flight", ""] == 0
+
+
+async def test_metrics_show_state_adapters_and_memory(edge: Edge) -> None:
+    await edge.put_adapter("stripes", "/loras/stripes")
+    await edge.operate("sleep")
+    await edge.wait_state(state="asleep")
+    found = await metrics(edge)
+    assert (found["diffusion_worker_state", "asleep"], found["diffusion_worker_state", "ready"]) == (1, 0)
+    assert found["diffusion_worker_adapters", "Loaded"] == 1
+    assert [found["diffusion_worker_rank_weights_resident_bytes", rank] for rank in "01"] == [0, 0]
+    assert [found["diffusion_worker_rank_weights_bytes", rank] for rank in "01"] == [1_000_000, 1_000_000]
+
+
+async def test_no_label_comes_from_a_client(edge: Edge) -> None:
+    await edge.put_adapter("a-made-up-name", "/loras/x")
+    body: dict[str, Any] = {"prompt": "p", "model": "a-made-up-name"}
+    await edge.data.post("/v1/images/generations", json=body, headers={"x-request-id": "a-made-up-name"})
+    await edge.data.get("/a-made-up-name")
+    assert "a-made-up-name" not in (await edge.data.get("/metrics")).text
+
+
+def test_a_spec_of_the_wire_has_the_fields_that_a_request_may_set() -> None:
+    wanted = {"prompt", "negative_prompt", "seed", "height", "width", "steps", "guidance_scale", "lora"}
+    assert wanted < set(RequestSpec.__struct_fields__)
