@@ -372,6 +372,15 @@ async def test_an_unreachable_replica_whose_data_port_fails_too_is_not_ready() -
     assert rig.condition("Ready") == ("False", "ControlUnreachable")
 
 
+async def test_a_replica_is_not_counted_ready_before_its_probe_passes() -> None:
+    rig = await serving(1)
+    rig.cluster.running("d-0-0", "10.0.0.1", ready=False)
+    await rig.run()
+    assert rig.condition("Ready") == ("False", "Starting")
+    assert "the readiness probe of replica 0 does not pass" in rig.message("Ready")
+    assert rig.status()["readyReplicas"] == 0
+
+
 async def test_a_lost_rank_group_is_told_with_its_reason() -> None:
     rig = await serving(1)
     worker = rig.workers.at("10.0.0.1")

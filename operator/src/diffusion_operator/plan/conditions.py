@@ -87,7 +87,7 @@ def _not_serving(now: Situation) -> Verdict:
         return verdict("Ready", False, "Waking", _tally(now) + _others(now))
     if now.refusal:
         return verdict("Ready", False, "PodsRefused", now.refusal)
-    return verdict("Ready", False, "Starting", _tally(now) + _others(now))
+    return verdict("Ready", False, "Starting", _tally(now) + _unprobed(now) + _others(now))
 
 
 def available(now: Situation) -> Verdict:
@@ -188,6 +188,12 @@ def _tally(now: Situation) -> str:
     """`1 Awake, 1 Starting of 2 replicas`."""
     counts = {state: now.count(state) for state in GroupState if now.count(state)}
     return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
+
+
+def _unprobed(now: Situation) -> str:
+    """The engine is ready and the kubelet does not say so: for a moment after a start, or because the data port does not answer."""
+    indices = [str(group.index) for group in now.groups if group.state is GroupState.AWAKE and not group.pod.ready]
+    return f"; the readiness probe of replica {', '.join(indices)} does not pass" if indices else ""
 
 
 def _others(now: Situation) -> str:

@@ -37,7 +37,7 @@ def deployment_status(
         engine_image=template.image,
         replicas=len(situation.groups),
         updated_replicas=updated,
-        ready_replicas=count(*READY_STATES),
+        ready_replicas=sum(group.state in READY_STATES and group.pod.ready for group in situation.groups),
         available_replicas=situation.serving,
         awake_replicas=count(GroupState.AWAKE),
         asleep_replicas=count(GroupState.ASLEEP),
