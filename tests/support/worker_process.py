@@ -133,16 +133,23 @@ class WorkerProcess:
 
     def wait_for(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
         """Poll until `check` gives something true; fails at once when the worker ends."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if result := check():
-                return result
+
+        def check_while_it_lives() -> Any:
             assert self._process is not None
-            if self._process.poll() is not None:
+            if not (result := check()) and self._process.poll() is not None:
                 raise AssertionError(f"the worker ended with {self._process.returncode} before it was {what}\n{self.output}")
+            return result
+
+        return self.wait_until(check_while_it_lives, what=what, timeout_s=timeout_s)
+
+    def wait_until(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
+        """Poll until `check` gives something true, whether the worker lives or not."""
+        deadline = time.monotonic() + timeout_s
+        while not (result := check()):
             if time.monotonic() > deadline:
                 raise AssertionError(f"the worker was not {what} within {timeout_s:g} s\n{self.output}")
             time.sleep(0.02)
+        return result
 
     def send_signal(self, number: signal.Signals) -> None:
         """Signal the server process."""

@@ -92,21 +92,21 @@ class RankExecutor:
         """Start the processes and wait until all have loaded; raises ConfigError or GroupFailed."""
         self._wire = ServerEnd()
         self._pump = asyncio.create_task(self._read_answers(self._wire))
-        await asyncio.to_thread(self._start_processes)
-        for number, rank in enumerate(self._ranks):
-            asyncio.get_running_loop().add_reader(rank.pidfd, self._on_death, number)
         try:
             async with asyncio.timeout(self._config.startup_timeout_s):
+                await asyncio.to_thread(self._start_processes)
+                for number, rank in enumerate(self._ranks):
+                    asyncio.get_running_loop().add_reader(rank.pidfd, self._on_death, number)
                 await self._or_failure(self._wire.wait_for_ranks(len(self._ranks)))
                 await self._or_failure(self._ready.wait())
         except TimeoutError:
             self._fail(f"the ranks did not load the model within {self._config.startup_timeout_s:g} s")
+            raise GroupFailed(self._failure.result()) from None
         except GroupFailed:
             words = next((rank.last_words for rank in self._ranks if rank.last_words and rank.last_words.config), None)
             if words is not None:
                 raise ConfigError(words.message) from None
             raise
-        await self._or_failure(asyncio.sleep(0))
         model = self._ranks[0].model
         assert model is not None
         return model
