@@ -135,6 +135,7 @@ async def test_a_template_that_cannot_start_leaves_the_other_replicas_alone_and_
     assert rig.status()["awakeReplicas"] == 2
     assert rig.condition("Ready") == ("True", "ServingDegraded")
     assert 'Back-off pulling image "nowhere/none:1"' in rig.message("Ready")
+    assert rig.condition("Progressing") == ("False", "ImagePullError")
     assert rig.condition("Degraded") == ("True", "GroupFailed")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={}))
     await rig.run()

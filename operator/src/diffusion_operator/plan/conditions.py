@@ -101,6 +101,9 @@ def available(now: Situation) -> Verdict:
 
 def progressing(now: Situation) -> Verdict:
     missing = now.wanted - len(now.groups)
+    stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind), None)
+    if stuck is not None and stuck.problem is not None:
+        return verdict("Progressing", False, stuck.problem.value, _about(stuck))
     if now.outdated:
         done = len(now.groups) - now.outdated
         text = f"replacing replicas one at a time, {done} of {now.wanted} have the new template{_others(now)}"
