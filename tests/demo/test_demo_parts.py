@@ -98,8 +98,14 @@ def test_a_wait_tells_every_change_once_and_gives_the_object(monkeypatch: pytest
 
 
 def test_a_wait_that_ends_says_what_was_there_instead() -> None:
-    with pytest.raises(TookTooLong, match=r"dd/digits is not Ready=True after 0 s; it is Ready=False ModelError"):
+    with pytest.raises(TookTooLong, match=r"dd/digits is not Ready=True within 0 s; it is Ready=False ModelError"):
         wait_for(seen_kubectl(resource("False", "ModelError")), "dd/digits", Wanted("Ready", "True"), deadline_s=0)
+
+
+def test_a_wait_does_not_outlast_a_hopeless_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.demo.kubectl.PATIENCE_S", 0)
+    with pytest.raises(TookTooLong, match="it is Ready=False ImagePullError"):
+        wait_for(seen_kubectl(resource("False", "ImagePullError")), "dd/digits", Wanted("Ready", "True"), deadline_s=3600)
 
 
 def test_the_table_has_every_step_with_its_time_and_the_failed_one() -> None:

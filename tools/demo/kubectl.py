@@ -13,6 +13,9 @@ from .errors import DemoFailed, TookTooLong
 
 Document = dict[str, Any]
 POLL_S = 0.5
+# What does not get better by itself; a moment of it is normal, while a pull or a restart is tried again.
+HOPELESS = frozenset({"ModelError", "ImagePullError", "ContainerError", "CrashLooping", "PodsRefused", "NotAccepted", "SourceError"})
+PATIENCE_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,11 @@ def describe_condition(resource: Document, kind: str) -> str:
 def wait_for(
     kubectl: Kubectl, resource: str, wanted: Wanted, *, deadline_s: float, tell: Callable[[str], None] = lambda _: None
 ) -> Document:
-    """Poll until the condition holds, telling each change of it on the way; the object as it then is."""
-    end, told = time.monotonic() + deadline_s, ""
+    """Poll until the condition holds, telling each change of it on the way; the object as it then is.
+
+    Gives up at the deadline, or earlier where the reason has been a hopeless one for a while.
+    """
+    end, told, hopeful = time.monotonic() + deadline_s, "", time.monotonic()
     while True:
         found = kubectl.get(resource)
         now = describe_condition(found, wanted.type)
@@ -89,8 +95,10 @@ def wait_for(
             told = now
         if wanted.holds(found):
             return found
-        if time.monotonic() > end:
-            raise TookTooLong(f"{resource} is not {wanted} after {deadline_s:g} s; it is {now}")
+        if (condition(found, wanted.type) or {}).get("reason") not in HOPELESS:
+            hopeful = time.monotonic()
+        if time.monotonic() > min(end, hopeful + PATIENCE_S):
+            raise TookTooLong(f"{resource} is not {wanted} within {deadline_s:g} s; it is {now}")
         time.sleep(POLL_S)
 
 

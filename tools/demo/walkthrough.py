@@ -124,7 +124,12 @@ def ask_again(demo: Demo, step: Step) -> None:
 
 
 def make_the_contact_sheet(demo: Demo, step: Step) -> None:
-    titles = {"base": "base", "adapter": f"adapter {ADAPTER}", "base-after-waking": "base, after waking"}
+    titles = {
+        "base": MODEL,
+        "adapter": ADAPTER,
+        "base-after-waking": f"{MODEL}, after waking",
+        "adapter-after-waking": f"{ADAPTER}, after waking",
+    }
     path = demo.output / "contact-sheet.png"
     contact_sheet([(title, demo.pictures[name]) for name, title in titles.items()], PROMPTS).save(path)
     step.result = f"{len(list(demo.output.glob('*.png')))} files in {demo.output}/"
