@@ -25,14 +25,15 @@ class PlannedEvent(msgspec.Struct, frozen=True):
 
 def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[PlannedEvent, ...]:
     old = {group.index: group for group in before.groups}
-    events = [event for group in after.groups for event in _group_events(old.get(group.index), group)]
+    events = [event for group in after.groups for event in _group_events(old.get(group.index), group, generation=after.observed_generation)]
     if _revision_done(before, after):
         message = f"all replicas have revision {after.current_revision}"
         events.append(_normal("RolloutComplete", message, key=after.current_revision or ""))
     return tuple(events)
 
 
-def _group_events(before: GroupStatus | None, after: GroupStatus) -> list[PlannedEvent]:
+def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation: int | None) -> list[PlannedEvent]:
+    """Ready once in a boot, asleep and awake again once for each change of the spec."""
     events = []
     boot = after.boot_id or after.leader_pod or ""
     was = before.state if before is not None else None
@@ -42,12 +43,13 @@ def _group_events(before: GroupStatus | None, after: GroupStatus) -> list[Planne
         events.append(_warning("GroupRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
     if was is after.state or was is None:
         return events
+    if was in (GroupState.WAKING, GroupState.ASLEEP) and after.state in (GroupState.VERIFYING, GroupState.AWAKE):
+        events.append(_normal("Woke", f"replica {after.index} woke up", key=f"{boot}-{generation}"))
     if after.state is GroupState.AWAKE:
-        woke = was in (GroupState.WAKING, GroupState.ASLEEP)
-        message = f"replica {after.index} is awake"
-        events.append(_normal("Woke" if woke else "GroupReady", message, key=f"{boot}-{after.state}-{was}"))
+        events.append(_normal("GroupReady", f"replica {after.index} is ready", key=boot))
     if after.state is GroupState.ASLEEP:
-        events.append(_normal("Slept", f"replica {after.index} gave its memory back and is asleep", key=f"{boot}-{was}"))
+        message = f"replica {after.index} gave its memory back and is asleep"
+        events.append(_normal("Slept", message, key=f"{boot}-{generation}"))
     return events
 
 
