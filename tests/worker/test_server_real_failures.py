@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real workers that are killed, terminated or told nonsense: clear exit codes, reasons, and nothing left behind."""
+
+import concurrent.futures
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from worker_process import DIGITS, DIGITS_MODEL, WorkerProcess, process_exists
+
+pytestmark = pytest.mark.slow
+
+LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 200}
+
+
+def wait_until_gone(worker: WorkerProcess, pids: list[int]) -> None:
+    worker.wait_until(lambda: not any(process_exists(pid) for pid in pids), what=f"gone: {pids}", timeout_s=15)
+
+
+def request_of(worker: WorkerProcess, **body: Any) -> httpx2.Response | None:
+    try:
+        return worker.images(**body)
+    except httpx2.TransportError:
+        return None
+
+
+def test_a_killed_rank_ends_the_worker_with_70_the_reason_and_an_error_for_who_waits() -> None:
+    with WorkerProcess(ranks=2) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        worker.wait_ready()
+        pids = worker.rank_pids()
+        running = threads.submit(worker.images, **LONG)
+        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
+        os.kill(pids[1], signal.SIGKILL)
+        answer = running.result(30)
+        assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (500, "EngineFailed", True)
+        assert worker.wait_exit(30) == 70
+        for text in (worker.output, worker.termination_log.read_text(), answer.json()["message"]):
+            assert f"rank 1 (pid {pids[1]}) was ended by SIGKILL" in text
+        wait_until_gone(worker, pids)
+
+
+def test_a_killed_server_takes_its_ranks_with_it_even_in_the_middle_of_a_picture() -> None:
+    with WorkerProcess(ranks=2) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        worker.wait_ready()
+        pids = worker.rank_pids()
+        running = threads.submit(request_of, worker, **LONG)
+        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
+        worker.send_signal(signal.SIGKILL)
+        assert worker.wait_exit(10) == -signal.SIGKILL
+        wait_until_gone(worker, pids)
+        assert running.result(10) is None
+
+
+def test_a_terminated_worker_finishes_its_picture_and_leaves_no_process() -> None:
+    with WorkerProcess() as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        worker.wait_ready()
+        pids = worker.rank_pids()
+        alone = worker.image(**{**LONG, "num_inference_steps": 50})
+        running = threads.submit(worker.image, **{**LONG, "num_inference_steps": 50})
+        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
+        assert worker.terminate() == 0
+        assert running.result(5).tobytes() == alone.tobytes()
+        wait_until_gone(worker, pids)
+        assert "Traceback" not in worker.output
+
+
+def test_a_worker_terminated_while_its_ranks_start_leaves_no_process() -> None:
+    with WorkerProcess(ranks=2) as worker:
+        worker.wait_for(lambda: any(rank["pid"] for rank in worker.state()["ranks"]), what="starting ranks")
+        pids = [pid for pid in worker.rank_pids() if pid]
+        assert worker.terminate() == 0
+        wait_until_gone(worker, pids)
+
+
+def test_a_pipeline_that_diffusers_does_not_have_is_named() -> None:
+    with WorkerProcess(options=("--pipeline=NoSuchPipeline",)) as worker:
+        assert worker.wait_exit(120) == 1
+        assert "NoSuchPipeline" in worker.termination_log.read_text()
+
+
+def broken_model(folder: Path, kind: str) -> Path:
+    """The digits model with something wrong in it that only loading can find."""
+    model = folder / kind
+    shutil.copytree(DIGITS_MODEL, model)
+    weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    if kind == "no-weights":
+        weights.unlink()
+    elif kind == "cut-weights":
+        weights.write_bytes(weights.read_bytes()[:10_000])
+    elif kind == "unknown-class":
+        index = model / "model_index.json"
+        index.write_text(index.read_text().replace("StableDiffusion3Pipeline", "NoSuchPipeline"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("no-weights", "transformer"), ("cut-weights", "transformer"), ("unknown-class", "NoSuchPipeline")]
+)
+def test_a_model_that_cannot_be_loaded_is_a_configuration_error_with_a_reason(tmp_path: Path, kind: str, says: str) -> None:
+    model = broken_model(tmp_path, kind)
+    with WorkerProcess(model, served_name="digits", ranks=2) as worker:
+        assert worker.wait_exit(120) == 1
+        reason = worker.termination_log.read_text()
+        assert str(model) in reason and says in reason, reason
+
+
+def test_a_start_over_its_time_limit_ends_with_70_and_says_so() -> None:
+    with WorkerProcess(options=("--startup-timeout-seconds=0.5",)) as worker:
+        assert worker.wait_exit(60) == 70
+        assert "did not load the model within 0.5 s" in worker.termination_log.read_text()
+
+
+def test_a_rank_that_hangs_is_ended_when_its_step_is_overdue() -> None:
+    with WorkerProcess(options=("--tick-timeout-seconds=3",), loras={"stripes": DIGITS / "loras" / "stripes"}) as worker:
+        worker.wait_ready()
+        [pid] = worker.rank_pids()
+        os.kill(pid, signal.SIGSTOP)
+        answer = worker.images(**LONG)
+        assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
+        assert worker.wait_exit(30) == 70
+        wait_until_gone(worker, [pid])
