@@ -97,8 +97,10 @@ def publish(name: str, target: str) -> None:
 
 
 def push(name: str, destination: str, *, tls: bool = True) -> None:
-    """Moves the layers that the destination lacks; packed only where it is another machine."""
-    words = [*buildah(), "push", "--format", "oci", *([] if tls else ["--tls-verify=false", "--disable-compression"]), name, destination]
+    """Moves the layers that the destination lacks."""
+    # zstd, lightly: half of gzip's time to pack and two thirds to unpack. Only the node's registry, which is ours, has no TLS.
+    how = [] if tls else ["--tls-verify=false", "--compression-format", "zstd", "--compression-level", "1"]
+    words = [*buildah(), "push", "--format", "oci", *how, name, destination]
     run_logged(words, what=f"push {name}", log=log_dir() / "push.log", deadline_s=1800)
 
 
