@@ -51,10 +51,12 @@ def up(only_apiserver: bool) -> None:
 
 @main.command()
 @click.option("--purge", is_flag=True, help="Remove the cache too: programs, images, layers.")
-def down(purge: bool) -> None:
+@click.option("--only-apiserver", is_flag=True, help="Only what `up --only-apiserver` started.")
+def down(purge: bool, only_apiserver: bool) -> None:
     """End the cluster and what `up --only-apiserver` left."""
     apiserver.down()
-    cluster.provider().down(purge=purge)
+    if not only_apiserver:
+        cluster.provider().down(purge=purge)
 
 
 @main.command()

@@ -12,7 +12,7 @@ from pathlib import Path
 from . import programs
 from .cache import cached, content_hash, locked
 from .errors import DevclusterError
-from .paths import REPOSITORY, cache_dir, log_dir
+from .paths import IMAGES_RUN, REPOSITORY, cache_dir, log_dir
 from .progress import run_logged, run_quiet, say
 
 # What each Dockerfile copies; a test holds the two together.
@@ -72,12 +72,13 @@ def buildah_build_command(image: str, name: str, base: str) -> list[str]:
 
 def buildah() -> list[str]:
     """buildah with a store of our own in the cache; the machine's other images stay apart."""
-    places = ["--root", str(cache_dir() / "storage"), "--runroot", "/run/diffusion-operator/storage"]
+    places = ["--root", str(cache_dir() / "storage"), "--runroot", str(IMAGES_RUN)]
     return ["buildah", *places, "--storage-driver", "overlay"]
 
 
 def clear_unfinished() -> None:
-    """Removes what a killed build left: half-made containers and the mounts of the store, which makes them again when it needs them."""
+    """Removes what a killed build left: half-made containers and the mounts of the store, which makes them again when it needs them.
+    The caller holds the lock `images`."""
     store = cache_dir() / "storage"
     if shutil.which("buildah") is None or not store.exists():
         return
@@ -101,7 +102,8 @@ def push(name: str, destination: str, *, tls: bool = True) -> None:
     # zstd, lightly: half of gzip's time to pack and two thirds to unpack. Only the node's registry, which is ours, has no TLS.
     how = [] if tls else ["--tls-verify=false", "--compression-format", "zstd", "--compression-level", "1"]
     words = [*buildah(), "push", "--format", "oci", *how, name, destination]
-    run_logged(words, what=f"push {name}", log=log_dir() / "push.log", deadline_s=1800)
+    with locked("images"):
+        run_logged(words, what=f"push {name}", log=log_dir() / "push.log", deadline_s=1800)
 
 
 def _build_arguments() -> list[str]:

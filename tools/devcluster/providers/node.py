@@ -13,7 +13,7 @@ from ..apiserver import wait_ready
 from ..cache import content_hash, locked
 from ..errors import CommandFailed, NotRunning
 from ..node import config, daemons, namespace
-from ..paths import NODE_RUN, NODE_STATE, cache_dir
+from ..paths import IMAGES_RUN, NODE_RUN, NODE_STATE, cache_dir
 from ..processes import Process
 from ..progress import run_logged, run_quiet, say, step
 
@@ -63,6 +63,7 @@ class NodeProvider:
             self._end()
         with locked("images"):
             images.clear_unfinished()
+            shutil.rmtree(IMAGES_RUN, ignore_errors=True)
         if purge:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
