@@ -160,6 +160,9 @@ def test_scaling_down_takes(pods: list[Pod], states: dict[int, WorkerState], vic
 REPLACEMENTS = [
     ("one of two that serve", [pod(0, revision="old"), pod(1, revision="old")], {}, ["d-1-0"]),
     ("none while another one starts", [pod(0, revision="old"), pod(1, ready=False)], {1: STARTING}, []),
+    ("none while another one's probe fails", [pod(0, revision="old"), pod(1, ready=False)], {}, []),
+    ("none before another one is routed to", [pod(0, revision="old"), pod(1)], {}, []),
+    ("the next when the new one is routed to", [pod(0, revision="old"), pod(1, routable=True)], {}, ["d-0-0"]),
     ("none while one is missing", [pod(0, revision="old")], {}, []),
     ("at once what does not serve", [pod(0, revision="old"), pod(1, revision="old", **UNSCHEDULED)], {}, ["d-1-0"]),
     ("none when all are new", [pod(0), pod(1)], {}, []),

@@ -79,7 +79,8 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def settled(self) -> bool:
-        return self.state in SETTLED_STATES and self.problem is not Problem.UNREACHABLE
+        """Where it should be, and the kubelet says so too."""
+        return self.state in SETTLED_STATES and self.pod.ready and self.problem is not Problem.UNREACHABLE
 
     @property
     def in_flight(self) -> int:

@@ -71,7 +71,8 @@ def _outdated(kept: Sequence[Group], outdated: Sequence[Group], *, replicas: int
     idle = [group for group in outdated if not group.live]
     if idle:
         return idle[:1]
-    if len(kept) < replicas or not all(group.settled for group in kept):
+    fresh = [group for group in kept if group not in outdated and group.state is GroupState.AWAKE]
+    if len(kept) < replicas or not all(group.settled for group in kept) or not all(group.pod.routable for group in fresh):
         return ()
     return sorted(outdated, key=_victim_key)[:1]
 
