@@ -105,8 +105,8 @@ def test_a_shutdown_that_hangs_is_ended_by_the_watchdog() -> None:
     with fake({"hangAtStop": True}, options=("--drain-timeout-seconds=0.1",)) as worker:
         worker.wait_ready()
         started = time.monotonic()
-        assert worker.terminate(timeout_s=20) == 70
-        assert 3 < time.monotonic() - started < 15
+        assert worker.terminate(timeout_s=30) == 70
+        assert 10 < time.monotonic() - started < 25
         assert "shutdown took over" in worker.termination_log.read_text()
 
 

@@ -143,7 +143,9 @@ def _base() -> str:
 
 def _make_rootfs(draft: Path) -> None:
     root = draft / "root"
-    words = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", BASE_SUITE, str(root)]
+    # In namespaces of its own: killed half-way it would leave /proc mounted in the folder and its children at work.
+    apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    words = [*apart, "debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", BASE_SUITE, str(root)]
     run_logged(words, what="Debian with Python (about 90 s, once)", log=log_dir() / "debootstrap.log")
     for rubbish in (*root.glob("var/cache/apt/archives/*.deb"), *root.glob("var/lib/apt/lists/*_*")):
         rubbish.unlink()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -61,19 +63,25 @@ def run_logged(
     cwd: Path | None = None,
     deadline_s: float = 3600.0,
 ) -> None:
-    """Runs a program to its end as one step; its output goes to the log, whose end is in the error."""
+    """Runs a program to its end as one step; its output goes to the log, whose end is in the error. On Linux it ends when we are killed."""
+    words = [str(a) for a in argv]
+    if shutil.which(words[0], path=(env or os.environ).get("PATH")) is None:
+        raise CommandFailed(f"{what}: there is no program {words[0]}")
     log.parent.mkdir(parents=True, exist_ok=True)
     with step(what, log=log), log.open("wb") as output:
         try:
             done = subprocess.run(
-                [str(a) for a in argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, cwd=cwd, timeout=deadline_s
+                [*_with_us(), *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, cwd=cwd, timeout=deadline_s
             )
         except subprocess.TimeoutExpired:
             raise CommandFailed(f"{what}: not done after {deadline_s:.0f} s; see {log}") from None
-        except FileNotFoundError:
-            raise CommandFailed(f"{what}: there is no program {argv[0]}") from None
     if done.returncode != 0:
-        raise CommandFailed(f"{what}: {argv[0]} ended with code {done.returncode}; the end of {log}:\n{_last_lines(log, 20)}")
+        raise CommandFailed(f"{what}: {words[0]} ended with code {done.returncode}; the end of {log}:\n{_last_lines(log, 20)}")
+
+
+def _with_us() -> list[str]:
+    # Else a build would go on beside the next one, in the same folder.
+    return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
 def run_quiet(

@@ -31,8 +31,9 @@ EXIT_CONFIG = 1
 EXIT_GROUP_LOST = os.EX_SOFTWARE  # 70
 
 LOOPBACK = "127.0.0.1"
-# From the end of the drain to the end of the process: 25 s of drain and this stay below Kubernetes' grace of 30 s.
-STOP_TIMEOUT_S = 4.0
+# From the end of the drain to the end of the process: ranks have 5 s to leave before they are killed, clients 3 s to read.
+# The operator's pods allow 15 s.
+STOP_TIMEOUT_S = 12.0
 # A finished answer still has to reach a slow client.
 SEND_TIMEOUT_S = 3
 # Longer than clients keep an idle connection (aiohttp 15 s, nginx 60 s), so that none meets one that closes under its request.
