@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's own client against the worker's real server, over sockets: neither side may change alone.
+
+The ranks are fake, so that every row is quick; the last test is the same story with real ones.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+
+from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode
+from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
+from diffusion_operator.errors import ControlRefused, ControlUnreachable
+from diffusion_operator.plan.acceptance import DesiredAdapter
+from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
+from diffusion_operator.plan.observed import AttemptKey
+from diffusion_operator.reconcile.act import RACES
+from diffusion_operator.render.desired_config import desired_config
+from diffusion_operator.render.pod import worker_arguments
+from diffusion_operator.worker_client import HttpWorkerClient
+from diffusion_worker import cli
+from diffusion_worker.engine.documents import AdapterState, EngineState, RankState
+from diffusion_worker.engine.operations import read_desired
+from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode
+from fake_rank_group import fake_digest
+from worker_process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+
+IP = "127.0.0.1"
+TOKEN = "the-control-token"
+DEADLINE_S = 20.0
+
+
+class Driver:
+    """The operator's client, and calls to it in the words of a test."""
+
+    def __init__(self, worker: WorkerProcess, *, token: str = TOKEN, boot_id: str | None = None) -> None:
+        port = int(worker.control_url.rpartition(":")[2])
+        self.client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=30, port=port)
+        self.address = WorkerAddress(pod_uid="pod-1", ip=IP, boot_id=boot_id or worker.boot_id)
+        self.token = token
+        self._calls = 0
+
+    async def state(self) -> WorkerState:
+        return await self.client.state(IP, token=self.token)
+
+    async def sleep(self, mode: DrainMode = DrainMode.WAIT, operation_id: str | None = None) -> None:
+        call = SleepWorker(worker=self.address, operation_id=operation_id or self._id(), attempt=1, mode=mode, deadline_s=30)
+        await self.client.sleep(call, token=self.token)
+
+    async def wake(self, operation_id: str | None = None) -> None:
+        call = WakeWorker(worker=self.address, operation_id=operation_id or self._id(), attempt=1, deadline_s=30)
+        await self.client.wake(call, token=self.token)
+
+    async def put(self, name: str, path: str, *, digest: str | None = None, scale: float = 1.0, deadline_s: int = 30) -> None:
+        key = AttemptKey(adapter_uid="u", generation=1, boot_id=self.address.boot_id)
+        call = PutAdapter(
+            worker=self.address, key=key, operation_id=self._id(), name=name, path=path, digest=digest, scale=scale, deadline_s=deadline_s
+        )
+        await self.client.put_adapter(call, token=self.token)
+
+    async def remove(self, name: str, drain_s: int = 5) -> None:
+        call = RemoveAdapter(worker=self.address, operation_id=self._id(), name=name, drain_s=drain_s)
+        await self.client.remove_adapter(call, token=self.token)
+
+    async def wait_for(self, phase: WorkerPhase) -> WorkerState:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                state = await self.state()
+                if state.state is phase and state.operation is None:
+                    return state
+                await asyncio.sleep(0.02)
+
+    def _id(self) -> str:
+        self._calls += 1
+        return f"contract-{self._calls}-{time.monotonic_ns()}"
+
+
+@pytest.fixture(scope="module")
+def fake_worker() -> Iterator[WorkerProcess]:
+    with WorkerProcess(DIGITS_MODEL, ranks=2, program=FAKE_PROGRAM, token=TOKEN) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+@pytest.fixture
+async def driver(fake_worker: WorkerProcess) -> AsyncIterator[Driver]:
+    """A client of a worker that is awake and has no adapters, before and after."""
+    driver = Driver(fake_worker)
+    yield driver
+    state = await driver.state()
+    if state.state is not WorkerPhase.READY:
+        await driver.wake()
+        state = await driver.wait_for(WorkerPhase.READY)
+    for adapter in state.adapters:
+        await driver.remove(adapter.name)
+    await driver.client.close()
+
+
+async def refusal(call: Any) -> ControlRefused:
+    with pytest.raises(ControlRefused) as info:
+        await call
+    return info.value
+
+
+# Words that both sides know
+
+
+def test_the_operator_knows_every_state_of_the_worker() -> None:
+    assert {state.value for state in EngineState} <= {phase.value for phase in WorkerPhase}
+    # The operator compares these as text.
+    assert {state.value for state in AdapterState} == {"Loading", "Loaded", "Draining", "Failed"}
+    assert {state.value for state in RankState} == {"starting", "ready", "asleep", "dead"}
+
+
+def test_the_codes_that_the_operator_takes_for_races_are_codes_of_the_worker() -> None:
+    codes = {code.value: code for code in ErrorCode}
+    assert set(codes) >= RACES
+    assert all(code in STATUS for code in ErrorCode)
+    assert {code for code in RACES if codes[code] not in RETRYABLE} == {"Conflict", "WrongBoot"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"lora": {"maxLoaded": 0}},
+        {
+            "model": {"source": {"path": str(DIGITS_MODEL)}, "dtype": "BFloat16"},
+            "engine": {"maxBatchSize": 64},
+            "parallelism": {"ranksPerReplica": 64},
+            "lora": {"maxLoaded": 64, "maxRank": 256},
+            "startup": {"timeoutSeconds": 86400},
+        },
+    ],
+    ids=["defaults", "no adapters", "all at their largest"],
+)
+def test_the_arguments_that_the_operator_gives_a_pod_are_options_of_the_worker(spec: dict[str, Any]) -> None:
+    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    document = {"metadata": metadata, "spec": {"model": {"source": {"path": str(DIGITS_MODEL)}}, **spec}}
+    arguments = worker_arguments(msgspec.convert(document, DiffusionDeployment))
+    command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
+    assert command is not None
+    context = command.make_context("serve", arguments[1:])
+    assert context.params["model"] == str(DIGITS_MODEL)
+
+
+def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_path: Path) -> None:
+    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    spec = {"model": {"source": {"path": "/m"}}, "sleep": {"policy": "Asleep"}}
+    adapter = DesiredAdapter(uid="u", generation=1, name="stripes", path="/loras/stripes", digest=None, scale=0.5)
+    manifest = desired_config(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment), [adapter])
+    path = tmp_path / "desired.json"
+    path.write_text(manifest["data"]["desired.json"])
+    desired = read_desired(str(path))
+    assert desired.sleep.policy == "Asleep"
+    [read] = desired.adapters
+    assert (read.name, read.source.path, read.digest, read.scale) == ("stripes", "/loras/stripes", None, 0.5)
+
+
+# Calls
+
+
+async def test_the_operator_reads_the_state_document(driver: Driver) -> None:
+    await driver.put("stripes", "/loras/stripes", scale=0.5)
+    state = await driver.state()
+    assert (state.boot_id, state.state, state.generation) == (driver.address.boot_id, WorkerPhase.READY, 1)
+    assert (state.load.stage, state.load.bytes_done, state.load.bytes_total) == ("Done", 1_000_000, 1_000_000)
+    assert (state.model.pipeline, state.model.size_bytes) == ("FakePipeline", 1_000_000)
+    assert [(rank.rank, rank.state) for rank in state.ranks] == [(0, "ready"), (1, "ready")]
+    [adapter] = state.adapters
+    assert (adapter.name, adapter.state, adapter.digest, adapter.scale) == ("stripes", "Loaded", fake_digest("/loras/stripes"), 0.5)
+    assert (adapter.source.path, adapter.ranks_loaded, adapter.ranks_total, adapter.rank) == ("/loras/stripes", 2, 2, 8)
+
+
+async def test_the_state_document_is_read_while_the_worker_starts() -> None:
+    with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=TOKEN, env={"FAKE_WORKER": json.dumps({"loadSeconds": 60})}) as worker:
+        driver = Driver(worker)
+        state = await driver.state()
+        assert (state.state, state.adapters) == (WorkerPhase.STARTING, ())
+        for call in (driver.put("x", "/x"), driver.sleep(), driver.wake()):
+            assert (await refusal(call)).code in RACES
+        await driver.client.close()
+
+
+async def test_sleep_and_wake_are_started_and_then_observed(driver: Driver) -> None:
+    await driver.sleep(operation_id="sleep-1-1")
+    state = await driver.wait_for(WorkerPhase.ASLEEP)
+    assert state.last_operation is not None and (state.last_operation.operation_id, state.last_operation.error) == ("sleep-1-1", None)
+    await driver.sleep(operation_id="sleep-1-1")
+    await driver.sleep(operation_id="sleep-1-2")
+    await driver.wake(operation_id="wake-2-1")
+    state = await driver.wait_for(WorkerPhase.READY)
+    assert state.last_operation is not None and state.last_operation.operation_id == "wake-2-1"
+
+
+@pytest.mark.parametrize("mode", list(DrainMode))
+async def test_every_drain_mode_of_the_operator_is_one_of_the_worker(driver: Driver, mode: DrainMode) -> None:
+    await driver.sleep(mode)
+    await driver.wait_for(WorkerPhase.ASLEEP)
+
+
+async def test_adapters_come_change_and_go(driver: Driver) -> None:
+    await driver.put("style", "/loras/one", digest=fake_digest("/loras/one"))
+    await driver.put("style", "/loras/one", scale=-0.25)
+    await driver.put("style", "/loras/two")
+    [adapter] = [one for one in (await driver.state()).adapters if one.state != "Draining"]
+    assert (adapter.digest, adapter.scale) == (fake_digest("/loras/two"), 1.0)
+    await driver.remove("style")
+    assert (await driver.state()).adapters == ()
+
+
+async def test_removing_what_is_not_there_is_no_error(driver: Driver) -> None:
+    await driver.remove("nobody", drain_s=0)
+
+
+async def test_a_refused_adapter_is_an_error_that_is_not_tried_again_and_a_record(driver: Driver) -> None:
+    error = await refusal(driver.put("bad", "/loras/broken"))
+    assert (error.code, error.retryable, error.status) == ("InvalidAdapter", False, 400)
+    [record] = (await driver.state()).adapters
+    assert record.state == "Failed" and record.error is not None
+    assert (record.error.code, record.error.message) == ("InvalidAdapter", str(error))
+
+
+async def test_another_digest_is_an_error_that_is_not_tried_again(driver: Driver) -> None:
+    error = await refusal(driver.put("style", "/loras/one", digest="sha256:" + "0" * 64))
+    assert (error.code, error.retryable, error.status) == ("DigestMismatch", False, 409)
+
+
+async def test_a_load_over_its_deadline_may_be_tried_again(driver: Driver) -> None:
+    error = await refusal(driver.put("slow", "/loras/slow", deadline_s=1))
+    assert (error.code, error.retryable, error.status) == ("Timeout", True, 504)
+
+
+async def test_adapters_over_the_limit_are_refused(driver: Driver) -> None:
+    for number in range(4):
+        await driver.put(f"style-{number}", f"/loras/{number}")
+    error = await refusal(driver.put("one-more", "/loras/one-more"))
+    assert (error.code, error.status) == ("CapacityExceeded", 409)
+
+
+async def test_an_adapter_for_a_sleeping_worker_is_a_race(driver: Driver) -> None:
+    await driver.sleep()
+    await driver.wait_for(WorkerPhase.ASLEEP)
+    assert (await refusal(driver.put("style", "/loras/one"))).code in RACES
+
+
+async def test_calls_for_an_earlier_boot_change_nothing(fake_worker: WorkerProcess, driver: Driver) -> None:
+    stale = Driver(fake_worker, boot_id="an-earlier-boot")
+    for call in (stale.put("x", "/loras/x"), stale.remove("x"), stale.sleep(), stale.wake()):
+        error = await refusal(call)
+        assert (error.code, error.status, error.retryable) == ("WrongBoot", 409, False)
+    assert (await driver.state()).state is WorkerPhase.READY
+    await stale.client.close()
+
+
+async def test_a_wrong_token_is_refused(fake_worker: WorkerProcess) -> None:
+    stranger = Driver(fake_worker, token="wrong")
+    for call in (stranger.state(), stranger.put("x", "/x"), stranger.remove("x"), stranger.sleep(), stranger.wake()):
+        error = await refusal(call)
+        assert (error.code, error.status) == ("Unauthorized", 401)
+    await stranger.client.close()
+
+
+async def test_a_worker_that_is_gone_is_unreachable() -> None:
+    with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=TOKEN) as worker:
+        driver = Driver(worker)
+        worker.wait_ready()
+        await driver.state()
+        assert worker.terminate() == 0
+        with pytest.raises(ControlUnreachable):
+            await driver.state()
+        await driver.client.close()
+
+
+@pytest.mark.slow
+async def test_the_same_story_with_real_ranks() -> None:
+    with WorkerProcess(ranks=2, token=TOKEN) as worker:
+        worker.wait_ready()
+        driver = Driver(worker)
+        await driver.put("stripes", str(DIGITS / "loras" / "stripes"))
+        state = await driver.state()
+        assert (state.adapters[0].state, state.adapters[0].ranks_loaded, state.model.pipeline) == ("Loaded", 2, "StableDiffusion3Pipeline")
+        await driver.sleep()
+        state = await driver.wait_for(WorkerPhase.ASLEEP)
+        assert [rank.state for rank in state.ranks] == ["asleep", "asleep"]
+        await driver.wake()
+        await driver.wait_for(WorkerPhase.READY)
+        await driver.remove("stripes")
+        assert (await driver.state()).adapters == ()
+        error = await refusal(driver.put("bad", str(DIGITS_MODEL)))
+        assert (error.code, error.retryable) == ("InvalidAdapter", False)
+        await driver.client.close()
