@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slow things are made once per content, whole or not at all."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tools.devcluster.cache import cached, content_hash
 from tools.devcluster.errors import CommandFailed
+from tools.devcluster.paths import REPOSITORY
 from tools.devcluster.progress import run_logged, run_quiet
 
 
@@ -66,3 +70,18 @@ def test_a_failed_program_is_told_with_the_end_of_its_log(tmp_path: Path) -> Non
 def test_a_program_that_hangs_is_given_up() -> None:
     with pytest.raises(CommandFailed, match="was not done after 0 s"):
         run_quiet(["sleep", "60"], deadline_s=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie one process to another")
+def test_a_build_ends_with_the_tool_that_started_it_even_when_that_is_killed(tmp_path: Path) -> None:
+    call = f"run_logged(['sh', '-c', 'echo $$; exec sleep 600'], what='build', log=Path({str(tmp_path / 'log')!r}))"
+    script = f"from pathlib import Path; from tools.devcluster.progress import run_logged; {call}"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY) as tool:
+        while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
+            assert tool.poll() is None
+        build = Path("/proc") / (tmp_path / "log").read_text().strip()
+        assert build.exists()
+        tool.kill()
+    ends = time.monotonic() + 10
+    while build.exists() and ") Z " not in (build / "stat").read_text():
+        assert time.monotonic() < ends
