@@ -37,13 +37,14 @@ def measure() -> Measured:
 
 def _rounds(size_mb: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
-        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(size_mb // LAYER_MB))).requires_grad_(False)
+        first, *others = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(size_mb // LAYER_MB))
+        module = nn.Sequential(first, *others).requires_grad_(False)
         save_file(module.state_dict(), Path(folder) / "model.safetensors")
         weights = ModelWeights(torch.device("cpu"))
         weights.place(module, Path(folder))
-        before = module[0].weight[:4].clone()
+        before = first.weight[:4].clone()
         samples = [_round(weights, size_mb) for _ in range(ROUNDS)]
-        if not torch.equal(before, module[0].weight[:4]):
+        if not torch.equal(before, first.weight[:4]):
             raise RuntimeError("the weights changed over sleep and wake")
         return samples
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on one rank group: takes requests, keeps the ranks stepping, loads adapters, sleeps and wakes.
+"""One model on one rank group: admits requests, loads adapters, sleeps and wakes, and tells its state.
 
-Runs on the server's event loop and holds no torch. What the ranks do next is decided by `StepScheduler`; this class admits,
-sends, and hands results to their waiters.
+Runs on the server's event loop and holds no torch. Requests that were admitted are with `StepLoop`, adapters with `AdapterLoader`.
 """
 
 import asyncio
@@ -10,7 +9,6 @@ import logging
 import secrets
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any
@@ -37,10 +35,10 @@ from diffusion_worker.engine.documents import (
     StateDocument,
 )
 from diffusion_worker.engine.operations import Operations, read_desired
-from diffusion_worker.engine.rank_group import RankGroup, TickReport
-from diffusion_worker.engine.scheduler import StepScheduler
+from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.engine.step_loop import StepLoop, StepStats
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec
+from diffusion_worker.messages import LoRAUse, ModelInfo, RequestSpec
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +68,6 @@ class Picture(msgspec.Struct, frozen=True):
     seed: int
 
 
-class EngineStats(msgspec.Struct):
-    """Counters since the start, for metrics."""
-
-    requests: Counter[str] = msgspec.field(default_factory=Counter)
-    pictures: int = 0
-    ticks: int = 0
-    rows: int = 0
-    model_calls: int = 0
-    step_seconds: float = 0.0
-
-
 class Engine:
     """The engine of one server process; every method runs on its event loop."""
 
@@ -88,18 +75,13 @@ class Engine:
         self.config = config
         self.boot_id = boot_id
         self.state = EngineState.STARTING
-        self.stats = EngineStats()
         self.loaded = False
         self._ranks = ranks
         self._model: ModelInfo | None = None
         self._stage = LoadStage.STARTING_RANKS
         self._failure: str | None = None
         self._lost = asyncio.Event()
-        self._scheduler = StepScheduler(config.max_batch_size)
-        self._results: dict[str, asyncio.Future[Frame]] = {}
-        self._work = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._steps = StepLoop(ranks, max_batch_size=config.max_batch_size, tick_timeout_s=config.tick_timeout_s, broken=self._fail)
         self._last_request_at: float | None = None
         self._stepping: asyncio.Task[None] | None = None
         self._adapters = AdapterTable(slots=config.max_loras)
@@ -118,7 +100,7 @@ class Engine:
         desired = read_desired(self.config.desired_path)
         await self._loader.load_at_start(self.config, desired)
         self._stage = LoadStage.DONE
-        self._stepping = asyncio.create_task(self._keep_stepping())
+        self._stepping = asyncio.create_task(self._steps.run())
         self.state = EngineState.READY
         if desired.sleep.policy is SleepPolicy.ASLEEP:
             await self._sleep_now(SleepCall(operation_id=f"policy-{self.boot_id}"))
@@ -138,7 +120,7 @@ class Engine:
         self.loaded = False
         if self.state is not EngineState.FAILED:
             self.state = EngineState.TERMINATING
-            await self._drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
+            await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)
@@ -150,17 +132,27 @@ class Engine:
         Raises:
             RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost meanwhile.
         """
-        try:
-            pictures = await self._generate(params)
-        except RequestError as error:
-            self.stats.requests[error.code] += 1
-            raise
-        except GroupFailed:
-            self.stats.requests[ErrorCode.ENGINE_FAILED] += 1
-            raise
-        self.stats.requests["ok"] += 1
-        self.stats.pictures += len(pictures)
-        return pictures
+        self._check_serving("this request")
+        assert self._model is not None
+        admission.check(params, self.config.limits, self._model)
+        base = params.model is None or params.model == self.config.served_name
+        adapter = None if base else self._adapters.resolve(str(params.model))
+        self._last_request_at = time.monotonic()
+        first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
+        request_id = uuid.uuid4().hex
+        with ExitStack() as stack:
+            use = stack.enter_context(self._adapters.used(adapter, request_id, params.lora_scale))
+            specs = [_spec(params, f"{request_id}-{index}", first_seed + index, use) for index in range(params.n)]
+            outcomes = [self._steps.submit(spec) for spec in specs]
+            for spec in specs:
+                stack.callback(self._steps.forget, spec.request_id)
+            frames = await asyncio.gather(*outcomes)
+        return [Picture(pixels, height, width, spec.seed) for spec, (pixels, height, width) in zip(specs, frames, strict=True)]
+
+    @property
+    def stats(self) -> StepStats:
+        """What the ranks did since the start, for metrics."""
+        return self._steps.stats
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
         """Names a request may ask for: the base, then the loaded adapters."""
@@ -178,8 +170,8 @@ class Engine:
             state=self.state,
             operation=self._operations.running(),
             last_operation=self._operations.last,
-            in_flight=self._scheduler.running,
-            queued=self._scheduler.waiting,
+            in_flight=self._steps.running,
+            queued=self._steps.waiting,
             last_request_age_seconds=age,
             load=LoadDocument(self._stage, done, total),
             model=ModelDocument(
@@ -229,99 +221,12 @@ class Engine:
         self._check_boot(boot_id)
         await self._loader.delete(name, drain_s=drain_s)
 
-    # --- requests -------------------------------------------------------------------------------------------------------
-
-    async def _generate(self, params: GenerationParams) -> list[Picture]:
-        self._check_serving("this request")
-        assert self._model is not None
-        admission.check(params, self.config.limits, self._model)
-        base = params.model is None or params.model == self.config.served_name
-        adapter = None if base else self._adapters.resolve(str(params.model))
-        self._last_request_at = time.monotonic()
-        first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
-        request_id = uuid.uuid4().hex
-        with ExitStack() as stack:
-            use = stack.enter_context(self._adapters.used(adapter, request_id, params.lora_scale))
-            specs = [_spec(params, f"{request_id}-{index}", first_seed + index, use) for index in range(params.n)]
-            waiters = [self._submit(spec) for spec in specs]
-            for spec in specs:
-                stack.callback(self._forget, spec.request_id)
-            frames = await asyncio.gather(*waiters)
-        return [Picture(pixels, height, width, spec.seed) for spec, (pixels, height, width) in zip(specs, frames, strict=True)]
-
-    def _submit(self, spec: RequestSpec) -> asyncio.Future[Frame]:
-        result: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._results[spec.request_id] = result
-        self._scheduler.add(spec)
-        self._idle.clear()
-        self._work.set()
-        return result
-
-    def _forget(self, request_id: str) -> None:
-        """After a request ended in whatever way: nothing of it stays here or on the ranks."""
-        result = self._results.pop(request_id, None)
-        if result is not None:
-            result.cancel()
-            self._scheduler.remove(request_id)
-            self._work.set()
-        self._note_idle()
-
     def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
         """End requests with an error; an id stands for all pictures of its request."""
-        for picture_id, result in self._results.items():
-            if picture_id.rpartition("-")[0] in request_ids and not result.done():
-                result.set_exception(RequestError(code, message))
-
-    def _note_idle(self) -> None:
-        if not self._results:
-            self._idle.set()
-
-    # --- stepping -------------------------------------------------------------------------------------------------------
-
-    async def _keep_stepping(self) -> None:
-        """Keep the ranks busy: send ticks ahead while there is work, and deliver what comes back."""
-        ahead = 0
-        try:
-            while True:
-                if self._scheduler.has_work and ahead < TICKS_AHEAD:
-                    self._ranks.broadcast_tick(self._scheduler.next_tick())
-                    ahead += 1
-                elif ahead:
-                    self._deliver(await self._ranks.next_report(self.config.tick_timeout_s))
-                    ahead -= 1
-                else:
-                    self._work.clear()
-                    await self._work.wait()
-        except GroupFailed as error:
-            self._fail(str(error))
-        except Exception as error:
-            log.exception("the engine broke")
-            self._fail(f"{type(error).__name__}: {error}")
+        self._steps.end(RequestError(code, message), only=lambda picture: picture.rpartition("-")[0] in request_ids)
 
     async def _watch_ranks(self) -> None:
         self._fail(await self._ranks.failed())
-
-    def _deliver(self, report: TickReport) -> None:
-        done = report.done
-        self.stats.ticks += 1
-        self.stats.rows += done.rows
-        self.stats.model_calls += done.calls
-        self.stats.step_seconds += done.seconds
-        for finished in done.finished:
-            height, width, _ = finished.shape
-            self._settle(finished.request_id, (report.frames[finished.frame], height, width))
-        for failed in done.failed:
-            self._settle(failed.request_id, failed.error)
-
-    def _settle(self, request_id: str, outcome: Frame | ErrorReport) -> None:
-        self._scheduler.finished(request_id)
-        result = self._results.get(request_id)
-        if result is None or result.done():
-            return
-        if isinstance(outcome, ErrorReport):
-            result.set_exception(RequestError(ErrorCode(outcome.code), outcome.message))
-        else:
-            result.set_result(outcome)
 
     def _fail(self, reason: str) -> None:
         if self.state is EngineState.FAILED:
@@ -330,26 +235,15 @@ class Engine:
         self.state = EngineState.FAILED
         self._failure = reason
         self._lost.set()
-        for result in self._results.values():
-            if not result.done():
-                result.set_exception(GroupFailed(reason))
+        self._steps.end(GroupFailed(reason))
 
     # --- sleep and wake -------------------------------------------------------------------------------------------------
-
-    async def _drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
-        """Wait for what runs and waits; past the time, end it with an error."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            self._abort([name.rpartition("-")[0] for name in self._results], code, message)
-            await self._idle.wait()
 
     async def _sleep_now(self, call: SleepCall) -> None:
         self.state = EngineState.DRAINING
         try:
             drain_s = call.deadline_seconds if call.mode is SleepMode.WAIT else 0.0
-            await self._drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
+            await self._steps.drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
             self.state = EngineState.SLEEPING
             await self._loader.call_all("sleep", timeout_s=self.config.tick_timeout_s)
         except RequestError:
