@@ -5,6 +5,8 @@ import concurrent.futures
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +79,6 @@ def test_a_worker_terminated_while_its_ranks_start_leaves_no_process() -> None:
         wait_until_gone(worker, pids)
 
 
-def test_a_pipeline_that_diffusers_does_not_have_is_named() -> None:
-    with WorkerProcess(options=("--pipeline=NoSuchPipeline",)) as worker:
-        assert worker.wait_exit(120) == 1
-        assert "NoSuchPipeline" in worker.termination_log.read_text()
-
-
 def broken_model(folder: Path, kind: str) -> Path:
     """The digits model with something wrong in it that only loading can find."""
     model = folder / kind
@@ -98,15 +94,34 @@ def broken_model(folder: Path, kind: str) -> Path:
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"), [("no-weights", "transformer"), ("cut-weights", "transformer"), ("unknown-class", "NoSuchPipeline")]
-)
-def test_a_model_that_cannot_be_loaded_is_a_configuration_error_with_a_reason(tmp_path: Path, kind: str, says: str) -> None:
-    model = broken_model(tmp_path, kind)
-    with WorkerProcess(model, served_name="digits", ranks=2) as worker:
-        assert worker.wait_exit(120) == 1
-        reason = worker.termination_log.read_text()
-        assert str(model) in reason and says in reason, reason
+# What the reason must name beside the model's path.
+BROKEN = {"no-weights": "transformer", "cut-weights": "transformer", "unknown-class": "NoSuchPipeline", "unknown-option": "OtherPipeline"}
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, WorkerProcess]]]:
+    """Workers of models that cannot be loaded, all started at once: each imports torch before it can know."""
+    folder = tmp_path_factory.mktemp("broken-models")
+    with ExitStack() as stack:
+        started = {}
+        for kind in BROKEN:
+            options = ("--pipeline=OtherPipeline",) if kind == "unknown-option" else ()
+            model = broken_model(folder, kind)
+            worker = WorkerProcess(model, served_name="digits", options=options)
+            stack.callback(worker.close)
+            worker.launch()
+            started[kind] = (str(model), worker)
+        yield started
+
+
+@pytest.mark.parametrize(("kind", "says"), BROKEN.items())
+def test_a_model_that_cannot_be_loaded_is_a_configuration_error_with_a_reason(
+    endings: dict[str, tuple[str, WorkerProcess]], kind: str, says: str
+) -> None:
+    model, worker = endings[kind]
+    assert worker.wait_exit(150) == 1
+    reason = worker.termination_log.read_text()
+    assert model in reason and says in reason, reason
 
 
 def test_a_start_over_its_time_limit_ends_with_70_and_says_so() -> None:
