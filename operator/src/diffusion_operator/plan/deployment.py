@@ -89,7 +89,7 @@ def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable], observed: 
 def _look_again(groups: Sequence[Group], observed: Observed, *, acting: bool, now: datetime) -> float | None:
     if observed.refusal:
         return FAILING_POLL_S
-    if acting or any(group.state in _MOVING for group in groups) or _adapters_loading(groups):
+    if acting or any(group.state in _MOVING and not group.poll.failures for group in groups) or _adapters_loading(groups):
         return MOVING_POLL_S
     if any(group.state is GroupState.STARTING and group.pod.container.running for group in groups):
         return LOADING_POLL_S

@@ -139,7 +139,7 @@ def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeplo
     if state in (GroupState.FAILED, GroupState.STARTING):
         return _failure(pod, poll)
     if poll.unreachable:
-        return Problem.UNREACHABLE, f"{poll.failures} polls of the control endpoint failed: {poll.error}"
+        return Problem.UNREACHABLE, f"the last polls of the control endpoint failed: {poll.error}"
     return _operation_problem(poll, state)
 
 
