@@ -64,6 +64,9 @@ class NodeProvider:
         with locked("images"):
             images.clear_unfinished()
             shutil.rmtree(IMAGES_RUN, ignore_errors=True)
+        for parent in (NODE_STATE.parent, NODE_RUN.parent):
+            with contextlib.suppress(OSError):  # there is something else of ours in it, or it is not there
+                parent.rmdir()
         if purge:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
