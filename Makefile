@@ -31,6 +31,7 @@ test-fast: lint ## lint and the tests that need neither a cluster nor minutes
 
 test: preflight lint ## every test, fast ones first; brings up a cluster for the last of them
 	$(PYTEST) -m "not apiserver and not cluster and not slow" -q
+	@$(PY) -m tools.devcluster prepare worker operator
 	$(PYTEST) -m "apiserver or cluster or slow" -q --durations=10
 
 demo: preflight venv ## from nothing to a picture, an adapter, a sleep and a waking

@@ -24,7 +24,7 @@ class Request:
     seed: int
     model: str
     size: str = "64x64"
-    steps: int = 20
+    steps: int = 12
     guidance_scale: float = 4.0
 
 
