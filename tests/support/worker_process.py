@@ -121,7 +121,13 @@ class WorkerProcess:
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until `/readyz` answers 200."""
-        self.wait_for(lambda: self._http.get(f"{self.url}/readyz").status_code == 200, what="ready", timeout_s=timeout_s)
+        self.wait_for(self._is_ready, what="ready", timeout_s=timeout_s)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.get("/readyz").status_code == 200
+        except httpx2.TransportError:
+            return False  # it ended: `wait_for` says how
 
     def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Its exit code, once it ends."""
