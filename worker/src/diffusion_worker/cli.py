@@ -34,7 +34,7 @@ def cli() -> None:
 @click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS", help="The diffusers pipeline class.")
 @click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Pictures in one batch.")
-@click.option("--max-loras", type=click.IntRange(1, 1024), default=4, show_default=True, help="Adapters loaded at once.")
+@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters loaded at once.")
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
