@@ -103,7 +103,7 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
         "control-token-file": f"{CONTROL_DIR}/{TOKEN_KEY}",
         "desired": f"{DESIRED_DIR}/{DESIRED_KEY}",
         "max-batch-size": spec.engine.max_batch_size,
-        "max-loras": max(1, spec.lora.max_loaded),  # 0 means that no adapter is accepted; a worker always has a slot
+        "max-loras": spec.lora.max_loaded,
         "max-lora-rank": spec.lora.max_rank,
         "startup-timeout-seconds": spec.startup.timeout_seconds,
         "drain-timeout-seconds": TERMINATION_GRACE_S - STOP_MARGIN_S,
