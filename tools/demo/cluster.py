@@ -28,7 +28,7 @@ class Ground:
 def prepare(story: Story) -> Ground:
     """Each part is made once per content, so that a second run only looks. devcluster tells its progress by itself, on stderr."""
     provider = cluster.provider()
-    with story.step("Build the images, and beside them the cluster's programs") as step:
+    with story.step("Build the images and the cluster's programs") as step:
         cluster.prepare(("operator", "worker"))
         operator, worker = images.build("operator"), images.build("worker")
         step.result = f"{operator}, {worker}"

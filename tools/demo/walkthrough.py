@@ -18,7 +18,7 @@ MANIFESTS = ROOT / "examples" / "quickstart"
 MODEL, ADAPTER = "digits", "stripes"
 DEPLOYMENT, LORA = f"diffusiondeployments/{MODEL}", f"loraadapters/{ADAPTER}"
 PROMPTS = ("a red digit seven", "a blue digit three", "a green digit eight")
-SEED = 11
+SEED = 2
 
 START_S, ADAPTER_S, SLEEP_S, WAKE_S, REMOVAL_S = 300.0, 60.0, 60.0, 60.0, 90.0
 SERVING = Wanted("Ready", "True", ["Serving"])
