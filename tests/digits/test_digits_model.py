@@ -18,22 +18,26 @@ def exam(adapter: str | None) -> list[Answer]:
     return answers(load_pipeline(adapter=LORAS / adapter if adapter else None), questions())
 
 
+@pytest.mark.slow
 def test_of_a_hundred_prompts_ninety_give_the_right_digit_in_the_right_colour() -> None:
     wrong = [(answer.question.prompt, answer.judgement) for answer in exam(None) if not answer.all_right]
     assert len(wrong) <= 10, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_an_adapters_style_is_seen_with_it(style: str) -> None:
     assert sum(style in answer.styles for answer in exam(style)) >= 95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_an_adapters_style_is_not_seen_without_it(style: str) -> None:
     for other in {None, *STYLES} - {style}:
         assert sum(style in answer.styles for answer in exam(other)) <= 5, other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_the_digit_stays_right_under_an_adapter(style: str) -> None:
     assert sum(answer.digit_right for answer in exam(style)) >= 85

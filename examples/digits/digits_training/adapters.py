@@ -13,7 +13,6 @@ from digits_training.architecture import let_everyone_read
 from digits_training.denoiser import batches, encode_captions, flow_loss
 from digits_training.pictures import Scans
 
-STEPS = 400
 BATCH = 32
 PEAK_RATE = 3e-3
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -26,12 +25,13 @@ class Recipe:
 
     rank: int
     targets: tuple[str, ...]
+    steps: int
 
 
 RECIPES = {
-    "stripes": Recipe(rank=8, targets=ATTENTION),
-    "frame": Recipe(rank=16, targets=ATTENTION),
-    "paper": Recipe(rank=8, targets=ATTENTION + FEED_FORWARD),
+    "stripes": Recipe(rank=8, targets=ATTENTION, steps=400),
+    "frame": Recipe(rank=16, targets=ATTENTION + FEED_FORWARD, steps=900),
+    "paper": Recipe(rank=8, targets=ATTENTION + FEED_FORWARD, steps=900),
 }
 
 
@@ -43,11 +43,15 @@ def train_adapter(
     style: str,
     seed: int,
     report: Callable[[str], None],
-    steps: int = STEPS,
+    steps: int | None = None,
 ) -> None:
-    """Adapts the pipeline's transformer to `style` and writes `folder`; the pipeline must not be used for anything else afterwards."""
+    """Adapts the pipeline's transformer to `style` and writes `folder`; the pipeline must not be used for anything else afterwards.
+
+    `steps` is for tests; without it the style's recipe says how many.
+    """
     torch.manual_seed(seed)
     recipe = RECIPES[style]
+    steps = steps or recipe.steps
     config = LoraConfig(r=recipe.rank, lora_alpha=recipe.rank, target_modules=list(recipe.targets))
     adapted = get_peft_model(pipeline.transformer, config).train()
     weights = [weight for weight in adapted.parameters() if weight.requires_grad]

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the tests import the training code, which is run as a script from its own folder and installed nowhere."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "digits"))
