@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess, process_exists
 
@@ -101,6 +102,7 @@ def test_the_termination_log_is_never_made() -> None:
         assert not worker.termination_log.exists() or worker.termination_log.read_text() == "no"
 
 
+@pytest.mark.slow
 def test_a_shutdown_that_hangs_is_ended_by_the_watchdog() -> None:
     with fake({"hangAtStop": True}, options=("--drain-timeout-seconds=0.1",)) as worker:
         worker.wait_ready()
