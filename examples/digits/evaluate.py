@@ -26,7 +26,7 @@ def main() -> None:
     for style in STYLES:
         results[style] = measure(LORAS / style)
         print_row(style, results[style])
-    draw_sheet(results).save(SHEET, optimize=True)
+    draw_sheet(results).quantize(colors=128).save(SHEET, optimize=True)
 
 
 def measure(adapter: Path | None) -> list[Answer]:
