@@ -3,6 +3,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
+# OpenMP threads of torch would spin at barriers; on shared cores that made a step twenty times as long.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest

@@ -81,6 +81,7 @@ def test_the_judge_names_the_colours_that_are_drawn() -> None:
     assert list(HUES) == list(COLOURS)
 
 
+@pytest.mark.slow
 def test_training_runs_from_start_to_finish(tmp_path: Path) -> None:
     lines: list[str] = []
     fresh, scans = build_pipeline(0), load_scans()
