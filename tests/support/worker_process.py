@@ -28,6 +28,8 @@ import httpx2
 from openai import OpenAI
 from PIL import Image
 
+from tools.demo import weights_memory
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DIGITS = REPOSITORY / "examples" / "digits"
 DIGITS_MODEL = DIGITS / "model"
@@ -274,22 +276,5 @@ def process_exists(pid: int) -> bool:
 
 
 def resident_bytes(pid: int, mappings: list[str]) -> int:
-    """Rss in a process's smaps of the mappings that overlap these address ranges (`start-end` in hex).
-
-    The kernel may have joined neighbouring mappings into one, so overlap counts, not equality.
-    """
-    ranges = [_range(mapping) for mapping in mappings]
-    total, inside = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        head, *rest = line.split()
-        if not head.endswith(":"):
-            low, high = _range(head)
-            inside = any(low < end and start < high for start, end in ranges)
-        elif inside and head == "Rss:":
-            total += int(rest[0]) * 1024
-    return total
-
-
-def _range(text: str) -> tuple[int, int]:
-    start, end = text.split("-")
-    return int(start, 16), int(end, 16)
+    """Rss in a process's smaps of the mappings that overlap these address ranges (`start-end` in hex)."""
+    return weights_memory.resident_bytes(Path(f"/proc/{pid}/smaps").read_text(), [weights_memory.parse_range(text) for text in mappings])

@@ -94,7 +94,6 @@ class Engine:
         Raises:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
         """
-        self._stage = LoadStage.LOADING_WEIGHTS
         self._model = await self._ranks.start()
         self._stage = LoadStage.LOADING_ADAPTERS
         desired = read_desired(self.config.desired_path)
@@ -173,7 +172,7 @@ class Engine:
             in_flight=self._steps.running,
             queued=self._steps.waiting,
             last_request_age_seconds=age,
-            load=LoadDocument(self._stage, done, total),
+            load=LoadDocument(self._load_stage(total), done, total),
             model=ModelDocument(
                 self.config.served_name,
                 self.config.model,
@@ -236,6 +235,11 @@ class Engine:
         self._failure = reason
         self._lost.set()
         self._steps.end(GroupFailed(reason))
+
+    def _load_stage(self, bytes_total: int) -> LoadStage:
+        """The ranks are starting until one of them knows how much there is to load."""
+        starting = self._stage is LoadStage.STARTING_RANKS
+        return LoadStage.LOADING_WEIGHTS if starting and bytes_total else self._stage
 
     # --- sleep and wake -------------------------------------------------------------------------------------------------
 

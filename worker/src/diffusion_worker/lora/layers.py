@@ -17,7 +17,6 @@ class RowAdapters:
     def __init__(self, slots: list[int | None], scales: list[float], device: torch.device) -> None:
         chosen = [(row, slot, scale) for row, (slot, scale) in enumerate(zip(slots, scales, strict=True)) if slot is not None]
         self.total = len(slots)
-        self.empty = not chosen
         self.rows = torch.tensor([row for row, _, _ in chosen], dtype=torch.long, device=device)
         self.slots = torch.tensor([slot for _, slot, _ in chosen], dtype=torch.long, device=device)
         self.scales = torch.tensor([scale for _, _, scale in chosen], dtype=torch.float32, device=device)
@@ -59,7 +58,7 @@ class LoRALinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
         call = self._holder.current
-        if call is None or call.empty:
+        if call is None:
             return out
         if x.shape[0] != call.total:
             raise RuntimeError(f"a wrapped layer got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")

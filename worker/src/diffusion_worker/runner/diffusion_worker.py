@@ -88,12 +88,10 @@ class DiffusionWorker:
         assert self.model_runner.loras is not None
         return self.model_runner.loras.list_adapters()
 
-    def sleep(self) -> int:
-        """Level 1: give the weights' memory back, keep their mirror; returns the bytes freed, as measured."""
+    def sleep(self) -> None:
+        """Level 1: give the weights' memory back, keep their mirror. What is left is measured for the reply."""
         self.model_runner.drop_all()
-        before = self.memory().weights_resident_bytes
         self.model_runner.weights.release()
-        return before - self.memory().weights_resident_bytes
 
     def wake_up(self) -> None:
         """Fill the weights again."""
