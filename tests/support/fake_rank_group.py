@@ -100,19 +100,20 @@ class FakeRankGroup:
             self._active.pop(request_id, None)
         for spec in tick.join:
             self._active[spec.request_id] = (spec, spec.steps or DEFAULT_STEPS)
-        return self._advance(tick.number)
+        return self._advance(tick)
 
-    def _advance(self, number: int) -> TickReport:
+    def _advance(self, tick: Tick) -> TickReport:
         finished: list[Finished] = []
         frames: list[bytes | memoryview] = []
-        rows = len(self._active)
-        for request_id, (spec, left) in list(self._active.items()):
+        advancing = {name: at for name, at in self._active.items() if tick.advance is None or name in tick.advance}
+        rows = len(advancing)
+        for request_id, (spec, left) in advancing.items():
             self._active[request_id] = (spec, left - 1)
             if left == 1:
                 del self._active[request_id]
                 finished.append(Finished(request_id, len(frames), (spec.height or DEFAULT_SIZE, spec.width or DEFAULT_SIZE, 3)))
                 frames.append(fake_pixels(spec, self._adapters[spec.lora.lora_int_id] if spec.lora else None))
-        return TickReport(TickDone(number, finished, [], rows, 1 if rows else 0, 0.001), frames)
+        return TickReport(TickDone(tick.number, finished, [], rows, 1 if rows else 0, 0.001, 0.001), frames)
 
     async def call(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
         """Run a method of the worker on every rank; waits for `calling`."""

@@ -16,7 +16,10 @@ class LoRAUse(msgspec.Struct, frozen=True):
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture to make. None means the pipeline's own default; height and width are in pixels."""
+    """One picture or video to make. None means the pipeline's own default; height and width are in pixels.
+
+    `exact` keeps every model call of the request alone: at one rank it is bit-equal to diffusers' own, whoever else runs.
+    """
 
     request_id: str
     prompt: str
@@ -24,17 +27,20 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     height: int | None = None
     width: int | None = None
+    frames: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
     lora: LoRAUse | None = None
+    exact: bool = False
 
 
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
-    """Advance every active request by one step, after `leave` went and `join` came."""
+    """Advance the requests of `advance` by one step (None: all that are there), after `leave` went and `join` came."""
 
     number: int
     join: list[RequestSpec] = []
     leave: list[str] = []
+    advance: list[str] | None = None
 
 
 class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
@@ -124,7 +130,12 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
-    """What one tick brought, from rank 0. `rows` and `calls` count the merged model calls of the tick."""
+    """What one tick brought, from rank 0.
+
+    `rows` and `calls` count the merged model calls of the tick, `denoise_seconds` is the part of `seconds` that the denoisers
+    took, `peak_bytes` the most memory the device held meanwhile beside the weights (0 where that is not known), and
+    `split` tells that a merged call failed and was made again request by request.
+    """
 
     number: int
     finished: list[Finished] = []
@@ -132,6 +143,9 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     rows: int = 0
     calls: int = 0
     seconds: float = 0.0
+    denoise_seconds: float = 0.0
+    peak_bytes: int = 0
+    split: bool = False
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):

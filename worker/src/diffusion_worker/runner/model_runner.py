@@ -6,19 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.memory.weights import ModelWeights
-from diffusion_worker.messages import ErrorReport, ModelInfo, Tick
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall, split
 from diffusion_worker.runner.input_batch import InputBatch, Pending, make_batches
 from diffusion_worker.runner.parallel import CallFailed, Parallel
 from diffusion_worker.runner.pipeline import checkpoint_folder, denoiser_of, describe, dtype_of, load_pipeline, make_body, modules_of
-from diffusion_worker.runner.request_state import Broken, DiffusionRequestState, Done, FiberEvent
+from diffusion_worker.runner.request_state import Body, Broken, DiffusionRequestState, Done, FiberEvent
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +25,9 @@ ReportProgress = Callable[[int, int], None]
 
 
 class StepOutput(msgspec.Struct):
-    """What one tick brought on this rank: pictures, errors, and how much of the model was called for them."""
+    """What one tick brought on this rank: what the bodies returned (pictures), errors, and how much of the model was called for them."""
 
-    pictures: dict[str, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+    pictures: dict[str, Any] = {}
     errors: dict[str, ErrorReport] = {}
     rows: int = 0
     calls: int = 0
@@ -54,8 +53,12 @@ class DiffusionModelRunner:
             ConfigError: the model cannot be loaded.
         """
         dtype = dtype_of(self._config.dtype, self._device)
-        self.pipeline = load_pipeline(self._config, dtype)
-        self._modules = modules = modules_of(self.pipeline)
+        return self.adopt(load_pipeline(self._config, dtype), dtype, report)
+
+    def adopt(self, pipeline: Any, dtype: torch.dtype, report: ReportProgress) -> ModelInfo:
+        """Serve a pipeline that is in host memory already."""
+        self.pipeline = pipeline
+        self._modules = modules = modules_of(pipeline)
         total = sum(tensor.numel() * tensor.element_size() for module in modules.values() for tensor in module.state_dict().values())
         done = 0
         for name, module in modules.items():
@@ -78,15 +81,19 @@ class DiffusionModelRunner:
             self._drop(request_id)
         for spec in tick.join:
             try:
-                self._states[spec.request_id] = DiffusionRequestState(spec, make_body(self.pipeline, spec))
+                self.join(spec, make_body(self.pipeline, spec))
             except RequestError as error:
                 output.errors[spec.request_id] = ErrorReport(error.code, error.message)
         pending: list[Pending] = []
-        for state in list(self._states.values()):
+        for state in [state for state in self._states.values() if tick.advance is None or state.spec.request_id in tick.advance]:
             self._take(state, state.resume(), pending, output)
         while pending:
             pending = self._wave(pending, output)
         return output
+
+    def join(self, spec: RequestSpec, body: Body) -> None:
+        """Add a request whose fiber runs `body`; it takes its first step when a tick advances it."""
+        self._states[spec.request_id] = DiffusionRequestState(spec, body)
 
     def drop_all(self) -> None:
         """Forget every request."""

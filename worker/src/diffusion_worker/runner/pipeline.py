@@ -113,7 +113,7 @@ def make_body(pipeline: Any, spec: RequestSpec) -> Callable[[], np.ndarray[Any, 
     Raises:
         RequestError: InvalidRequest, the pipeline takes no such argument.
     """
-    view = _view(pipeline)
+    view = view_of(pipeline)
     arguments = _arguments(pipeline, spec)
 
     def body() -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -139,8 +139,8 @@ def _arguments(pipeline: Any, spec: RequestSpec) -> dict[str, Any]:
     return given
 
 
-def _view(pipeline: Any) -> Any:
-    """A shallow copy with stand-ins for the shared modules and a scheduler of its own."""
+def view_of(pipeline: Any) -> Any:
+    """A shallow copy with stand-ins for the shared modules and a scheduler of its own; a request's fiber calls it."""
     view = copy.copy(pipeline)
     for name, module in modules_of(pipeline).items():
         # Past the pipeline's own __setattr__, which would register the stand-in in the shared config.

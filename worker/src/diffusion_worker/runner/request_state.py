@@ -7,7 +7,6 @@ from typing import Any
 
 import greenlet
 import msgspec
-import numpy as np
 
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.calls import ModelCall
@@ -20,9 +19,9 @@ class StepBoundary(enum.Enum):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The fiber ended with a picture: uint8 [height, width, 3]."""
+    """The fiber ended; `frame` is what its body returned: for a request from the wire a picture, uint8 [height, width, 3]."""
 
-    frame: np.ndarray[Any, np.dtype[np.uint8]]
+    frame: Any
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -33,6 +32,8 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 FiberEvent = ModelCall | StepBoundary | Done | Broken
+# What a fiber runs: a pipeline on a view of it.
+Body = Callable[[], Any]
 
 
 def mark_step() -> None:
@@ -45,7 +46,7 @@ def mark_step() -> None:
 class DiffusionRequestState:
     """A request between ticks. `body` runs the pipeline and returns its picture."""
 
-    def __init__(self, spec: RequestSpec, body: Callable[[], np.ndarray[Any, np.dtype[np.uint8]]]) -> None:
+    def __init__(self, spec: RequestSpec, body: Body) -> None:
         self.spec = spec
         self.steps_done = 0
         self._asked = False
