@@ -6,6 +6,7 @@ concatenated, time steps are expanded, everything else must be equal by content,
 its call alone.
 """
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Hashable
@@ -17,6 +18,9 @@ import torch
 
 MERGED_METHODS = frozenset({"forward", "decode"})
 INTERCEPTED_METHODS = frozenset({"encode", "decode"})
+# In the names of arguments that have no row for each row of a call: positions of tokens and frames, one mask for the whole
+# picture (Cosmos, Anima), a strength for each control block (Wan VACE).
+TABLES = ("rotary", "rope", "indices_", "padding_mask", "control_hidden_states_scale")
 
 
 class ModelCall(msgspec.Struct, frozen=True):
@@ -114,14 +118,21 @@ def _key_part(name: str, value: Any, rows: int, *, leading: bool) -> Hashable | 
 def _role(name: str, value: Any, rows: int, *, leading: bool) -> str:
     """`row`, `time`, `nested` (a list or dict of tensors) or `equal`: the default rules of `families.md` (c) 5."""
     if isinstance(value, torch.Tensor):
-        if name.startswith("timestep") or name == "t":
+        # One with more dimensions has a time for each token: a row like any other.
+        if (name.startswith("timestep") or name == "t") and value.shape in ((), (1,), (rows,)):
             return "time"
-        # Tables of positions are read from row 0 only by some models, even where they have a row each.
-        is_table = name.endswith("_ids") and not name.endswith("time_ids")
-        return "row" if leading or (value.dim() > 0 and value.shape[0] == rows and not is_table) else "equal"
+        return "row" if leading or (value.dim() > 0 and value.shape[0] == rows and not _is_table(name)) else "equal"
     if isinstance(value, dict) or _is_tensor_list(value):
         return "nested"
     return "equal"
+
+
+def _is_table(name: str) -> bool:
+    """Whether an argument is one for the whole call, also where its first dimension happens to be the number of rows.
+
+    Tables of positions are read from row 0 only by some models, even where they have a row each.
+    """
+    return (name.endswith("_ids") and not name.endswith("time_ids")) or any(word in name for word in TABLES)
 
 
 def _content(value: Any) -> Hashable | None:
@@ -155,8 +166,9 @@ def _merge_values(name: str, values: list[Any], rows: list[int], *, leading: boo
     if role == "row":
         return torch.cat(values)
     if role == "time":
-        # Schedulers differ in the dtype of their steps; float32 holds all of them exactly.
-        return torch.cat([value.float().reshape(-1).expand(count) for value, count in zip(values, rows, strict=True)])
+        # Schedulers differ in the dtype of their steps; where they agree the steps keep it.
+        dtype = functools.reduce(torch.promote_types, (value.dtype for value in values))
+        return torch.cat([value.to(dtype).reshape(-1).expand(count) for value, count in zip(values, rows, strict=True)])
     if role == "nested":
         if isinstance(first, dict):
             return {key: _merge_values(f"{name}.{key}", [value[key] for value in values], rows, leading=False) for key in first}
