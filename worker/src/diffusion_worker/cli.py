@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`diffusion-worker`: the command line. Options are checked before anything is started; every error is one line and exit code 1."""
 
+import importlib.util
 import logging
 import re
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from diffusion_worker.config import Dtype, WorkerConfig, read_model_index, served_name_of
+from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index, served_name_of, split_import_path
 from diffusion_worker.engine.operations import read_desired
 from diffusion_worker.errors import ConfigError
 
@@ -32,7 +33,8 @@ def cli() -> None:
 @click.option("--lora", "loras", multiple=True, metavar="NAME=PATH", help="An adapter to load at start: its name and its peft folder.")
 @click.option("--desired", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
 @click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
-@click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS", help="The diffusers pipeline class.")
+@click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
+@click.option("--load-format", type=click.Choice([kind.value for kind in LoadFormat]), default=LoadFormat.DEFAULT.value, show_default=True)
 @click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Pictures in one batch.")
 @click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters loaded at once.")
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
@@ -52,6 +54,7 @@ def serve(
     desired: str | None,
     dtype: str,
     pipeline: str,
+    load_format: str,
     max_batch_size: int,
     max_loras: int,
     max_lora_rank: int,
@@ -70,6 +73,7 @@ def serve(
         ranks=ranks,
         dtype=Dtype(dtype),
         pipeline=pipeline,
+        load_format=LoadFormat(load_format),
         max_batch_size=max_batch_size,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -111,6 +115,7 @@ def check(config: WorkerConfig) -> None:
         read_model_index(config.model)
     except ConfigError as error:
         raise ConfigError(f"--model: {error}") from None
+    _check_pipeline(config)
     if not NAME.fullmatch(config.served_name):
         raise ConfigError(f"--served-name: expected letters, digits, '.', '_' and '-', at most 63, found {config.served_name!r}")
     for name, path in config.preload_loras.items():
@@ -121,6 +126,20 @@ def check(config: WorkerConfig) -> None:
     read_desired(config.desired_path)
     if len(config.preload_loras) > config.max_loras:
         raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is {config.max_loras}")
+
+
+def _check_pipeline(config: WorkerConfig) -> None:
+    """Only the top package of an import path is looked for: finding what is inside would import it."""
+    if config.load_format is LoadFormat.CUSTOM_PIPELINE:
+        if config.pipeline == "auto":
+            raise ConfigError("--load-format custom-pipeline: expected --pipeline with an import path, module:Class, found none")
+        package = split_import_path(config.pipeline, "--pipeline")[0].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
+    elif not config.pipeline.isidentifier():
+        raise ConfigError(
+            f"--pipeline {config.pipeline!r}: expected a class of diffusers; an import path needs --load-format custom-pipeline"
+        )
 
 
 def main() -> None:

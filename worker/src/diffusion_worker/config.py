@@ -10,6 +10,8 @@ import msgspec
 
 from diffusion_worker.errors import ConfigError
 
+MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
+
 
 class Dtype(enum.StrEnum):
     """Precision of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
@@ -18,6 +20,14 @@ class Dtype(enum.StrEnum):
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+
+
+class LoadFormat(enum.StrEnum):
+    """How the model is loaded: as it is in its folder, by a pipeline class of yours, or with random weights."""
+
+    DEFAULT = "default"
+    CUSTOM_PIPELINE = "custom-pipeline"
+    DUMMY = "dummy"
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -41,6 +51,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     dtype: Dtype = Dtype.AUTO
     pipeline: str = "auto"
+    load_format: LoadFormat = LoadFormat.DEFAULT
     max_batch_size: int = 8
     max_loras: int = 4
     max_lora_rank: int = 64
@@ -52,6 +63,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     startup_timeout_s: float = 1800.0
     # No single step of a model that fits this worker takes minutes; past this a rank counts as hung.
     tick_timeout_s: float = 300.0
+    # Where the ranks of one generation meet. Port 0 takes a free one, each time anew.
+    rendezvous_host: str = "127.0.0.1"
+    rendezvous_port: int = 0
+    # A group that is lost more often than this within ten minutes has a fault that a new start does not mend.
+    max_restarts: int = 5
+    # `module:Class` that is mixed into every rank's worker; its public methods can be called like the worker's own.
+    worker_extension: str | None = None
+    # Where traces of `profile` go; None leaves profiling off.
+    profile_dir: str | None = None
     # Below Kubernetes' default grace of 30 s, so that the server still ends by itself.
     drain_timeout_s: float = 25.0
 
@@ -62,7 +82,7 @@ def served_name_of(model: str) -> str:
 
 
 def read_model_index(model: str) -> dict[str, Any]:
-    """The `model_index.json` of a diffusers folder.
+    """The index of a diffusers folder, that of a classic pipeline or else that of a modular one.
 
     Raises:
         ConfigError: the folder is missing or is no diffusers folder.
@@ -70,16 +90,28 @@ def read_model_index(model: str) -> dict[str, Any]:
     folder = Path(model)
     if not folder.is_dir():
         raise ConfigError(f"model path {model!r}: expected a diffusers folder, found {'a file' if folder.exists() else 'nothing there'}")
-    index = folder / "model_index.json"
+    index = next((folder / name for name in MODEL_INDEXES if (folder / name).exists()), None)
+    if index is None:
+        raise ConfigError(f"model path {model!r}: expected a diffusers folder, found no {' or '.join(MODEL_INDEXES)} in it")
     try:
         content = msgspec.json.decode(index.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"model path {model!r}: expected a diffusers folder, found no model_index.json in it") from None
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"model path {model!r}: model_index.json cannot be read: {error}") from None
+        raise ConfigError(f"model path {model!r}: {index.name} cannot be read: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("_class_name"), str):
-        raise ConfigError(f"model path {model!r}: model_index.json has no _class_name")
+        raise ConfigError(f"model path {model!r}: {index.name} has no _class_name")
     return content
+
+
+def split_import_path(path: str, option: str) -> tuple[str, str]:
+    """Module and class of `module:Class` or `module.Class`.
+
+    Raises:
+        ConfigError: it is neither; the message names the option it was given to.
+    """
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{option} {path!r}: expected an import path, module:Class or module.Class")
+    return module, name
 
 
 def usable_cores() -> int:

@@ -7,6 +7,8 @@ answer on a stream of their own: all of them to `Rpc`, only rank 0 to `Tick`. Pi
 
 import msgspec
 
+from diffusion_worker.errors import Fault
+
 
 class LoRAUse(msgspec.Struct, frozen=True):
     """The adapter of one request: the id under which it was loaded and the strength it is used with."""
@@ -44,11 +46,20 @@ class Tick(msgspec.Struct, frozen=True, tag="tick"):
 
 
 class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
-    """Call a method of every rank's worker between two ticks; each rank answers with an `RpcReply`."""
+    """Call a method of the ranks' workers between two ticks; each rank that runs it answers with an `RpcReply`.
+
+    With an `output_rank` only that rank runs it, or, with `exec_all_ranks`, all run it and only that one sends its result.
+    """
 
     call_id: int
     method: str
     kwargs: dict[str, msgspec.Raw] = {}
+    output_rank: int | None = None
+    exec_all_ranks: bool = False
+
+    def runs_on(self, rank: int) -> bool:
+        """Whether a rank runs the method, and answers."""
+        return self.exec_all_ranks or self.output_rank in (None, rank)
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -74,12 +85,22 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the server has to know of the loaded model to validate requests. Sizes are in pixels."""
+    """What the server has to know of the loaded model to validate requests. Sizes are in pixels.
+
+    `kind` is `image` or `video`; a video has a multiple of `frame_multiple` frames and one more. The defaults are what the
+    pipeline does for a request that says nothing; None where that depends on its other arguments.
+    """
 
     pipeline: str
     dtype: str
     size_multiple: int
     weights_bytes: int
+    kind: str = "image"
+    frame_multiple: int = 1
+    default_height: int | None = None
+    default_width: int | None = None
+    default_frames: int | None = None
+    default_steps: int | None = None
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
@@ -107,11 +128,19 @@ class ErrorReport(msgspec.Struct, frozen=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """A rank is about to exit; `config` tells a wrong configuration from a fault."""
+    """A rank is about to exit; `config` tells a wrong configuration from a fault, `fault` which kind of fault."""
 
     rank: int
     message: str
     config: bool = False
+    fault: Fault = Fault.DEFECT
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """A rank got frames that are no message; `count` since its start. They were not acted on."""
+
+    rank: int
+    count: int
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -158,7 +187,7 @@ class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):
     memory: MemoryReport | None = None
 
 
-ToServer = LoadProgress | Ready | Fatal | TickDone | RpcReply
+ToServer = LoadProgress | Ready | Fatal | Dropped | TickDone | RpcReply
 
 
 class LoadedLoRA(msgspec.Struct, frozen=True):
@@ -181,7 +210,7 @@ def encode(message: ToRank | ToServer) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """A message of the broadcast; raises msgspec.DecodeError."""
+    """A message of the broadcast; raises msgspec.DecodeError, or UnicodeDecodeError."""
     return _to_rank.decode(data)
 
 

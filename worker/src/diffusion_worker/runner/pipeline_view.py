@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's fiber runs: a view of the pipeline that shares its modules and owns what a run changes.
+
+A view is a shallow copy, classic and modular alike, with a stand-in for every module, a scheduler of its own whose step
+suspends the fiber, and guiders of its own. Tokenizers, image processors and blocks keep no state between calls and are
+shared as they are.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers.guiders.guider_utils import BaseGuidance
+
+from diffusion_worker.runner.calls import StandIn
+from diffusion_worker.runner.request_state import mark_step
+
+# The scheduler of the denoising loop; a pipeline without one of this name marks the steps of all it has.
+MAIN_SCHEDULER = "scheduler"
+
+
+def modules_of(pipeline: Any) -> dict[str, torch.nn.Module]:
+    """The shared modules of a pipeline, by component name."""
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def schedulers_of(pipeline: Any) -> dict[str, Any]:
+    """The schedulers of a pipeline, by component name: whatever steps, also where a custom pipeline brings its own."""
+    return {name: part for name, part in pipeline.components.items() if hasattr(part, "step") and hasattr(part, "set_timesteps")}
+
+
+def guiders_of(pipeline: Any) -> dict[str, Any]:
+    """The guiders of a modular pipeline, by component name."""
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, BaseGuidance)}
+
+
+def hooks_models(guider: Any) -> bool:
+    """Whether a guider changes the shared model while its call runs, so that nobody else may call it meanwhile."""
+    return type(guider).prepare_models is not BaseGuidance.prepare_models
+
+
+def view_of(pipeline: Any) -> Any:
+    """A view of a pipeline for one request; it has to be called inside the request's fiber."""
+    view = copy.copy(pipeline)
+    # Past the pipeline's own __setattr__, which would register the parts in the shared config.
+    parts = view.__dict__
+    for name, module in modules_of(pipeline).items():
+        parts[name] = StandIn(name, module)
+    schedulers = schedulers_of(pipeline)
+    for name, scheduler in schedulers.items():
+        own = copy.deepcopy(scheduler)
+        parts[name] = _marking(own) if name == MAIN_SCHEDULER or MAIN_SCHEDULER not in schedulers else own
+    for name, guider in guiders_of(pipeline).items():
+        parts[name] = guider.new()
+    return view
+
+
+def guide(view: Any, scale: float) -> bool:
+    """Give every guider of a view this scale; False if it has none that takes one."""
+    guiders = {name: guider for name, guider in guiders_of(view).items() if "guidance_scale" in guider.config}
+    for name, guider in guiders.items():
+        view.__dict__[name] = guider.new(guidance_scale=scale)
+    return bool(guiders)
+
+
+def silence(pipeline: Any) -> None:
+    """No progress bars; those of a modular pipeline belong to the blocks inside its blocks."""
+    pipeline.set_progress_bar_config(disable=True)
+    for block in _blocks_of(getattr(pipeline, "_blocks", None)):
+        if hasattr(block, "set_progress_bar_config"):
+            block.set_progress_bar_config(disable=True)
+
+
+def _blocks_of(block: Any) -> Iterator[Any]:
+    for inner in (getattr(block, "sub_blocks", None) or {}).values():
+        yield inner
+        yield from _blocks_of(inner)
+
+
+def _marking(scheduler: Any) -> Any:
+    """The scheduler with a step that suspends the fiber when it returns.
+
+    By its class, not by an attribute: pipelines copy their scheduler for a second latent (LTX 2's audio), and a copied
+    attribute would go on stepping the original. A copy is a plain scheduler again, so that a step is marked once.
+    """
+    scheduler.__class__ = _marking_class(type(scheduler))
+    return scheduler
+
+
+@functools.cache
+def _marking_class(plain: Any) -> Any:
+    @functools.wraps(plain.step)  # pipelines look at its signature
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain.step(self, *args, **kwargs)
+        mark_step()
+        return result
+
+    def unmarked(self: Any, memo: dict[int, Any]) -> Any:
+        made = plain.__new__(plain)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    return type(plain.__name__, (plain,), {"step": step, "__deepcopy__": unmarked, "__module__": plain.__module__})

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's fiber runs: the arguments of the pipeline's own call, that call on a view, and its result as pixels.
+
+A pipeline says by its signature (a modular one by the inputs of its blocks) what it takes; a request that asks for more
+is refused with the name of the field. Custom pipelines may say more, see `docs/custom-pipelines.md`.
+"""
+
+import inspect
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import RequestSpec
+from diffusion_worker.runner.pipeline_view import guide, guiders_of, hooks_models, view_of
+
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+Arguments = dict[str, Any]
+
+FRAMES = ("num_frames", "video_length", "frames")
+# Guidance with a second, unguided call. Where a class has both, this is the one that works on every checkpoint of it.
+TRUE_GUIDANCE = "true_cfg_scale"
+# What the authors of those models use for "no negative prompt"; without any their classes ignore the scale.
+NO_NEGATIVE_PROMPT = " "
+
+
+class PipelineBody:
+    """Runs the pipeline once; returns uint8 [height, width, 3], or [frames, height, width, 3] of a video.
+
+    Requests of another `batch_key` never share a model call with this one; one that is `whole` runs from start to end in
+    one tick, and nobody else's call runs meanwhile.
+    """
+
+    def __init__(self, pipeline: Any, arguments: Arguments, *, seed: int, guidance: float | None = None) -> None:
+        self._pipeline = pipeline
+        self._arguments = arguments
+        self._seed = seed
+        self._guidance = guidance
+        self.batch_key: Hashable = _ask(pipeline, "worker_batch_key", arguments)
+        self.whole = bool(_ask(pipeline, "worker_runs_whole", arguments)) or any(map(hooks_models, guiders_of(pipeline).values()))
+
+    def __call__(self) -> Pixels:
+        view = view_of(self._pipeline)
+        if self._guidance is not None:
+            guide(view, self._guidance)
+        # The generator is a CPU one: the same seed gives the same noise on every device and rank.
+        generator = torch.Generator().manual_seed(self._seed)
+        try:
+            return to_pixels(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
+        finally:
+            if self.whole:
+                _unhook(self._pipeline, view)
+
+
+def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
+    """The body of a request; `conditioning` are pictures and the like by the name of the pipeline's argument.
+
+    Raises:
+        RequestError: InvalidRequest, the pipeline does not take a field of the request; its details name the field.
+    """
+    takes = inputs_of(pipeline)
+    arguments = {name: value for name, value in _fields(takes, spec).items() if value is not None}
+    guidance = None
+    if spec.guidance_scale is not None:
+        guidance = _guide_by_argument(takes, arguments, spec.guidance_scale, pipeline)
+    for name, value in (conditioning or {}).items():
+        if name not in takes:
+            raise _not_taken(name, pipeline)
+        arguments[name] = value
+    for name in arguments:
+        if name not in takes:
+            raise _not_taken(name, pipeline)
+    _check_negative_prompt(takes, arguments, pipeline)
+    return PipelineBody(pipeline, arguments, seed=spec.seed, guidance=guidance)
+
+
+def call_view(view: Any, arguments: Arguments) -> Any:
+    """The pipeline's own call, classic or modular; returns the first thing it makes."""
+    takes = inputs_of(view)
+    # A pipeline that draws no noise takes no generator, one that only makes latents no output type.
+    given = {name: value for name, value in arguments.items() if name in takes or name not in ("generator", "output_type")}
+    if isinstance(view, diffusers.ModularPipeline):
+        return view(**given, output=first_output(view))
+    return view(**given, **({"return_dict": False} if "return_dict" in takes else {}))[0]
+
+
+def inputs_of(pipeline: Any) -> dict[str, Any]:
+    """What the pipeline's call takes, with its defaults (None where there is none)."""
+    if isinstance(pipeline, diffusers.ModularPipeline):
+        return {item.name: item.default for item in pipeline._blocks.inputs if item.name is not None}
+    parameters = inspect.signature(type(pipeline).__call__).parameters.values()
+    return {item.name: None if item.default is item.empty else item.default for item in parameters if item.name != "self"}
+
+
+def first_output(pipeline: Any) -> str:
+    """The name of what a modular pipeline is for: its pictures or videos, or else the first output of its last block."""
+    names = [output.name for output in pipeline._blocks.outputs]
+    return next((name for name in ("images", "videos") if name in names), names[0])
+
+
+def to_pixels(output: Any) -> Pixels:
+    """The first picture or video of what a pipeline returned, whatever it returned it as.
+
+    Raises:
+        RequestError: EngineFailed, the model made no numbers.
+    """
+    first = output[0]
+    if isinstance(first, list | tuple):
+        first = np.stack([np.asarray(frame) for frame in first])
+    pixels = first.float().movedim(-3, -1).cpu().numpy() if isinstance(first, torch.Tensor) else np.asarray(first)
+    if pixels.dtype != np.uint8:
+        if not np.isfinite(pixels).all():
+            raise RequestError(ErrorCode.ENGINE_FAILED, "the model returned values that are no numbers")
+        pixels = (pixels.clip(0, 1) * 255).round().astype(np.uint8)
+    if pixels.shape[-1] == 1:
+        pixels = pixels.repeat(3, axis=-1)
+    return np.ascontiguousarray(pixels)
+
+
+def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
+    frames = next((name for name in FRAMES if name in takes), FRAMES[0])
+    return {
+        "prompt": spec.prompt,
+        "negative_prompt": spec.negative_prompt,
+        "height": spec.height,
+        "width": spec.width,
+        frames: spec.frames,
+        "num_inference_steps": spec.steps,
+    }
+
+
+def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: float, pipeline: Any) -> float | None:
+    """Put the guidance scale where the class takes it; returns it for a modular pipeline's guiders, else None."""
+    if TRUE_GUIDANCE in takes and (takes[TRUE_GUIDANCE] or 0) > (takes.get("guidance_scale") or 0):
+        arguments[TRUE_GUIDANCE] = scale
+        if scale > 1 and "negative_prompt" in takes:
+            arguments.setdefault("negative_prompt", NO_NEGATIVE_PROMPT)
+    elif "guidance_scale" in takes:
+        arguments["guidance_scale"] = scale
+    elif any("guidance_scale" in guider.config for guider in guiders_of(pipeline).values()):
+        return scale
+    else:
+        raise _not_taken("guidance_scale", pipeline)
+    return None
+
+
+def _check_negative_prompt(takes: Mapping[str, Any], arguments: Arguments, pipeline: Any) -> None:
+    """A class whose second call is off by default (Flux) would take a negative prompt and do nothing with it."""
+    if not arguments.get("negative_prompt") or TRUE_GUIDANCE not in takes or hasattr(pipeline, "do_classifier_free_guidance"):
+        return
+    if (arguments.get(TRUE_GUIDANCE, takes[TRUE_GUIDANCE]) or 0) <= 1:
+        message = f"negative_prompt: {type(pipeline).__name__} makes no use of one unless its {TRUE_GUIDANCE} is above 1"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "negative_prompt"})
+
+
+FIELD_OF = {"height": "size", "width": "size", **dict.fromkeys(FRAMES, "frames")}
+
+
+def _not_taken(argument: str, pipeline: Any) -> RequestError:
+    field = FIELD_OF.get(argument, argument)
+    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: {type(pipeline).__name__} takes no such argument", details={"field": field})
+
+
+def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
+    """What a custom pipeline says of a request; None where it says nothing."""
+    answer = getattr(pipeline, method, None)
+    return answer(arguments) if callable(answer) else None
+
+
+def _unhook(pipeline: Any, view: Any) -> None:
+    """A call that fails between a guider's hooks being put on the model and taken off would leave them there."""
+    for guider in guiders_of(view).values():
+        if hooks_models(guider):
+            for module in pipeline.components.values():
+                if isinstance(module, torch.nn.Module):
+                    guider.cleanup_models(module)
