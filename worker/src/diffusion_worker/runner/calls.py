@@ -21,6 +21,8 @@ INTERCEPTED_METHODS = frozenset({"encode", "decode"})
 # In the names of arguments that have no row for each row of a call: positions of tokens and frames, one mask for the whole
 # picture (Cosmos, Anima), a strength for each control block (Wan VACE).
 TABLES = ("rotary", "rope", "indices_", "padding_mask", "control_hidden_states_scale")
+# Rows that switch a model over for the whole call when all of them are zero: HunyuanVideo 1.5 then makes a video without a picture.
+SWITCHES = frozenset({"image_embeds"})
 
 
 class ModelCall(msgspec.Struct, frozen=True):
@@ -105,7 +107,7 @@ def group_key(call: ModelCall) -> Hashable | None:
 def _key_part(name: str, value: Any, rows: int, *, leading: bool) -> Hashable | None:
     role = _role(name, value, rows, leading=leading)
     if role == "row":
-        return "row", value.dtype, tuple(value.shape[1:])
+        return "row", value.dtype, tuple(value.shape[1:]), name in SWITCHES and bool(value.any())
     if role == "time":
         return "time"
     if role == "nested":
