@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test family is: a tiny pipeline of one diffusers class with random weights, and the requests it is asked.
+
+The weights mean nothing; what is tested is that requests in company get what diffusers gives them alone. Zero parameters
+are made random, because a zero output layer would make every comparison true.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+
+Arguments = dict[str, Any]
+
+
+def call_pipeline(view: Any, arguments: Arguments) -> Any:
+    """Run a classic pipeline; what it returns first is its result."""
+    return view(**arguments, return_dict=False)[0]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One pipeline class, or one way to use it.
+
+    `request` makes the arguments of `__call__` from (seed, steps, guidance), without generator and output type; another
+    seed means other embeddings and pictures of the same sizes. `tolerance` bounds the largest difference of a request in
+    company from itself alone, in float64 and in standard deviations of the result; one above 1e-9 needs its `reason`, and
+    so does `shares=False`: requests of this family make no model call together. `doubled` are the arguments that make a
+    request twice as many rows; None where the class has no such argument.
+    """
+
+    name: str
+    family: str
+    build: Callable[[], Any]
+    request: Callable[[int, int, float], Arguments]
+    output_type: str = "latent"
+    tolerance: float = 1e-9
+    shares: bool = True
+    reason: str = ""
+    doubled: Arguments | None = None
+    call: Callable[[Any, Arguments], Any] = call_pipeline
+
+    def __post_init__(self) -> None:
+        if (self.tolerance > 1e-9 or not self.shares) and not self.reason:
+            raise ValueError(f"{self.name}: say why it is no better")
+
+
+def randomise_zeros(*modules: torch.nn.Module) -> None:
+    """Give every parameter that is zero throughout small random values, and switch to eval mode."""
+    for module in modules:
+        module.eval().requires_grad_(False)
+        for parameter in module.parameters():
+            if not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.05)
+
+
+def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
+    """A builder that makes the same pipeline each time: random weights from one seed, no parameter all zero, no progress bar."""
+
+    def build() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(20)
+            pipeline = make()
+            randomise_zeros(*(part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)))
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    return build
+
+
+def seeded(seed: int, *shape: int) -> torch.Tensor:
+    """Normal values of a shape, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def picture(seed: int, width: int = 32, height: int = 32) -> Image.Image:
+    """A picture of random colours."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def mask(seed: int, width: int = 32, height: int = 32) -> Image.Image:
+    """A mask: white is a rectangle at the left whose width depends on the seed."""
+    pixels = np.zeros((height, width), dtype=np.uint8)
+    pixels[:, : width // 4 + seed % 3 * width // 4] = 255
+    return Image.fromarray(pixels)
+
+
+def tiny_vae(channels: int = 4, levels: int = 2, **config: Any) -> AutoencoderKL:
+    """A VAE of `levels` resolutions: pictures are 2 ** (levels - 1) times as large as latents."""
+    defaults = {
+        "block_out_channels": (8,) * levels,
+        "down_block_types": ("DownEncoderBlock2D",) * levels,
+        "up_block_types": ("UpDecoderBlock2D",) * levels,
+        "latent_channels": channels,
+        "norm_num_groups": 2,
+        "sample_size": 32,
+    }
+    return AutoencoderKL(**defaults | config)
+
+
+def in_float64(value: Any) -> Any:
+    """Arguments with every floating tensor in float64; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: in_float64(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(in_float64(item) for item in value)
+    return value
+
+
+def as_tensor(output: Any) -> torch.Tensor:
+    """What a pipeline returned, as one flat tensor: tensors, arrays or pictures, also in lists."""
+    if isinstance(output, torch.Tensor):
+        return output.detach().reshape(-1)
+    if isinstance(output, np.ndarray):
+        return torch.from_numpy(output.copy()).reshape(-1)
+    if isinstance(output, Image.Image):
+        return torch.from_numpy(np.array(output, dtype=np.float64)).reshape(-1)
+    return torch.cat([as_tensor(item) for item in output])

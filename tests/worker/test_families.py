@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family through the engine: alone bit for bit what diffusers gives, in company the same up to rounding.
+
+In float64 the rounding of another batch size is far below what any mistake would make, so one bound fits all.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from families.all import FAMILIES, REPRESENTATIVE
+from families.checks import check_trio
+from families.family import Family
+from families.family_rig import Asked, FamilyRig
+
+OTHER = Asked(seed=2, steps=3, guidance=3.0)
+ONE = Asked(seed=1, steps=2)
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+every_family_most_of_them_slow = pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family.name in REPRESENTATIVE else pytest.mark.slow, id=family.name) for family in FAMILIES],
+)
+
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@functools.cache
+def rig_of(name: str) -> FamilyRig:
+    return FamilyRig(BY_NAME[name])
+
+
+@functools.cache
+def one_alone(name: str) -> torch.Tensor:
+    return rig_of(name).alone(ONE)
+
+
+@every_family
+def test_a_request_alone_is_bit_equal_to_diffusers(family: Family) -> None:
+    (served,) = rig_of(family.name).together(ONE)
+    assert torch.equal(served, one_alone(family.name))
+
+
+@every_family
+def test_an_exact_request_in_company_is_bit_equal_to_diffusers(family: Family) -> None:
+    served, _ = rig_of(family.name).together(Asked(ONE.seed, ONE.steps, exact=True), OTHER)
+    assert torch.equal(served, one_alone(family.name))
+
+
+@every_family_most_of_them_slow
+def test_three_requests_that_join_at_different_times_equal_the_three_alone(family: Family) -> None:
+    check_trio(family, FamilyRig(family, torch.float64))
+
+
+def test_the_families_are_at_least_thirty_classes_of_twenty_families() -> None:
+    classes = {type_name(family.name) for family in FAMILIES}
+    assert len(classes) >= 30, sorted(classes)
+    assert len({family.family for family in FAMILIES}) >= 20
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+    assert {family.name for family in FAMILIES} >= REPRESENTATIVE
+
+
+def type_name(name: str) -> Any:
+    return name.partition(" (")[0]
