@@ -85,7 +85,8 @@ def _marking(scheduler: Any) -> Any:
     By its class, not by an attribute: pipelines copy their scheduler for a second latent (LTX 2's audio), and a copied
     attribute would go on stepping the original. A copy is a plain scheduler again, so that a step is marked once.
     """
-    scheduler.__class__ = _marking_class(type(scheduler))
+    plain: Any = type(scheduler)
+    scheduler.__class__ = _marking_class(plain)
     return scheduler
 
 
