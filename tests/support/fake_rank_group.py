@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from diffusion_worker.engine.documents import RankDocument, RankState
-from diffusion_worker.engine.rank_group import TickReport
-from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
+from diffusion_worker.engine.rank_group import Loss, TickReport
+from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import (
     ErrorReport,
@@ -63,19 +63,32 @@ class FakeRankGroup:
         self.method_errors: dict[str, ErrorReport] = {}
         self.calls: list[str] = []
         self.stopped = False
+        # How the next restarts end, in order: an error to raise, or None; past them every restart works.
+        self.restart_errors: list[Exception | None] = []
+        self.generation = 1
+        self.dropped_frames = (0, 0)
         self._config_error = config_error
         self._step_s = step_s
         self._state = [RankState.STARTING] * ranks
-        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing of an earlier generation is left."""
+        self._failure: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self._ticks: asyncio.Queue[Tick] = asyncio.Queue()
         self._active: dict[str, tuple[RequestSpec, int]] = {}
         self._adapters: dict[int, str] = {}
 
-    def die(self, reason: str) -> None:
+    @property
+    def loss(self) -> Loss | None:
+        """What `die` said."""
+        return self._failure.result() if self._failure.done() else None
+
+    def die(self, reason: str, fault: Fault = Fault.DIED) -> None:
         """Lose the group, as when a rank's process ends."""
         self._state = [RankState.DEAD] * len(self._state)
         if not self._failure.done():
-            self._failure.set_result(reason)
+            self._failure.set_result(Loss(reason, fault))
 
     async def start(self) -> ModelInfo:
         """Load; waits for `loading`."""
@@ -85,6 +98,17 @@ class FakeRankGroup:
         self._state = [RankState.READY] * len(self._state)
         return ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
 
+    async def restart(self) -> ModelInfo:
+        """The next generation, unless `restart_errors` says otherwise; waits for `loading`."""
+        self._begin()
+        self.generation += 1
+        self._state = [RankState.STARTING] * len(self._state)
+        error = self.restart_errors.pop(0) if self.restart_errors else None
+        if error is not None:
+            self.die(str(error))
+            raise error
+        return await self.start()
+
     def broadcast_tick(self, tick: Tick) -> None:
         """Queue one tick."""
         self._check()
@@ -92,10 +116,15 @@ class FakeRankGroup:
 
     async def next_report(self, timeout_s: float) -> TickReport:
         """Run the next queued tick; waits for `stepping`."""
-        async with asyncio.timeout(timeout_s):
-            await self._wait(self.stepping)
-            tick = await self._ticks.get()
-            await asyncio.sleep(self._step_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait(self.stepping)
+                tick = await self._ticks.get()
+                await asyncio.sleep(self._step_s)
+                self._check()
+        except TimeoutError:
+            self.die(f"a step was not finished within {timeout_s:g} s", Fault.STALLED)
+            self._check()
         for request_id in tick.leave:
             self._active.pop(request_id, None)
         for spec in tick.join:
@@ -115,7 +144,9 @@ class FakeRankGroup:
                 frames.append(fake_pixels(spec, self._adapters[spec.lora.lora_int_id] if spec.lora else None))
         return TickReport(TickDone(tick.number, finished, [], rows, 1 if rows else 0, 0.001, 0.001), frames)
 
-    async def call(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+    async def call(
+        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
+    ) -> list[RpcReply]:
         """Run a method of the worker on every rank; waits for `calling`."""
         self._check()
         self.calls.append(method)
@@ -141,6 +172,8 @@ class FakeRankGroup:
             case "wake_up":
                 self._state = [RankState.READY] * len(self._state)
                 return self._replies(None)
+            case "profile":
+                return self._replies(msgspec.msgpack.decode(raw["is_start"]) or f"/traces/{self.generation}.json")
         raise AssertionError(f"the worker has no method {method}")
 
     def _add_lora(self, request: LoRARequest, digest: str | None) -> list[RpcReply]:
@@ -161,7 +194,7 @@ class FakeRankGroup:
         resident = WEIGHTS_BYTES if self._state[0] is RankState.READY else 0
         return MemoryReport(WEIGHTS_BYTES, resident, WEIGHTS_BYTES, 0, ["1000-2000"])
 
-    async def failed(self) -> str:
+    async def failed(self) -> Loss:
         """Returns when `die` was called."""
         return await asyncio.shield(self._failure)
 
@@ -180,7 +213,7 @@ class FakeRankGroup:
 
     def _check(self) -> None:
         if self._failure.done():
-            raise GroupFailed(self._failure.result())
+            raise GroupFailed(self._failure.result().reason)
 
     async def _wait(self, event: asyncio.Event) -> None:
         """Wait for the event, or raise when the group is lost before."""

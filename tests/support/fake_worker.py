@@ -33,7 +33,9 @@ class ScriptedRankGroup(FakeRankGroup):
         await asyncio.sleep(BEHAVIOUR.get("loadSeconds", 0.0))
         return await super().start()
 
-    async def call(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+    async def call(
+        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
+    ) -> list[RpcReply]:
         """Run a method; the folder of an adapter decides how its load goes."""
         path = str(getattr(kwargs.get("request"), "lora_path", None) or dict(_fields(kwargs.get("request"))).get("lora_path", ""))
         if path.endswith("/broken"):

@@ -3,7 +3,8 @@
 
 WorkerError
 ├── ConfigError     an option, the model folder or a file is wrong at start: printed by the command line, exit code 1
-├── GroupFailed     the rank group is lost (a rank died or missed a deadline): the server ends with exit code 70
+├── GroupFailed     the rank group is lost (a rank died or missed a deadline): it is started again, a few times in ten minutes
+│   └── LoadTimeout  the group did not load its model in time: the server ends with exit code 70
 └── RequestError    one call cannot be served: answered as JSON with its code, on both ports
 """
 
@@ -71,6 +72,23 @@ RETRYABLE = frozenset(
 )
 
 
+class Fault(enum.StrEnum):
+    """What kind of fault an error is. The first two are one request's; the others lose the rank group."""
+
+    REQUEST = "Request"
+    OUT_OF_MEMORY = "OutOfMemory"
+    # The device cannot be used any more in this process: an illegal address, an ECC error.
+    DEVICE = "Device"
+    # A collective failed: the other ranks wait in it, or are gone.
+    COLLECTIVE = "Collective"
+    # A rank ended without a word: a signal, the kernel out of memory.
+    DIED = "Died"
+    # A rank is stopped, or missed a deadline.
+    STALLED = "Stalled"
+    # A defect of ours, or of a library.
+    DEFECT = "Defect"
+
+
 class WorkerError(Exception):
     """Base of all errors of the worker; never raised itself."""
 
@@ -80,7 +98,11 @@ class ConfigError(WorkerError):
 
 
 class GroupFailed(WorkerError):
-    """Raised to whoever waits for the rank group when a rank died or missed a deadline; ends the server."""
+    """Raised to whoever waits for the rank group when a rank died or missed a deadline; the engine starts it again."""
+
+
+class LoadTimeout(GroupFailed):
+    """Raised when the ranks did not load the model in time; another try would take as long, so it ends the server."""
 
 
 class RequestError(WorkerError):

@@ -2,6 +2,7 @@
 """Loads and unloads adapters: on all ranks or on none, beside the ones that run, never in the middle of a step."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,8 +12,9 @@ import msgspec
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters import Adapter, AdapterTable
 from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterSource, AdapterState, DesiredState, Problem
+from diffusion_worker.engine.rank_answers import require_success
 from diffusion_worker.engine.rank_group import RankGroup
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoadedLoRA, RpcReply
 
 log = logging.getLogger(__name__)
@@ -66,17 +68,46 @@ class AdapterLoader:
                 self._table.put(adapter)
             try:
                 self._table.require_slot(adapter)
-                adapter.loaded = await self._load(adapter, call)
+                loaded = await self._load(adapter, call)
                 self._require_wanted(adapter, existing if replaces else adapter)
+            except GroupFailed as error:
+                lost = RequestError(ErrorCode.RANK_FAILED, f"adapter {name!r}: the rank group was lost while it was loading: {error}")
+                self._mark_failed(adapter, lost)
+                raise lost from error
             except RequestError as error:
-                adapter.state = AdapterState.FAILED
-                adapter.error = Problem(error.code, error.message, error.retryable)
+                self._mark_failed(adapter, error)
                 raise
+            adapter.loaded = loaded
             adapter.state = AdapterState.LOADED
             if replaces and (previous := self._table.put(adapter)) is not None:
                 self._in_background(self._retire(previous, REPLACE_DRAIN_S))
-            log.info("adapter=%s loaded digest=%s rank=%d", name, adapter.loaded.digest, adapter.loaded.rank)
+            log.info("adapter=%s loaded digest=%s rank=%d", name, loaded.digest, loaded.rank)
             return adapter.document(self._ranks_total)
+
+    async def reload(self) -> None:
+        """Load on a new generation of ranks what was loaded on the last one, under the same ids and with the same bytes.
+
+        One that cannot be loaded any more becomes Failed, and the requests that use it end with AdapterNotLoaded.
+
+        Raises:
+            GroupFailed: the new generation is lost as well.
+        """
+        async with self._loading:
+            for adapter in list(self._table):
+                if adapter.loaded is not None and not adapter.unloading:
+                    await self._load_again(adapter, adapter.loaded)
+
+    async def _load_again(self, adapter: Adapter, loaded: LoadedLoRA) -> None:
+        call = AdapterCall(operation_id="restart", source=adapter.source, digest=loaded.digest)
+        try:
+            await self._load(adapter, call)
+        except RequestError as error:
+            log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
+            adapter.loaded = None
+            if adapter.state is AdapterState.LOADED:
+                self._mark_failed(adapter, error)
+            why = f"adapter {adapter.name!r} could not be loaded again after the rank group was lost: {error.message}"
+            self._abort(sorted(adapter.users), ErrorCode.ADAPTER_NOT_LOADED, why)
 
     async def delete(self, name: str, *, drain_s: float) -> None:
         """Make a name unknown at once, then unload what it stood for when nobody uses it or the time is over.
@@ -94,14 +125,7 @@ class AdapterLoader:
     async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
         """Run a method on every rank; raises one RequestError that names the ranks that failed."""
         replies = await self._ranks.call(method, timeout_s=timeout_s, **kwargs)
-        failed = [(reply.rank, reply.error) for reply in replies if reply.error is not None]
-        if failed:
-            codes = {error.code for _, error in failed}
-            messages = list(dict.fromkeys(error.message for _, error in failed))
-            # The same complaint of every rank is about what was asked; anything else is about the ranks.
-            if len(failed) == len(replies) and len(codes) == 1 and len(messages) == 1:
-                raise RequestError(ErrorCode(codes.pop()), messages[0])
-            raise RequestError(ErrorCode.RANK_FAILED, f"{method}: " + "; ".join(f"rank {rank}: {error.message}" for rank, error in failed))
+        require_success(method, replies)
         return replies
 
     async def _load(self, adapter: Adapter, call: AdapterCall) -> LoadedLoRA:
@@ -116,6 +140,10 @@ class AdapterLoader:
             self._in_background(self._unload(adapter))
             raise
         return results[0]
+
+    def _mark_failed(self, adapter: Adapter, error: RequestError) -> None:
+        adapter.state = AdapterState.FAILED
+        adapter.error = Problem(error.code, error.message, error.retryable)
 
     def _require_wanted(self, adapter: Adapter, holder: Adapter | None) -> None:
         """After a load: the name must still be held by whom it was, or somebody deleted it meanwhile."""
@@ -136,7 +164,9 @@ class AdapterLoader:
         self._table.forget(adapter)
 
     async def _unload(self, adapter: Adapter) -> None:
-        await self.call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=adapter.lora_int_id)
+        adapter.unloading = True
+        with contextlib.suppress(GroupFailed):  # the ranks that had it are gone
+            await self.call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=adapter.lora_int_id)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

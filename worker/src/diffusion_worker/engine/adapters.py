@@ -22,6 +22,8 @@ class Adapter:
         self.state = AdapterState.LOADING
         self.loaded: LoadedLoRA | None = None
         self.error: Problem | None = None
+        # Its weights are about to leave the ranks: a new generation of them is not to have it.
+        self.unloading = False
         self.users: set[str] = set()
         self.unused = asyncio.Event()
         self.unused.set()

@@ -5,11 +5,12 @@ import enum
 
 import msgspec
 
+from diffusion_worker.errors import Fault
 from diffusion_worker.messages import MemoryReport
 
 
 class EngineState(enum.StrEnum):
-    """What the server as a whole does; requests are served in `ready` only."""
+    """What the server as a whole does; requests are served in `ready` only, and kept while it is `restarting`."""
 
     STARTING = "starting"
     READY = "ready"
@@ -17,6 +18,7 @@ class EngineState(enum.StrEnum):
     SLEEPING = "sleeping"
     ASLEEP = "asleep"
     WAKING = "waking"
+    RESTARTING = "restarting"
     FAILED = "failed"
     TERMINATING = "terminating"
 
@@ -114,6 +116,15 @@ class RankDocument(msgspec.Struct, frozen=True, rename="camel"):
     memory: MemoryReport
 
 
+class LossDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """How a rank group was lost: the kind of fault, a sentence that names the rank, and which generation of it."""
+
+    fault: Fault
+    message: str
+    generation: int
+    age_seconds: float
+
+
 class AdapterSource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Where an adapter comes from: a peft folder that the worker can read."""
 
@@ -138,7 +149,11 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """Everything the operator needs, in one cheap document. Ages are seconds on this worker's own clock."""
+    """Everything the operator needs, in one cheap document. Ages are seconds on this worker's own clock.
+
+    `generation` counts the lives of the rank group in this one of the server, `failure` is why it is not serving now, and
+    `last_loss` why the group was started again last.
+    """
 
     boot_id: str
     generation: int
@@ -153,6 +168,8 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     ranks: list[RankDocument]
     adapters: list[AdapterDocument]
     failure: Problem | None
+    restarts: int = 0
+    last_loss: LossDocument | None = None
 
 
 class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

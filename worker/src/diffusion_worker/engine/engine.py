@@ -28,35 +28,21 @@ from diffusion_worker.engine.documents import (
     LoadStage,
     ModelDocument,
     OperationCall,
-    Problem,
     SleepCall,
     SleepMode,
     SleepPolicy,
     StateDocument,
 )
+from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.operations import Operations, read_desired
 from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.step_loop import StepLoop, StepStats
+from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoRAUse, ModelInfo, RequestSpec
 
 log = logging.getLogger(__name__)
-
-# One tick runs while the next one is already with the ranks, so that none of them waits for the server.
-TICKS_AHEAD = 2
-
-# Pixels, height, width.
-Frame = tuple[bytes | memoryview, int, int]
-
-REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
-    EngineState.STARTING: (ErrorCode.STARTING, "the model is still loading", 5.0),
-    EngineState.DRAINING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
-    EngineState.SLEEPING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
-    EngineState.ASLEEP: (ErrorCode.ASLEEP, "the model is asleep, because its sleep policy says so", None),
-    EngineState.WAKING: (ErrorCode.BUSY, "the model is waking up", 1.0),
-    EngineState.FAILED: (ErrorCode.ENGINE_FAILED, "the rank group is lost; the server is about to restart", 10.0),
-    EngineState.TERMINATING: (ErrorCode.TERMINATING, "the server is shutting down", 1.0),
-}
 
 
 class Picture(msgspec.Struct, frozen=True):
@@ -74,19 +60,39 @@ class Engine:
     def __init__(self, config: WorkerConfig, ranks: RankGroup, *, boot_id: str) -> None:
         self.config = config
         self.boot_id = boot_id
-        self.state = EngineState.STARTING
-        self.loaded = False
+        self.life = EngineLife()
         self._ranks = ranks
         self._model: ModelInfo | None = None
-        self._stage = LoadStage.STARTING_RANKS
-        self._failure: str | None = None
         self._lost = asyncio.Event()
-        self._steps = StepLoop(ranks, max_batch_size=config.max_batch_size, tick_timeout_s=config.tick_timeout_s, broken=self._fail)
+        self._steps = StepLoop(
+            ranks,
+            max_batch_size=config.max_batch_size,
+            tick_timeout_s=config.tick_timeout_s,
+            broken=lambda reason: self._supervisor.on_stepping_broken(reason),
+        )
         self._last_request_at: float | None = None
-        self._stepping: asyncio.Task[None] | None = None
         self._adapters = AdapterTable(slots=config.max_loras)
         self._loader = AdapterLoader(self._adapters, ranks, ranks_total=config.ranks, abort=self._abort)
         self._operations = Operations()
+        self._supervisor = Supervisor(
+            self.life,
+            ranks,
+            self._steps,
+            self._loader,
+            budget=RestartBudget(config.max_restarts),
+            call_timeout_s=config.tick_timeout_s,
+            failed=self._fail,
+        )
+
+    @property
+    def state(self) -> EngineState:
+        """What it does."""
+        return self.life.state
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the first load is over, and the end has not begun."""
+        return self.life.loaded
 
     async def start(self) -> None:
         """Load the model and its adapters; returns when requests are served, or when the group is asleep by policy.
@@ -95,43 +101,37 @@ class Engine:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
         """
         self._model = await self._ranks.start()
-        self._stage = LoadStage.LOADING_ADAPTERS
+        self.life.stage = LoadStage.LOADING_ADAPTERS
         desired = read_desired(self.config.desired_path)
         await self._loader.load_at_start(self.config, desired)
-        self._stage = LoadStage.DONE
-        self._stepping = asyncio.create_task(self._steps.run())
-        self.state = EngineState.READY
+        self.life.stage = LoadStage.DONE
+        self.life.enter(EngineState.READY)
+        self._supervisor.begin()
         if desired.sleep.policy is SleepPolicy.ASLEEP:
             await self._sleep_now(SleepCall(operation_id=f"policy-{self.boot_id}"))
-        self.loaded = True
+        self.life.loaded = True
 
     async def run_until_failure(self) -> str:
         """Returns the reason when the engine cannot go on; every waiting request then has its error."""
-        watch = asyncio.create_task(self._watch_ranks())
-        try:
-            await self._lost.wait()
-        finally:
-            watch.cancel()
-        return str(self._failure)
+        await self._lost.wait()
+        return str(self.life.failure)
 
     async def terminate(self) -> None:
         """Stop admission, let running requests finish within the configured time, end the ranks."""
-        self.loaded = False
+        self.life.loaded = False
         if self.state is not EngineState.FAILED:
-            self.state = EngineState.TERMINATING
+            self.life.enter(EngineState.TERMINATING)
             await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
-        if self._stepping is not None:
-            self._stepping.cancel()
-            await asyncio.gather(self._stepping, return_exceptions=True)
+        await self._supervisor.end()
         await self._ranks.stop()
 
     async def generate(self, params: GenerationParams) -> list[Picture]:
         """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its rows.
 
         Raises:
-            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost meanwhile.
+            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile.
         """
-        self._check_serving("this request")
+        self.life.require_ready("this request", restarting_too=True)
         assert self._model is not None
         admission.check(params, self.config.limits, self._model)
         base = params.model is None or params.model == self.config.served_name
@@ -165,14 +165,14 @@ class Engine:
         model = self._model
         return StateDocument(
             boot_id=self.boot_id,
-            generation=1,
+            generation=self._ranks.generation,
             state=self.state,
             operation=self._operations.running(),
             last_operation=self._operations.last,
             in_flight=self._steps.running,
             queued=self._steps.waiting,
             last_request_age_seconds=age,
-            load=LoadDocument(self._load_stage(total), done, total),
+            load=LoadDocument(self.life.load_stage(total), done, total),
             model=ModelDocument(
                 self.config.served_name,
                 self.config.model,
@@ -182,7 +182,9 @@ class Engine:
             ),
             ranks=self._ranks.documents(),
             adapters=[adapter.document(self.config.ranks) for adapter in self._adapters],
-            failure=Problem(ErrorCode.ENGINE_FAILED, self._failure, True) if self._failure else None,
+            failure=self.life.problem(),
+            restarts=self.life.losses.restarts,
+            last_loss=self.life.losses.document(time.monotonic()),
         )
 
     def sleep(self, call: SleepCall) -> bool:
@@ -206,7 +208,7 @@ class Engine:
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Load an adapter on all ranks or none; see `AdapterLoader.put` for its errors."""
         self._check_boot(call.boot_id)
-        self._check_serving(f"adapter {name!r}")
+        self.life.require_ready(f"adapter {name!r}", restarting_too=False)
         if name == self.config.served_name:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: the name is that of the base model")
         return await self._loader.put(name, call)
@@ -215,59 +217,54 @@ class Engine:
         """Unload an adapter; requests for it get 404 at once, running ones may finish within `drain_s`.
 
         Raises:
-            RequestError: NotFound, WrongBoot, Timeout.
+            RequestError: NotFound, WrongBoot, Busy, Timeout.
         """
         self._check_boot(boot_id)
+        if self.life.restarting:
+            self.life.require_ready(f"the removal of adapter {name!r}", restarting_too=False)
         await self._loader.delete(name, drain_s=drain_s)
 
     def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
         """End requests with an error; an id stands for all pictures of its request."""
         self._steps.end(RequestError(code, message), only=lambda picture: picture.rpartition("-")[0] in request_ids)
 
-    async def _watch_ranks(self) -> None:
-        self._fail(await self._ranks.failed())
-
     def _fail(self, reason: str) -> None:
-        if self.state is EngineState.FAILED:
-            return
-        log.error("engine failed: %s", reason)
-        self.state = EngineState.FAILED
-        self._failure = reason
-        self._lost.set()
-        self._steps.end(GroupFailed(reason))
-
-    def _load_stage(self, bytes_total: int) -> LoadStage:
-        """The ranks are starting until one of them knows how much there is to load."""
-        starting = self._stage is LoadStage.STARTING_RANKS
-        return LoadStage.LOADING_WEIGHTS if starting and bytes_total else self._stage
+        if self.life.fail(reason):
+            log.error("engine failed: %s", reason)
+            self._lost.set()
+            self._steps.end(GroupFailed(reason))
 
     # --- sleep and wake -------------------------------------------------------------------------------------------------
 
     async def _sleep_now(self, call: SleepCall) -> None:
-        self.state = EngineState.DRAINING
+        """A group that is lost meanwhile is started again first, and then goes on draining or is put to sleep."""
+        self.life.enter(EngineState.DRAINING)
         try:
             drain_s = call.deadline_seconds if call.mode is SleepMode.WAIT else 0.0
             await self._steps.drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
-            self.state = EngineState.SLEEPING
+            await self._supervisor.settled()
+            self.life.enter(EngineState.SLEEPING)
             await self._loader.call_all("sleep", timeout_s=self.config.tick_timeout_s)
+        except GroupFailed:
+            await self._supervisor.settled()
         except RequestError:
-            self._back_to(EngineState.READY)
+            self.life.enter(EngineState.READY)
             raise
-        self._back_to(EngineState.ASLEEP)
+        else:
+            self.life.enter(EngineState.ASLEEP)
 
     async def _wake_now(self, call: OperationCall) -> None:
-        self.state = EngineState.WAKING
+        """A group that is lost meanwhile is started again, and then is awake."""
+        self.life.enter(EngineState.WAKING)
         try:
             await self._loader.call_all("wake_up", timeout_s=call.deadline_seconds)
+        except GroupFailed:
+            await self._supervisor.settled()
         except RequestError:
-            self._back_to(EngineState.ASLEEP)
+            self.life.enter(EngineState.ASLEEP)
             raise
-        self._back_to(EngineState.READY)
-
-    def _back_to(self, state: EngineState) -> None:
-        """The state after an operation, unless the group failed or the server is ending meanwhile."""
-        if self.state not in (EngineState.FAILED, EngineState.TERMINATING):
-            self.state = state
+        else:
+            self.life.enter(EngineState.READY)
 
     def _begin(self, call: OperationCall, kind: str, goal: EngineState, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Start an operation unless it runs (True) or there is nothing left to do (False)."""
@@ -280,7 +277,7 @@ class Engine:
         if self.state is goal:
             return False
         if self.state not in (EngineState.READY, EngineState.ASLEEP):
-            self._check_serving(kind)
+            self.life.require_ready(kind, restarting_too=False)
         self._operations.start(call.operation_id, kind, work())
         return True
 
@@ -289,11 +286,6 @@ class Engine:
     def _check_boot(self, boot_id: str | None) -> None:
         if boot_id is not None and boot_id != self.boot_id:
             raise RequestError(ErrorCode.WRONG_BOOT, f"bootId: expected {self.boot_id}, found {boot_id}: the server restarted meanwhile")
-
-    def _check_serving(self, what: str) -> None:
-        if self.state is not EngineState.READY:
-            code, why, retry_after_s = REFUSALS[self.state]
-            raise RequestError(code, f"{what} is refused: {why}", retry_after_s=retry_after_s)
 
 
 def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | None) -> RequestSpec:

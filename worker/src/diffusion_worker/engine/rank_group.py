@@ -6,6 +6,7 @@ from typing import Protocol
 import msgspec
 
 from diffusion_worker.engine.documents import RankDocument
+from diffusion_worker.errors import Fault
 from diffusion_worker.messages import ModelInfo, RpcReply, Tick, TickDone
 
 
@@ -16,27 +17,59 @@ class TickReport(msgspec.Struct, frozen=True):
     frames: list[bytes | memoryview]
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """Why a group was lost: a sentence that names the rank, and the kind of fault."""
+
+    reason: str
+    fault: Fault
+
+
 class RankGroup(Protocol):
-    """N ranks that live and die together. Every method raises `GroupFailed` once the group is lost."""
+    """N ranks that live and die together, in one generation of processes after the other.
+
+    Once a generation is lost every method raises `GroupFailed`, until `restart` has started the next one.
+    """
+
+    @property
+    def generation(self) -> int:
+        """The number of the processes that run, or ran last; the first is 1."""
+
+    @property
+    def loss(self) -> Loss | None:
+        """Why the generation was lost; None while it lives."""
+
+    @property
+    def dropped_frames(self) -> tuple[int, int]:
+        """Frames that were no message and were not acted on, at the server's end and at the ranks'."""
 
     async def start(self) -> ModelInfo:
         """Start the processes and load the model; raises ConfigError where the model or an option is wrong."""
+
+    async def restart(self) -> ModelInfo:
+        """End what is left of a lost generation and start the next one; raises as `start` does."""
 
     def broadcast_tick(self, tick: Tick) -> None:
         """Queue one tick for every rank; does not wait."""
 
     async def next_report(self, timeout_s: float) -> TickReport:
-        """The next tick's outcome, in the order the ticks were sent; a missed deadline loses the group."""
+        """The next tick's outcome, in the order the ticks were sent; a missed deadline loses the group.
 
-    async def call(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """Run a method on every rank between two ticks: one reply a rank, in rank order.
-
-        Raises:
-            RequestError: code Timeout, when a rank did not answer in time.
+        The time does not count while a rank is busy with a call.
         """
 
-    async def failed(self) -> str:
-        """Returns, with the reason, when the group is lost."""
+    async def call(
+        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
+    ) -> list[RpcReply]:
+        """Run a method between two ticks, on every rank or on `output_rank`: one reply a rank that ran it, in rank order.
+
+        With `output_rank` and `exec_all_ranks` all run it, and only that rank's reply has a result.
+
+        Raises:
+            RequestError: code Timeout, naming the method, when a rank did not answer in time.
+        """
+
+    async def failed(self) -> Loss:
+        """Returns when this generation is lost."""
 
     def documents(self) -> list[RankDocument]:
         """The ranks as the state document shows them."""

@@ -2,10 +2,12 @@
 """The wire between the server process and its ranks: one ZMQ broadcast down, one stream up, on Unix sockets.
 
 The server waits for every rank's subscription before it sends anything, and no queue has a limit, so that no message is
-dropped. Frames after the first are pictures, sent without a copy.
+dropped. Frames after the first are pictures, sent without a copy. What is no message is counted and never acted on.
 """
 
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +17,10 @@ import zmq
 import zmq.asyncio
 
 from diffusion_worker.messages import ToRank, ToServer, decode_to_rank, decode_to_server, encode
+
+SUBSCRIBED = b"\x01"
+# What msgspec raises for bytes that are no message.
+NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Endpoints(msgspec.Struct, frozen=True):
@@ -28,10 +34,9 @@ class ServerEnd:
     """The server's side, on its event loop. The sockets live in a folder that only this user can enter."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="diffusion-worker-")
-        self.endpoints = Endpoints(
-            broadcast=f"ipc://{Path(self._folder.name) / 'broadcast'}", answers=f"ipc://{Path(self._folder.name) / 'answers'}"
-        )
+        self.folder = Path(tempfile.mkdtemp(prefix="diffusion-worker-"))
+        self.dropped = 0
+        self.endpoints = Endpoints(broadcast=f"ipc://{self.folder / 'broadcast'}", answers=f"ipc://{self.folder / 'answers'}")
         self._context = zmq.asyncio.Context()
         self._broadcast = _unlimited(self._context.socket(zmq.XPUB))
         self._broadcast.setsockopt(zmq.XPUB_VERBOSE, 1)
@@ -41,8 +46,12 @@ class ServerEnd:
 
     async def wait_for_ranks(self, count: int) -> None:
         """Returns when `count` ranks have subscribed."""
-        for _ in range(count):
-            await self._broadcast.recv()
+        while count:
+            count -= await self._broadcast.recv() == SUBSCRIBED
+
+    def hide(self) -> None:
+        """Remove the sockets' names once every rank is connected: nobody else finds them, and no death leaves them behind."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def send(self, message: ToRank) -> None:
         """Queue a message for every rank."""
@@ -50,19 +59,24 @@ class ServerEnd:
 
     async def receive(self) -> tuple[ToServer, list[bytes | memoryview]]:
         """The next answer of any rank, with its frames."""
-        head, *frames = await self._answers.recv_multipart(copy=False)
-        return decode_to_server(head.bytes), [frame.buffer for frame in frames]
+        while True:
+            head, *frames = await self._answers.recv_multipart(copy=False)
+            try:
+                return decode_to_server(head.bytes), [frame.buffer for frame in frames]
+            except NO_MESSAGE:
+                self.dropped += 1
 
     def close(self) -> None:
         """Drop what is unsent and remove the sockets."""
         self._context.destroy(linger=0)
-        self._folder.cleanup()
+        self.hide()
 
 
 class RankEnd:
     """One rank's side. Use as a context manager: leaving it flushes what the rank said last."""
 
     def __init__(self, endpoints: Endpoints) -> None:
+        self.dropped = 0
         self._context = zmq.Context()
         self._answers = _unlimited(self._context.socket(zmq.PUSH))
         self._answers.connect(endpoints.answers)
@@ -76,9 +90,18 @@ class RankEnd:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._context.destroy(linger=2000)
 
-    def receive(self) -> ToRank:
-        """The next message of the broadcast; waits for it."""
-        return decode_to_rank(self._broadcast.recv())
+    def receive(self, on_dropped: Callable[[int], None]) -> ToRank:
+        """The next message of the broadcast; waits for it. `on_dropped` hears how many frames were no message so far."""
+        while True:
+            # Messages to ranks have one part; more are nobody's, and must not be taken for messages of their own.
+            parts = self._broadcast.recv_multipart()
+            try:
+                if len(parts) == 1:
+                    return decode_to_rank(parts[0])
+            except NO_MESSAGE:
+                pass
+            self.dropped += 1
+            on_dropped(self.dropped)
 
     def send(self, message: ToServer, frames: list[memoryview] | None = None) -> None:
         """Answer the server."""

@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -15,9 +16,10 @@ from typing import Any
 import msgspec
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import (
+    Dropped,
     ErrorReport,
     Failed,
     Fatal,
@@ -32,17 +34,22 @@ from diffusion_worker.messages import (
     ToRank,
 )
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd
-from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
+from diffusion_worker.ranks.extension import extended_worker
+from diffusion_worker.runner.diffusion_worker import Rendezvous
+from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
 
 log = logging.getLogger(__name__)
 
+EXIT_FAULT = 70
+
 # The methods the server may call, with the types of their arguments: the wire carries names and plain data only.
-RPC_METHODS: dict[str, dict[str, Any]] = {
+RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "add_lora": {"request": LoRARequest, "digest": str | None},
     "remove_lora": {"lora_int_id": int},
     "list_loras": {},
     "sleep": {},
     "wake_up": {},
+    "profile": {"is_start": bool, "prefix": str},
 }
 
 
@@ -53,6 +60,7 @@ class RankArguments(msgspec.Struct, frozen=True):
     rank: int
     endpoints: Endpoints
     rendezvous: Rendezvous
+    folders: list[str]
 
 
 class WorkerProc:
@@ -61,13 +69,16 @@ class WorkerProc:
     def __init__(self, arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> None:
         self._rank = arguments.rank
         self._wire = wire
-        self.worker = DiffusionWorker(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)
+        worker_class, extension = extended_worker(arguments.config.worker_extension)
+        # An extension's own methods take any plain data.
+        self._methods = {**dict.fromkeys(extension), **RPC_METHODS}
+        self.worker = worker_class(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)
 
     @staticmethod
     def worker_main(encoded: bytes, listener: socket.socket | None) -> None:
         """Entry of the process. Exit codes: 0 after `Shutdown`, 1 wrong configuration, 70 anything else."""
-        _live_with_the_server()
         arguments = msgspec.msgpack.decode(encoded, type=RankArguments)
+        _live_with_the_server(arguments.folders)
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank={arguments.rank} %(message)s", force=True)
         with RankEnd(arguments.endpoints) as wire:
             code = _run(arguments, wire, listener)
@@ -90,25 +101,53 @@ class WorkerProc:
         while not isinstance(message := self.recv_message(), Shutdown):
             if isinstance(message, Tick):
                 self._tick(message)
-            else:
-                self.return_result(self.execute_rpc(message))
+            elif (reply := self.execute_rpc(message)) is not None:
+                self.return_result(reply)
 
     def recv_message(self) -> ToRank:
-        """The next message of the broadcast."""
-        return self._wire.receive()
+        """The next message of the broadcast. What is none is counted, told to the server and not acted on."""
+        return self._wire.receive(self._on_dropped)
 
-    def execute_rpc(self, rpc: Rpc) -> RpcReply:
-        """Call the method it names. The caller's errors are answered as such, others as RankFailed; the loop goes on."""
+    def _on_dropped(self, count: int) -> None:
+        log.warning("dropped a frame that is no message, %d so far", count)
+        self._wire.send(Dropped(self._rank, count))
+
+    def execute_rpc(self, rpc: Rpc) -> RpcReply | None:
+        """Call the method it names; None if that is for other ranks.
+
+        The caller's errors are answered as such, others as RankFailed, and the loop goes on; a fault that the rank cannot
+        survive ends it.
+        """
+        if not rpc.runs_on(self._rank):
+            return None
         try:
-            types = RPC_METHODS[rpc.method]
-            kwargs = {name: msgspec.msgpack.decode(value, type=types[name]) for name, value in rpc.kwargs.items()}
-            result = getattr(self.worker, rpc.method)(**kwargs)
+            result = getattr(self.worker, rpc.method)(**self._kwargs(rpc))
+            # A result that nobody asked for is dropped here, not held until the next message.
+            encoded = msgspec.msgpack.encode(result) if rpc.output_rank in (None, self._rank) else None
         except RequestError as error:
             return RpcReply(rpc.call_id, self._rank, error=ErrorReport(error.code, error.message))
         except Exception as error:
+            require_usable_rank(error)
             log.exception("rpc method=%s failed", rpc.method)
-            return RpcReply(rpc.call_id, self._rank, error=ErrorReport(ErrorCode.RANK_FAILED, f"{type(error).__name__}: {error}"))
-        return RpcReply(rpc.call_id, self._rank, result=msgspec.msgpack.encode(result), memory=self.worker.memory())
+            code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.RANK_FAILED
+            reply = RpcReply(rpc.call_id, self._rank, error=ErrorReport(code, f"{type(error).__name__}: {error}"))
+        else:
+            return RpcReply(rpc.call_id, self._rank, result=encoded, memory=self.worker.memory())
+        # Out of the except block, which holds the traceback and with it whatever failed.
+        self.worker.free_memory()
+        return reply
+
+    def _kwargs(self, rpc: Rpc) -> dict[str, Any]:
+        """Its arguments; raises RequestError where the worker has no such method, or the method no such arguments."""
+        if rpc.method not in self._methods:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: the ranks' worker has no such method to call")
+        types = self._methods[rpc.method]
+        if types is not None and (strangers := sorted(set(rpc.kwargs) - set(types))):
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: takes no argument {', '.join(strangers)}")
+        try:
+            return {name: msgspec.msgpack.decode(value, type=types[name] if types else Any) for name, value in rpc.kwargs.items()}
+        except msgspec.DecodeError as error:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: {error}") from None
 
     def return_result(self, reply: RpcReply) -> None:
         """Answer the server."""
@@ -117,6 +156,8 @@ class WorkerProc:
     def _tick(self, tick: Tick) -> None:
         started = time.monotonic()
         output = self.worker.execute_stepwise(tick)
+        if any(error.code == ErrorCode.INSUFFICIENT_MEMORY for error in output.errors.values()):
+            self.worker.free_memory()
         if self._rank != 0:
             return
         frames = list(output.pictures.values())
@@ -141,20 +182,29 @@ def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None
     except ConfigError as error:
         wire.send(Fatal(arguments.rank, str(error), config=True))
         return 1
+    except RankFault as error:
+        log.error("rank ends: %s", error)
+        wire.send(Fatal(arguments.rank, str(error), fault=error.fault))
     except Exception as error:
         log.exception("rank failed")
-        wire.send(Fatal(arguments.rank, f"{type(error).__name__}: {error}"))
-        return 70
+        fault = classify(error)
+        wire.send(Fatal(arguments.rank, f"{type(error).__name__}: {error}", fault=Fault.DEFECT if fault is Fault.REQUEST else fault))
+    return EXIT_FAULT
 
 
-def _live_with_the_server() -> None:
-    """Ctrl-C is the server's to handle; and a rank dies with its server, even from inside a collective."""
+def _live_with_the_server(folders: list[str]) -> None:
+    """Ctrl-C is the server's to handle; and a rank dies with its server, even from inside a collective.
+
+    A server that was killed could not remove its folders, so its ranks do.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = multiprocessing.parent_process()
     assert server is not None
 
     def watch() -> None:
         multiprocessing.connection.wait([server.sentinel])
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="server-watch", daemon=True).start()

@@ -5,6 +5,7 @@ Methods that `WorkerProc` calls by name (`Rpc.method`) are the public ones here;
 caller's fault and anything else for a fault of the rank.
 """
 
+import gc
 import os
 import socket
 
@@ -18,6 +19,7 @@ from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import device_of
+from diffusion_worker.runner.profiler import RankProfiler
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -38,6 +40,7 @@ class DiffusionWorker:
         self._listener = listener
         self.init_device()
         self.model_runner = DiffusionModelRunner(config, self.device, self.parallel)
+        self._profiler = RankProfiler(config.profile_dir, rank=rank)
 
     def init_device(self) -> None:
         """Choose the device, share the cores between the ranks, and join the process group."""
@@ -96,6 +99,16 @@ class DiffusionWorker:
     def wake_up(self) -> None:
         """Fill the weights again."""
         self.model_runner.weights.restore()
+
+    def profile(self, *, is_start: bool, prefix: str = "") -> str | bool | None:
+        """Start a trace (whether one began) or end it (the path of its file, None without one); nothing where profiling is off."""
+        return self._profiler.start(prefix) if is_start else self._profiler.stop()
+
+    def free_memory(self) -> None:
+        """Give back what failed work left: tensors that only a traceback or a cycle still holds, and the device's cache."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def memory(self) -> MemoryReport:
         """Where this rank's weights are."""

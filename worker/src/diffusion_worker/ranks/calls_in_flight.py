@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that the ranks have not all answered yet: who waits for them, and which ranks owe an answer."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+
+from diffusion_worker.messages import RpcReply
+
+
+class CallInFlight:
+    """One call, until the last of its ranks has answered."""
+
+    def __init__(self, method: str, ranks: set[int]) -> None:
+        self.method = method
+        self.replies: dict[int, RpcReply] = {}
+        self.answered = asyncio.Event()
+        self.overdue: asyncio.TimerHandle | None = None
+        self._ranks = ranks
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks that owe an answer."""
+        return sorted(self._ranks - set(self.replies))
+
+    def take(self, reply: RpcReply) -> None:
+        """A rank's answer."""
+        self.replies[reply.rank] = reply
+        if not self.silent:
+            self.answered.set()
+
+
+class CallsInFlight:
+    """All of them, by id. A call that its caller gave up stays here: the ranks are busy with it until they answer."""
+
+    def __init__(self) -> None:
+        # When the ranks were last known to be done with a call; steps sent before may have waited for it.
+        self.last_answer_at = time.monotonic()
+        self._ids = itertools.count(1)
+        self._calls: dict[int, CallInFlight] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, method: str, ranks: set[int]) -> tuple[int, CallInFlight]:
+        """A new call, about to be sent."""
+        call_id = next(self._ids)
+        call = self._calls[call_id] = CallInFlight(method, ranks)
+        return call_id, call
+
+    def take(self, reply: RpcReply) -> None:
+        """Hand an answer to its call; one to a call that nobody made is of no use to anybody."""
+        call = self._calls.get(reply.call_id)
+        if call is None:
+            return
+        call.take(reply)
+        if call.answered.is_set():
+            self._end(reply.call_id, call)
+
+    def give_up(self, call_id: int, grace_s: float, overdue: Callable[[CallInFlight], None]) -> None:
+        """Its caller waits no longer. `overdue` is called where the ranks still owe an answer after the grace."""
+        call = self._calls.get(call_id)
+        if call is not None:
+            call.overdue = asyncio.get_running_loop().call_later(grace_s, overdue, call)
+
+    def clear(self) -> None:
+        """The ranks are gone."""
+        for call in self._calls.values():
+            if call.overdue is not None:
+                call.overdue.cancel()
+        self._calls.clear()
+
+    def _end(self, call_id: int, call: CallInFlight) -> None:
+        self.last_answer_at = time.monotonic()
+        if call.overdue is not None:
+            call.overdue.cancel()
+        del self._calls[call_id]

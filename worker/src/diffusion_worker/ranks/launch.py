@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts rank processes from the fork server: what they inherit, what they are told, where they meet."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing import util
+from pathlib import Path
+
+import msgspec
+
+from diffusion_worker.config import WorkerConfig, read_model_index
+from diffusion_worker.ranks.broadcast import ServerEnd
+from diffusion_worker.ranks.rank_process import RankProcess
+
+
+def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, started: Callable[[RankProcess], bool]) -> None:
+    """Start every rank; `started` hears of each, and stops the rest with False.
+
+    Blocks: the first start waits for the fork server's imports, some seconds; later ones take milliseconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
+    _set_environment(config)
+    # Bound here and handed to rank 0, so that nobody else can take the port in between.
+    listener = socket.create_server((config.rendezvous_host, config.rendezvous_port), backlog=2 * config.ranks)
+    try:
+        rendezvous = {"host": config.rendezvous_host, "port": listener.getsockname()[1], "generation": generation}
+        for number in range(config.ranks):
+            process = context.Process(
+                target=_worker_main,
+                args=(_arguments(config, number, wire, rendezvous), listener if number == 0 else None),
+                name=f"rank-{number}",
+                daemon=True,
+            )
+            process.start()
+            if not started(RankProcess(number, process)):
+                return
+    finally:
+        listener.close()
+
+
+def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:
+    """The process entry; torch is imported here and not above, on the rank's side of the fork."""
+    from diffusion_worker.ranks.worker_proc import WorkerProc
+
+    WorkerProc.worker_main(arguments, listener)
+
+
+def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode(
+        {
+            "config": config,
+            "rank": rank,
+            "endpoints": wire.endpoints,
+            "rendezvous": rendezvous,
+            # What a server that is killed cannot remove: the folders of its sockets and of the fork server's.
+            "folders": [str(wire.folder), util.get_temp_dir()],
+        }
+    )
+
+
+def _set_environment(config: WorkerConfig) -> None:
+    """What the fork server and its children inherit; it is frozen when the fork server starts."""
+    index = read_model_index(config.model)
+    classes = [f"diffusers:{index['_class_name']}"]
+    classes += [f"{value[0]}:{value[1]}" for value in index.values() if isinstance(value, list) and len(value) == 2 and value[0]]
+    os.environ["DIFFUSION_INTERNAL_PRELOAD"] = ",".join(classes)
+    # OpenMP threads spin at barriers by default: with more threads than idle cores a step took twenty times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if config.rendezvous_host.startswith("127.") and Path("/sys/class/net/lo").exists():
+        # Ranks that meet on the loopback also speak there; without this gloo binds to whatever the host name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank process as its server sees it: a pid that cannot be mistaken, what the rank said last, and its end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from diffusion_worker.engine.documents import RankDocument, RankState
+from diffusion_worker.messages import Fatal, MemoryReport, ModelInfo
+
+COLLECT_S = 2.0
+
+
+class RankProcess:
+    """What the server knows of one rank process; made when the process was started."""
+
+    def __init__(self, number: int, process: ForkServerProcess) -> None:
+        assert process.pid is not None
+        self.number = number
+        self.pid = process.pid
+        self.state = RankState.STARTING
+        self.memory = MemoryReport()
+        self.loaded: tuple[int, int] = (0, 0)
+        self.model: ModelInfo | None = None
+        self.last_words: Fatal | None = None
+        self.heard_at = time.monotonic()
+        self.gone = asyncio.Event()
+        self.dropped_frames = 0
+        self._process = process
+        try:
+            self.pidfd: int | None = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.pidfd = None  # it ended, and the fork server has collected it already
+
+    def kill(self) -> None:
+        """SIGKILL by pidfd: the pid may already be somebody else's."""
+        if self.pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal stopped it. Such a process answers nothing, and may never be continued."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+        except (OSError, IndexError):
+            return False  # it ended meanwhile: its pidfd tells
+
+    def exit_text(self) -> str:
+        """How it ended, once it is gone."""
+        self._process.join(timeout=0)
+        code = self._process.exitcode
+        if code is None:
+            return "died"
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def document(self) -> RankDocument:
+        """The rank for the state document."""
+        return RankDocument(self.number, self.pid, self.state, round(time.monotonic() - self.heard_at, 3), self.memory)
+
+    async def close(self) -> None:
+        """Give back the descriptors of a process that is gone."""
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        # The fork server collects it a moment after the pidfd told of its end; without that its descriptors stay open.
+        await asyncio.to_thread(self._process.join, COLLECT_S)
+        with contextlib.suppress(ValueError):
+            self._process.close()

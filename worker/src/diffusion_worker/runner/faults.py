@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kind of fault an exception of a rank is: one request's, or one that the rank and its group cannot survive. Pure.
+
+After an illegal address or an ECC error every later call on the device fails, and after a failed collective the ranks no
+longer agree on what comes next. Neither can be mended inside the process, so `require_usable_rank` ends the rank, and the
+server starts the group again. Out of memory and errors of one request leave the group serving.
+"""
+
+from diffusion_worker.errors import Fault
+
+# Class names, since torch has them only where it was built with the back end.
+_MEMORY_TYPES = frozenset({"OutOfMemoryError", "MemoryError"})
+_COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+_DEVICE_TYPES = frozenset({"AcceleratorError"})
+
+_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cudaerrormemoryallocation", "cublas_status_alloc_failed")
+_COLLECTIVE_WORDS = (
+    "gloo/transport",
+    "nccl error",
+    "ncclsystemerror",
+    "ncclremoteerror",
+    "connection closed by peer",
+    "watchdog caught collective",
+    "processgroup",
+)
+_DEVICE_WORDS = (
+    "illegal memory access",
+    "illegal instruction",
+    "illegal address",
+    "misaligned address",
+    "device-side assert",
+    "uncorrectable ecc",
+    "ecc error",
+    "unspecified launch failure",
+    "cuda error",
+    "cudnn_status_execution_failed",
+    "cublas_status_execution_failed",
+)
+_GROUP_FAULTS = frozenset({Fault.DEVICE, Fault.COLLECTIVE})
+
+
+class RankFault(BaseException):
+    """Raised where a rank must end. No `except Exception` between a model call and the rank's main loop may keep it."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+def classify(error: BaseException) -> Fault:
+    """The fault an exception stands for, by its class and its words, then by what it was raised from."""
+    if isinstance(error, RankFault):
+        return error.fault
+    names = {kind.__name__ for kind in type(error).__mro__}
+    words = str(error).lower()
+    # Memory first: a CUDA out of memory is also a CUDA error.
+    if names & _MEMORY_TYPES or any(word in words for word in _MEMORY_WORDS):
+        return Fault.OUT_OF_MEMORY
+    # Only what the runtime raises speaks of devices and collectives; a ValueError that quotes such words is its caller's.
+    if isinstance(error, RuntimeError):
+        if names & _COLLECTIVE_TYPES or any(word in words for word in _COLLECTIVE_WORDS):
+            return Fault.COLLECTIVE
+        if names & _DEVICE_TYPES or any(word in words for word in _DEVICE_WORDS):
+            return Fault.DEVICE
+    cause = error.__cause__
+    return classify(cause) if cause is not None else Fault.REQUEST
+
+
+def require_usable_rank(error: BaseException) -> None:
+    """Raises RankFault when the process cannot go on after this error; returns when only a request is lost."""
+    fault = classify(error)
+    if fault in _GROUP_FAULTS:
+        raise RankFault(fault, f"{type(error).__name__}: {error}") from error
