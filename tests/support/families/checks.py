@@ -90,7 +90,7 @@ def check_sizes(rig: FamilyRig, asked: Asked) -> None:
             if not isinstance(wanted, torch.Tensor) or _is_time(path):
                 continue
             if _is_table(path):  # equal in all rows, so it may as well have one
-                assert merged[path].shape[-2:] == wanted.shape[-2:], path
+                assert merged[path].shape[1:] == wanted.shape[1:], path
             else:
                 assert merged[path].shape == wanted.shape, (component, path)
 
