@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny Z-Image pipelines: text to image, image to image, inpaint and ControlNet. Rows come as lists, one item each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+
+from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+
+# Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
+SIDE = 16
+TEXT_TOKENS = 6
+SHAPE = {"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+
+
+def pipeline(kind: str, *, with_controlnet: bool = False) -> Any:
+    """A pipeline of the class `kind` on a transformer of two layers."""
+    transformer = diffusers.ZImageTransformer2DModel(
+        n_layers=2, in_channels=4, cap_feat_dim=16, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32], **SHAPE
+    )
+    parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
+    if with_controlnet:
+        parts["controlnet"] = diffusers.ZImageControlNetModel(
+            control_layers_places=[0], control_refiner_layers_places=[0], control_in_dim=4, **SHAPE
+        )
+    return getattr(diffusers, kind)(
+        transformer=transformer,
+        vae=tiny_vae(scaling_factor=1.5, shift_factor=0.1),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        **parts,
+    )
+
+
+def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
+    """Prompt and negative prompt of other lengths: the model pads them itself."""
+    return {
+        "prompt_embeds": [seeded(seed, TEXT_TOKENS, 16)],
+        "negative_prompt_embeds": [seeded(seed + 200, TEXT_TOKENS - 2, 16)],
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "height": SIDE,
+        "width": SIDE,
+    }
+
+
+def image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
+    """Half the schedule is run, so twice the steps are asked for."""
+    return text_to_image(seed, 2 * steps, guidance) | {"image": picture(seed, SIDE, SIDE), "strength": 0.5}
+
+
+def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
+    """A part anew, over the whole schedule."""
+    pictures = {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
+    return text_to_image(seed, steps, guidance) | pictures | {"strength": 1.0}
+
+
+def control(seed: int, steps: int, guidance: float) -> Arguments:
+    """A picture to follow."""
+    return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
+
+
+def _family(kind: str, request: Callable[[int, int, float], Arguments], **parts: Any) -> Family:
+    return Family(
+        kind,
+        "Z-Image",
+        build_seeded(lambda: pipeline(kind, **parts)),
+        request,
+        output_type="pt",
+        doubled={"num_images_per_prompt": 2},
+    )
+
+
+FAMILIES = [
+    _family("ZImagePipeline", text_to_image),
+    _family("ZImageImg2ImgPipeline", image_to_image),
+    _family("ZImageInpaintPipeline", inpaint),
+    _family("ZImageControlNetPipeline", control, with_controlnet=True),
+]
