@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import diffusers
 import torch
 from diffusers.guiders.guider_utils import BaseGuidance
 
@@ -43,18 +44,27 @@ def hooks_models(guider: Any) -> bool:
 
 def view_of(pipeline: Any) -> Any:
     """A view of a pipeline for one request; it has to be called inside the request's fiber."""
-    view = copy.copy(pipeline)
-    # Past the pipeline's own __setattr__, which would register the parts in the shared config.
-    parts = view.__dict__
-    for name, module in modules_of(pipeline).items():
-        parts[name] = StandIn(name, module)
+    parts: dict[str, Any] = {name: StandIn(name, module) for name, module in modules_of(pipeline).items()}
     schedulers = schedulers_of(pipeline)
     for name, scheduler in schedulers.items():
         own = copy.deepcopy(scheduler)
         parts[name] = _marking(own) if name == MAIN_SCHEDULER or MAIN_SCHEDULER not in schedulers else own
     for name, guider in guiders_of(pipeline).items():
         parts[name] = guider.new()
+    view = copy.copy(pipeline)
+    # Past the pipeline's own __setattr__, which would register the parts in the shared config.
+    view.__dict__.update(parts)
+    _share_with_inner(view, {id(getattr(pipeline, name)): part for name, part in parts.items()})
     return view
+
+
+def _share_with_inner(view: Any, parts: dict[int, Any]) -> None:
+    """Combined pipelines hold others, which hold the same modules by other names; `parts` is by the real part's id."""
+    for name, inner in vars(view).items():
+        if isinstance(inner, diffusers.DiffusionPipeline):
+            copied = copy.copy(inner)
+            copied.__dict__.update({key: parts[id(part)] for key, part in inner.components.items() if id(part) in parts})
+            view.__dict__[name] = copied
 
 
 def guide(view: Any, scale: float) -> bool:
@@ -82,8 +92,8 @@ def _blocks_of(block: Any) -> Iterator[Any]:
 def _marking(scheduler: Any) -> Any:
     """The scheduler with a step that suspends the fiber when it returns.
 
-    By its class, not by an attribute: pipelines copy their scheduler for a second latent (LTX 2's audio), and a copied
-    attribute would go on stepping the original. A copy is a plain scheduler again, so that a step is marked once.
+    By its class, not by an attribute: pipelines copy their scheduler for a second latent or for each frame (LTX 2's audio,
+    SkyReels V2), and a copied attribute would go on stepping the original.
     """
     plain: Any = type(scheduler)
     scheduler.__class__ = _marking_class(plain)
@@ -98,10 +108,4 @@ def _marking_class(plain: Any) -> Any:
         mark_step()
         return result
 
-    def unmarked(self: Any, memo: dict[int, Any]) -> Any:
-        made = plain.__new__(plain)
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    return type(plain.__name__, (plain,), {"step": step, "__deepcopy__": unmarked, "__module__": plain.__module__})
+    return type(plain.__name__, (plain,), {"step": step, "__module__": plain.__module__})

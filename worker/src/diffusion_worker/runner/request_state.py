@@ -10,6 +10,7 @@ import msgspec
 
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.own_randomness import OwnRandomness
 
 
 class StepBoundary(enum.Enum):
@@ -36,11 +37,23 @@ FiberEvent = ModelCall | StepBoundary | Done | Broken
 Body = Callable[[], Any]
 
 
+class Fiber(greenlet.greenlet):
+    """What a body runs in; `called` tells whether it called a model since its last step."""
+
+    called = False
+
+
 def mark_step() -> None:
-    """Called by a wrapped scheduler after its step: suspends the running fiber."""
-    parent = greenlet.getcurrent().parent
-    assert parent is not None, "a wrapped scheduler steps inside a request's fiber only"
-    parent.switch(StepBoundary.STEP)
+    """Called by a wrapped scheduler after its step: suspends the running fiber.
+
+    Only once for what it called models for: some pipelines step twice with one prediction (Cosmos), or with a scheduler
+    for each frame (SkyReels V2) or for the sound (LTX 2).
+    """
+    fiber = greenlet.getcurrent()
+    assert isinstance(fiber, Fiber) and fiber.parent is not None, "a wrapped scheduler steps inside a request's fiber only"
+    if fiber.called:
+        fiber.called = False
+        fiber.parent.switch(StepBoundary.STEP)
 
 
 class DiffusionRequestState:
@@ -51,15 +64,18 @@ class DiffusionRequestState:
         self.steps_done = 0
         self._asked = False
         self._body = body
-        self._fiber = greenlet.greenlet(self._run)
+        self._randomness = OwnRandomness(spec.seed)
+        self._fiber = Fiber(self._run)
 
     def resume(self, value: Any = None) -> FiberEvent:
         """Go on until the next event; `value` is what the suspended model call returns."""
-        return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
+        with self._randomness:
+            return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
 
     def fail(self, error: BaseException) -> FiberEvent:
         """Let the suspended model call raise."""
-        return self._note(self._fiber.throw(error))
+        with self._randomness:
+            return self._note(self._fiber.throw(error))
 
     def drop(self) -> None:
         """Unwind the fiber; nothing of it runs afterwards but its `finally` blocks."""
@@ -76,7 +92,7 @@ class DiffusionRequestState:
 
     def _note(self, event: FiberEvent) -> FiberEvent:
         if isinstance(event, ModelCall):
-            self._asked = True
+            self._asked = self._fiber.called = True
         elif event is StepBoundary.STEP:
             self.steps_done += 1
         return event
