@@ -4,7 +4,6 @@
 Families name the same things differently, so several names are asked for each and what is absent counts as 1 or as unknown.
 """
 
-import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner.pipeline_view import modules_of
 from diffusion_worker.runner.request_body import FRAMES, inputs_of
+from diffusion_worker.runner.step_support import inner_classes, source_of, why_impossible
 
 DENOISERS = ("transformer", "unet", "prior", "decoder")
 # Pixels of one latent, along a side and in time, by the names that pipelines give them.
@@ -49,11 +49,13 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
     """What the server needs to know of the pipeline.
 
     Raises:
-        ConfigError: the pipeline makes neither pictures nor videos.
+        ConfigError: the pipeline makes neither pictures nor videos, or cannot run.
     """
     kind = kind_of(type(pipeline))
     if kind not in ("image", "video"):
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} makes neither pictures nor videos, and nothing else is served")
+    if impossible := why_impossible(type(pipeline)):
+        raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")
     takes = inputs_of(pipeline)
     side = _default_side(pipeline)
     return ModelInfo(
@@ -82,13 +84,13 @@ def _result_name(pipeline_class: Any) -> str | None:
     if issubclass(pipeline_class, diffusers.ModularPipeline):
         names = [output.name for output in blocks_of(pipeline_class).outputs]
         return next((name for name in ("images", "videos", "audios") if name in names), None)
-    try:
-        source = inspect.getsource(pipeline_class.__call__)
-    except OSError:
-        return None
+    source = source_of(pipeline_class.__call__)
+    if "ImagePipelineOutput(" in source:
+        return "images"
     # `return SomeOutput(images=…)`, or before that an output type of this name.
     returned = re.findall(r"(?:return|output =)\s+\w*Output\w*\(\s*(\w+)", source)
-    return next((name for name in returned if name in KINDS), None)
+    inner = (_result_name(part) for part in inner_classes(pipeline_class))
+    return next((name for name in [*returned, *inner] if name in KINDS), None)
 
 
 def blocks_of(pipeline_class: Any) -> Any:

@@ -15,8 +15,8 @@ import diffusers
 import torch
 from diffusers.guiders.guider_utils import BaseGuidance
 
-from diffusion_worker.runner.calls import StandIn
 from diffusion_worker.runner.request_state import mark_step
+from diffusion_worker.runner.stand_in import StandIn
 
 # The scheduler of the denoising loop; a pipeline without one of this name marks the steps of all it has.
 MAIN_SCHEDULER = "scheduler"

@@ -16,6 +16,7 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.pipeline_view import guide, guiders_of, hooks_models, view_of
+from diffusion_worker.runner.step_support import why_exclusive
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Arguments = dict[str, Any]
@@ -40,7 +41,11 @@ class PipelineBody:
         self._seed = seed
         self._guidance = guidance
         self.batch_key: Hashable = _ask(pipeline, "worker_batch_key", arguments)
-        self.whole = bool(_ask(pipeline, "worker_runs_whole", arguments)) or any(map(hooks_models, guiders_of(pipeline).values()))
+        self.whole = (
+            bool(_ask(pipeline, "worker_runs_whole", arguments))
+            or why_exclusive(type(pipeline)) is not None
+            or any(map(hooks_models, guiders_of(pipeline).values()))
+        )
 
     def __call__(self) -> Pixels:
         view = view_of(self._pipeline)

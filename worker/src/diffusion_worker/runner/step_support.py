@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a pipeline class can be run, found by reading its source: step by step in company, whole and by itself, or not at all.
+
+The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are.
+One that swaps a model's attention processors or hooks it for the length of its call would change the others' pictures.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+
+STEPS = re.compile(r"scheduler\w*(?:\[\w+\])?\.step\(|\.step\(\s*(?:noise_pred|model_output)")
+CHANGES = {
+    "set_attn_processor(": "swaps the model's attention processors during its call",
+    "register_forward_hook(": "hooks a model during its call",
+    "enable_fuser(": "switches layers of the model during its call",
+}
+# Read and harmless: every request puts on the same hook, which keeps nothing.
+HARMLESS = frozenset({"QwenImage21Pipeline"})
+NEEDS_GRADIENTS = ("StableDiffusionAttendAndExcitePipeline", "StableDiffusionPix2PixZeroPipeline")
+# Methods that are no part of a call, or only run when somebody else calls them.
+NO_PART_OF_A_CALL = frozenset({"__init__", "invert"})
+
+
+@functools.cache
+def why_whole(pipeline_class: Any) -> str | None:
+    """Why requests of this class run from start to end by themselves; None where they are stepped in company."""
+    changes = why_exclusive(pipeline_class)
+    if changes:
+        return changes
+    source = "\n".join(_sources(pipeline_class))
+    return None if STEPS.search(source) else "steps no scheduler"
+
+
+@functools.cache
+def why_exclusive(pipeline_class: Any) -> str | None:
+    """Why nobody else's call may run while a request of this class does: it changes the shared model meanwhile."""
+    if pipeline_class.__name__ in HARMLESS:
+        return None
+    source = "\n".join(_sources(pipeline_class))
+    return next((why for word, why in CHANGES.items() if word in source), None)
+
+
+def why_impossible(pipeline_class: Any) -> str | None:
+    """Why a class cannot run at all; None where it can."""
+    if any(parent.__name__ in NEEDS_GRADIENTS for parent in pipeline_class.__mro__):
+        return "needs gradients of the model, and inference has none"
+    return None
+
+
+def _sources(pipeline_class: Any) -> Iterator[str]:
+    """The source of what a call of the class can run: its own methods, its blocks, and pipelines that it is made of."""
+    if issubclass(pipeline_class, diffusers.ModularPipeline):
+        name = pipeline_class.default_blocks_name
+        yield from _block_sources(getattr(diffusers, name)()) if name else ()
+        return
+    for parent in pipeline_class.__mro__:
+        if parent is diffusers.DiffusionPipeline or not issubclass(parent, diffusers.DiffusionPipeline):
+            continue
+        for name, method in vars(parent).items():
+            if inspect.isfunction(method) and name not in NO_PART_OF_A_CALL:
+                yield source_of(method)
+    for part in inner_classes(pipeline_class):
+        yield from _sources(part)
+
+
+def inner_classes(pipeline_class: Any) -> list[Any]:
+    """The pipelines that a combined one makes for itself, in their order."""
+    found = re.findall(r"= (\w+Pipeline)\(", source_of(pipeline_class.__init__))
+    return [getattr(inspect.getmodule(pipeline_class), name) for name in found]
+
+
+def _block_sources(block: Any) -> Iterator[str]:
+    yield source_of(type(block))
+    for inner in (getattr(block, "sub_blocks", None) or {}).values():
+        yield from _block_sources(inner)
+
+
+def source_of(found: Any) -> str:
+    """The source of a class or function; nothing for what has no source, such as a class made at run time."""
+    try:
+        return inspect.getsource(found)
+    except (OSError, TypeError):
+        return ""
