@@ -10,7 +10,7 @@ import torch
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import ErrorReport, RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall, execute
+from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import view_of
 from families.family import Arguments, Family, as_tensor, in_float64
@@ -63,8 +63,13 @@ class FamilyRig:
         self.runner.adopt(self.pipeline, dtype, lambda done, total: None)
 
     def alone(self, asked: Asked) -> torch.Tensor:
-        """What diffusers' own call of the plain pipeline gives, flat."""
-        return as_tensor(self.family.call(_with_scheduler(self._plain, asked.scheduler), self._arguments(asked)))
+        """What diffusers' own call of the plain pipeline gives, flat.
+
+        The global random state is seeded like the request's generator, for pipelines that draw a few numbers without it.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(asked.seed)
+            return as_tensor(self.family.call(_with_scheduler(self._plain, asked.scheduler), self._arguments(asked)))
 
     def together(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[torch.Tensor]:
         """What the engine gives each request, flat; `joining` says at which tick each joins (all at the first by default).
@@ -102,7 +107,8 @@ class FamilyRig:
     @torch.inference_mode()
     def execute(self, call: ModelCall) -> Any:
         """One call on the real module."""
-        return execute(self.pipeline.components[call.component], call)
+        module = self.pipeline.components[call.component]
+        return (module if call.method == "forward" else getattr(module, call.method))(**call.arguments)
 
     def _build(self) -> Any:
         pipeline = self.family.build()
