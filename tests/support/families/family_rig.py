@@ -10,7 +10,7 @@ import torch
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import ErrorReport, RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.calls import ModelCall, execute
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import view_of
 from families.family import Arguments, Family, as_tensor, in_float64
@@ -107,8 +107,7 @@ class FamilyRig:
     @torch.inference_mode()
     def execute(self, call: ModelCall) -> Any:
         """One call on the real module."""
-        module = self.pipeline.components[call.component]
-        return (module if call.method == "forward" else getattr(module, call.method))(**call.arguments)
+        return execute(self.pipeline.components[call.component], call)
 
     def _build(self) -> Any:
         pipeline = self.family.build()

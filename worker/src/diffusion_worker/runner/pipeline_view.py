@@ -8,6 +8,7 @@ shared as they are.
 
 import copy
 import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,20 +93,19 @@ def _blocks_of(block: Any) -> Iterator[Any]:
 def _marking(scheduler: Any) -> Any:
     """The scheduler with a step that suspends the fiber when it returns.
 
-    By its class, not by an attribute: pipelines copy their scheduler for a second latent or for each frame (LTX 2's audio,
-    SkyReels V2), and a copied attribute would go on stepping the original.
+    A bound method, so that a copy of the scheduler steps the copy: pipelines copy theirs for a second latent or for each
+    frame (LTX 2's audio, SkyReels V2). Not a class of its own: Bria asks for the scheduler's type.
     """
-    plain: Any = type(scheduler)
-    scheduler.__class__ = _marking_class(plain)
+    scheduler.step = types.MethodType(_marking_step(type(scheduler)), scheduler)
     return scheduler
 
 
 @functools.cache
-def _marking_class(plain: Any) -> Any:
+def _marking_step(plain: Any) -> Any:
     @functools.wraps(plain.step)  # pipelines look at its signature
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain.step(self, *args, **kwargs)
         mark_step()
         return result
 
-    return type(plain.__name__, (plain,), {"step": step, "__module__": plain.__module__})
+    return step
