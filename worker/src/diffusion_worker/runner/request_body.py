@@ -41,9 +41,10 @@ class PipelineBody:
         self._seed = seed
         self._guidance = guidance
         self.batch_key: Hashable = _ask(pipeline, "worker_batch_key", arguments)
+        kind: Any = type(pipeline)
         self.whole = (
             bool(_ask(pipeline, "worker_runs_whole", arguments))
-            or why_exclusive(type(pipeline)) is not None
+            or why_exclusive(kind) is not None
             or any(map(hooks_models, guiders_of(pipeline).values()))
         )
 

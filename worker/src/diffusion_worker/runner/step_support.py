@@ -7,6 +7,7 @@ One that swaps a model's attention processors or hooks it for the length of its 
 
 import functools
 import inspect
+import linecache
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -61,9 +62,7 @@ def _sources(pipeline_class: Any) -> Iterator[str]:
     for parent in pipeline_class.__mro__:
         if parent is diffusers.DiffusionPipeline or not issubclass(parent, diffusers.DiffusionPipeline):
             continue
-        for name, method in vars(parent).items():
-            if inspect.isfunction(method) and name not in NO_PART_OF_A_CALL:
-                yield source_of(method)
+        yield from _method_sources(parent)
     for part in inner_classes(pipeline_class):
         yield from _sources(part)
 
@@ -74,15 +73,40 @@ def inner_classes(pipeline_class: Any) -> list[Any]:
     return [getattr(inspect.getmodule(pipeline_class), name) for name in found]
 
 
+def _method_sources(kind: Any) -> Iterator[str]:
+    for name, method in vars(kind).items():
+        if inspect.isfunction(method) and name not in NO_PART_OF_A_CALL:
+            yield source_of(method)
+
+
 def _block_sources(block: Any) -> Iterator[str]:
-    yield source_of(type(block))
+    for parent in type(block).__mro__:
+        if parent.__module__.startswith("diffusers.modular_pipelines.") and not parent.__module__.endswith("modular_pipeline"):
+            yield from _method_sources(parent)
     for inner in (getattr(block, "sub_blocks", None) or {}).values():
         yield from _block_sources(inner)
 
 
+@functools.cache
 def source_of(found: Any) -> str:
     """The source of a class or function; nothing for what has no source, such as a class made at run time."""
+    function = inspect.unwrap(found)
+    if inspect.isfunction(function):
+        return _function_source(function.__code__)
     try:
         return inspect.getsource(found)
     except (OSError, TypeError):
         return ""
+
+
+def _function_source(code: Any) -> str:
+    """As `inspect.getsource`, which reads every token of a pipeline's thousand lines to find where a function ends."""
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
+    inside = False
+    for number, line in enumerate(lines):
+        outer = line.strip() and len(line) - len(line.lstrip()) <= indent
+        if outer and inside and not line.lstrip().startswith((")", "#", '"')):
+            return "".join(lines[:number])
+        inside = inside or line.lstrip().startswith(("def ", "async def "))
+    return "".join(lines)

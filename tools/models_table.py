@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/models.md: every pipeline that the installed diffusers exports, and how the worker runs it.
+
+Everything but the reasons below is found by looking at the classes: what they make by what they return, how they run by
+`diffusion_worker.runner.step_support`, what is tested by the families of tests/support. `--check` only compares.
+"""
+
+import collections
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import diffusers
+
+from diffusion_worker.runner.pipeline_description import blocks_of, kind_of
+from diffusion_worker.runner.step_support import why_impossible, why_whole
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+BASES = ("DiffusionPipeline", "ModularPipeline")
+PICTURES = frozenset(
+    {"image", "images", "mask_image", "control_image", "video", "source_image", "cond_image", "control_video", "references"}
+)
+
+# What the classes that make neither pictures nor videos make instead.
+MAKES = {
+    "DiffusionGemmaPipeline": "text",
+    "FluxPriorReduxPipeline": "embeddings",
+    "KandinskyPriorPipeline": "embeddings",
+    "KandinskyV22PriorEmb2EmbPipeline": "embeddings",
+    "KandinskyV22PriorPipeline": "embeddings",
+    "LLaDA2Pipeline": "text",
+    "MarigoldDepthPipeline": "depth maps",
+    "MarigoldIntrinsicsPipeline": "material maps",
+    "MarigoldNormalsPipeline": "normal maps",
+    "RFD4ProteinaPipeline": "protein structures",
+    "ShapEImg2ImgPipeline": "3D shapes",
+    "ShapEPipeline": "3D shapes",
+    "StableCascadePriorPipeline": "embeddings",
+    "WuerstchenPriorPipeline": "embeddings",
+}
+# What cannot run for a reason that no look at the class tells.
+NOT = {
+    "VersatileDiffusionPipeline": "has no call of its own; its parts are pipelines of their own",
+}
+
+INTRODUCTION = """\
+# Pipelines
+
+Every pipeline that diffusers {version} exports, and how the worker runs it. Made by `python -m tools.models_table`; do not edit.
+
+**stepped**: requests with other prompts, seeds, steps, guidance and conditioning share model calls and advance step by step.
+**whole**: a request does not share its steps. One whose class changes the shared model runs while nobody else advances; one that
+steps no scheduler runs from start to end in one tick.
+**not**: the worker refuses it at start, with the reason.
+
+*tested* means that a tiny model of the class runs through the engine in the tests: alone bit-equal to diffusers, in company equal up
+to rounding. All others are run by the same mechanism and were judged by reading their source only. The images API takes prompts;
+pipelines that take a picture too are run by the engine, but a route for their pictures is not there yet, nor one for videos.
+
+{counts}
+
+| pipeline | makes | takes | runs | why | tested |
+|---|---|---|---|---|---|
+"""
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    makes: str
+    takes: str
+    runs: str
+    why: str
+    tested: str
+
+
+def row_of(name: str, tested: frozenset[str]) -> Row:
+    """What there is to say of one exported class."""
+    found = getattr(diffusers, name)
+    if not issubclass(found, diffusers.DiffusionPipeline | diffusers.ModularPipeline):
+        missing = [library for library in found._backends if importlib.util.find_spec(library) is None]
+        return Row(name, "", "", "not", f"needs {' and '.join(missing)}, which the worker does not have", "")
+    kind = kind_of(found)
+    makes = MAKES.get(name, kind)
+    runs, why = _how(name, found, makes)
+    deprecated = "deprecated in diffusers" if ".deprecated." in found.__module__ else ""
+    return Row(name, makes, _takes(found), runs, "; ".join(filter(None, [why, deprecated])), "yes" if name in tested else "")
+
+
+def _how(name: str, found: Any, makes: str) -> tuple[str, str]:
+    impossible = NOT.get(name) or why_impossible(found)
+    if impossible:
+        return "not", impossible
+    if makes not in ("image", "video"):
+        return "not", f"makes {makes}; the worker serves pictures and videos"
+    whole = why_whole(found)
+    return ("whole", whole) if whole else ("stepped", "")
+
+
+def _takes(found: Any) -> str:
+    if issubclass(found, diffusers.ModularPipeline):
+        names = {item.name for item in blocks_of(found).inputs}
+    else:
+        names = set(inspect.signature(found.__call__).parameters)
+    given = ["text"] if "prompt" in names else []
+    return ", ".join([*given, *(["picture"] if names & PICTURES else [])])
+
+
+def tested_classes() -> frozenset[str]:
+    """The classes that have a family in tests/support, whatever variants of them."""
+    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests" / "support")) if path not in sys.path]
+    families = importlib.import_module("families.all").FAMILIES
+    return frozenset(family.name.partition(" (")[0] for family in families)
+
+
+def page() -> str:
+    """The whole page."""
+    names = [name for name in sorted(dir(diffusers)) if name.endswith("Pipeline") and name not in BASES]
+    tested = tested_classes()
+    rows = [row_of(name, tested) for name in names]
+    by_way = collections.Counter(row.runs for row in rows)
+    counts = f"{len(rows)} pipelines: {by_way['stepped']} stepped, {by_way['whole']} whole, {by_way['not']} not; " + (
+        f"{sum(row.tested == 'yes' for row in rows)} tested."
+    )
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return INTRODUCTION.format(version=diffusers.__version__, counts=counts) + "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if the page is not what would be written.")
+def main(*, check: bool) -> None:
+    """Write docs/models.md."""
+    made = page()
+    if not check:
+        PAGE.write_text(made)
+    elif PAGE.read_text() != made:
+        raise click.ClickException("docs/models.md is not what `python -m tools.models_table` writes")
+
+
+if __name__ == "__main__":
+    main()
