@@ -7,7 +7,6 @@ that the model reads from row 0 only would fail this.
 """
 
 import pytest
-import torch
 
 from families.all import FAMILIES, REPRESENTATIVE
 from families.checks import check_following, check_sizes
@@ -33,6 +32,6 @@ def test_what_doubles_with_the_number_of_pictures_is_taken_for_rows(family: Fami
 def test_every_argument_acts_on_its_own_rows_or_keeps_calls_apart(family: Family) -> None:
     if not family.shares:
         pytest.skip(family.reason)
-    rig = FamilyRig(family, torch.float64)
+    rig = FamilyRig(family, family.compared_in)
     for guidance in (1.0, 5.0):
         check_following(rig, Asked(1, 2, guidance), Asked(2, 2, guidance))

@@ -30,7 +30,8 @@ class Family:
     seed means other embeddings and pictures of the same sizes. `tolerance` bounds the largest difference of a request in
     company from itself alone, in float64 and in standard deviations of the result; one above 1e-9 needs its `reason`, and
     so does `shares=False`: requests of this family make no model call together. `doubled` are the arguments that make a
-    request twice as many rows; None where the class has no such argument.
+    request twice as many rows; None where the class has no such argument. `compared_in` is float32 for a model that cannot
+    run in float64; such a family needs a `reason` too.
     """
 
     name: str
@@ -43,9 +44,10 @@ class Family:
     reason: str = ""
     doubled: Arguments | None = None
     call: Callable[[Any, Arguments], Any] = call_pipeline
+    compared_in: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
-        if (self.tolerance > 1e-9 or not self.shares) and not self.reason:
+        if (self.tolerance > 1e-9 or not self.shares or self.compared_in is not torch.float64) and not self.reason:
             raise ValueError(f"{self.name}: say why it is no better")
 
 
@@ -75,6 +77,11 @@ def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
 def seeded(seed: int, *shape: int) -> torch.Tensor:
     """Normal values of a shape, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def token_mask(seed: int, length: int) -> torch.Tensor:
+    """[1, length], int64: 1 for the tokens of a prompt, whose number depends on the seed."""
+    return (torch.arange(length) < length - seed % 3).long()[None]
 
 
 def picture(seed: int, width: int = 32, height: int = 32) -> Image.Image:
@@ -114,11 +121,11 @@ def in_float64(value: Any) -> Any:
 
 
 def as_tensor(output: Any) -> torch.Tensor:
-    """What a pipeline returned, as one flat tensor: tensors, arrays or pictures, also in lists."""
+    """What a pipeline returned, as one flat tensor: tensors, arrays or pictures, also in lists and dicts."""
     if isinstance(output, torch.Tensor):
         return output.detach().reshape(-1)
     if isinstance(output, np.ndarray):
         return torch.from_numpy(output.copy()).reshape(-1)
     if isinstance(output, Image.Image):
         return torch.from_numpy(np.array(output, dtype=np.float64)).reshape(-1)
-    return torch.cat([as_tensor(item) for item in output])
+    return torch.cat([as_tensor(item) for item in (output.values() if isinstance(output, dict) else output)])
