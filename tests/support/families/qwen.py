@@ -46,6 +46,11 @@ class FakeProcessor:
         return [4]
 
 
+def small_vae() -> Any:
+    """A Qwen VAE of real layers that halves pictures."""
+    return diffusers.AutoencoderKLQwenImage(**_vae_config(halvings=1))
+
+
 def _vae_config(halvings: int) -> dict[str, Any]:
     return {
         "base_dim": 2,
@@ -67,7 +72,7 @@ def pipeline(kind: str, *, edits: bool = False, with_controlnet: bool = False, *
         parts["controlnet"] = diffusers.QwenImageControlNetModel(in_channels=16, out_channels=4, **SHAPE)
     return getattr(diffusers, kind)(
         transformer=diffusers.QwenImageTransformer2DModel(in_channels=16, out_channels=4, **SHAPE, **config),
-        vae=PatchVae() if edits else diffusers.AutoencoderKLQwenImage(**_vae_config(halvings=1)),
+        vae=PatchVae() if edits else small_vae(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         **parts,
     )
