@@ -114,7 +114,7 @@ class FakeRankGroup:
         self._check()
         self._ticks.put_nowait(tick)
 
-    async def next_report(self, timeout_s: float) -> TickReport:
+    async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         """Run the next queued tick; waits for `stepping`."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -123,7 +123,7 @@ class FakeRankGroup:
                 await asyncio.sleep(self._step_s)
                 self._check()
         except TimeoutError:
-            self.die(f"a step was not finished within {timeout_s:g} s", Fault.STALLED)
+            self.die(f"{phase} was not finished within {timeout_s:g} s", Fault.STALLED)
             self._check()
         for request_id in tick.leave:
             self._active.pop(request_id, None)

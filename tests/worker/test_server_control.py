@@ -18,6 +18,7 @@ ALL_ROUTES = [
     ("GET", "/v1/state"),
     ("POST", "/v1/sleep"),
     ("POST", "/v1/wake"),
+    ("POST", "/v1/profile"),
     ("PUT", "/v1/adapters/stripes"),
     ("DELETE", "/v1/adapters/stripes"),
     ("GET", "/nothing"),
@@ -390,3 +391,28 @@ async def test_a_wrong_field_of_an_adapter_is_refused_by_name(edge: Edge, body: 
 async def test_a_wrong_query_of_a_delete_is_refused_by_name(edge: Edge, query: dict[str, Any], field: str) -> None:
     answer = await edge.delete_adapter("style", **query)
     assert (answer.status_code, answer.json()["details"]) == (400, {"field": field})
+
+
+# Profile
+
+
+async def test_a_profile_is_begun_and_ended_on_every_rank(edge: Edge) -> None:
+    begun = await edge.operate("profile", action="Start", prefix="first")
+    assert (begun.status_code, begun.json()) == (200, {"running": True, "files": []})
+    ended = await edge.operate("profile", action="Stop")
+    assert (ended.status_code, ended.json()) == (200, {"running": False, "files": ["/traces/1.json", "/traces/1.json"]})
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "action"),
+        ({"action": "start"}, "action"),
+        ({"action": "Start", "prefix": "../x"}, "prefix"),
+        ({"action": "Stop", "to": 1}, "to"),
+    ],
+)
+async def test_a_wrong_field_of_a_profile_is_refused_by_name(edge: Edge, body: dict[str, Any], field: str) -> None:
+    answer = await edge.operate("profile", **body)
+    assert (answer.status_code, answer.json()["details"]) == (400, {"field": field})
+    assert edge.ranks.calls == []

@@ -200,18 +200,19 @@ async def test_a_sleeping_model_refuses_requests_but_stays_ready_for_the_kubelet
     assert (await edge.images(prompt="p")).status_code == 200
 
 
-async def test_a_lost_group_fails_the_requests_that_wait_for_it(edge: Edge) -> None:
-    edge.ranks.stepping.clear()
-    watching = asyncio.create_task(edge.engine.run_until_failure())
-    request = asyncio.create_task(edge.images(prompt="p"))
-    await edge.wait_state(inFlight=1)
-    edge.ranks.die("rank 0 was ended by SIGKILL")
-    answer = await request
-    assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
-    assert "SIGKILL" in answer.json()["message"]
-    assert "SIGKILL" in await watching
-    assert (await edge.images(prompt="p")).status_code == 500
-    assert (await edge.data.get("/readyz")).status_code == 503
+async def test_a_group_that_is_lost_for_good_fails_the_requests_that_wait_for_it() -> None:
+    async with serving_edge(max_restarts=0) as edge:
+        edge.ranks.stepping.clear()
+        watching = asyncio.create_task(edge.engine.run_until_failure())
+        request = asyncio.create_task(edge.images(prompt="p"))
+        await edge.wait_state(inFlight=1)
+        edge.ranks.die("rank 0 was ended by SIGKILL")
+        answer = await request
+        assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
+        assert "SIGKILL" in answer.json()["message"]
+        assert "SIGKILL" in await watching
+        assert (await edge.images(prompt="p")).status_code == 500
+        assert (await edge.data.get("/readyz")).status_code == 503
 
 
 async def test_a_client_that_goes_away_frees_its_place_in_the_batch(edge: Edge) -> None:
@@ -290,5 +291,5 @@ async def test_no_prompt_is_logged(edge: Edge, caplog: pytest.LogCaptureFixture)
 
 def test_states_of_the_engine_are_the_documented_ones() -> None:
     assert [state.value for state in EngineState] == [
-        "starting", "ready", "draining", "sleeping", "asleep", "waking", "failed", "terminating",
+        "starting", "ready", "draining", "sleeping", "asleep", "waking", "restarting", "failed", "terminating",
     ]  # fmt: skip

@@ -73,8 +73,11 @@ def test_a_worker_that_still_loads_can_be_terminated() -> None:
         assert worker.terminate(timeout_s=10) == 0
 
 
-def test_a_lost_group_answers_what_waits_and_ends_the_worker_with_70_and_the_reason() -> None:
-    with fake({"dieAfterSeconds": 1.5, "stepSeconds": 0.1}) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
+def test_a_group_lost_for_good_answers_what_waits_and_ends_the_worker_with_70_and_the_reason() -> None:
+    with (
+        fake({"dieAfterSeconds": 1.5, "stepSeconds": 0.1}, options=("--max-restarts=0",)) as worker,
+        concurrent.futures.ThreadPoolExecutor(1) as threads,
+    ):
         worker.wait_ready()
         answer = threads.submit(worker.images, prompt="p", num_inference_steps=200).result(30)
         assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (500, "EngineFailed", True)

@@ -31,7 +31,7 @@ async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: E
 
 async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edge) -> None:
     document = (await edge.control.get("/openapi.json")).json()
-    assert sorted(document["paths"]) == ["/v1/adapters/{name}", "/v1/sleep", "/v1/state", "/v1/wake"]
+    assert sorted(document["paths"]) == ["/v1/adapters/{name}", "/v1/profile", "/v1/sleep", "/v1/state", "/v1/wake"]
     schemas = document["components"]["schemas"]
     assert set(schemas["SleepBody"]["properties"]) == {"operationId", "bootId", "level", "mode", "deadlineSeconds"}
     assert schemas["AdapterBody"]["additionalProperties"] is False

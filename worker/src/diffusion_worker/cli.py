@@ -3,20 +3,24 @@
 
 import importlib.util
 import logging
+import os
 import re
 import sys
 from pathlib import Path
 
 import click
 
-from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index, served_name_of, split_import_path
+from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, check_kinds, read_model_index, served_name_of, split_import_path
+from diffusion_worker.engine.documents import SleepPolicy
 from diffusion_worker.engine.operations import read_desired
 from diffusion_worker.errors import ConfigError
 
 MAX_RANKS = 64
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 ADAPTER_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+EXTENSION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PORT = click.IntRange(0, 65535)
+KIND_SIZE = click.IntRange(1, 16)
 SECONDS = click.FloatRange(min=0.001, max=86_400)
 
 
@@ -30,26 +34,49 @@ def cli() -> None:
 @click.option("--model", required=True, metavar="PATH", help="A diffusers folder.")
 @click.option("--served-name", metavar="NAME", help="The model's name in requests; by default that of its folder.")
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Processes, one for each GPU.")
+@click.option("--tensor", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the large layers of a model.")
+@click.option("--sequence", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the tokens of a picture.")
+@click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the memory for weights.")
+@click.option("--vae-tiling", is_flag=True, help="Decode large pictures in tiles, spread over the ranks.")
 @click.option("--lora", "loras", multiple=True, metavar="NAME=PATH", help="An adapter to load at start: its name and its peft folder.")
 @click.option("--desired", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
 @click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
 @click.option("--load-format", type=click.Choice([kind.value for kind in LoadFormat]), default=LoadFormat.DEFAULT.value, show_default=True)
 @click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Pictures in one batch.")
+@click.option(
+    "--batch-window-milliseconds",
+    type=click.IntRange(0, 1000),
+    default=0,
+    show_default=True,
+    help="How long a first step waits for requests to share it with.",
+)
 @click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters loaded at once.")
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
 @click.option("--control-port", type=PORT, default=8001, show_default=True, help="State, sleep, wake, adapters; 0 takes a free one.")
 @click.option("--control-token-file", metavar="FILE", help="Its bearer token; without one the control port is on 127.0.0.1 only.")
+@click.option("--max-restarts", type=click.IntRange(0, 100_000), default=5, show_default=True, help="Of lost ranks, in ten minutes.")
+@click.option("--rendezvous-address", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where ranks meet.")
+@click.option("--worker-extension", metavar="MODULE:CLASS", help="A class mixed into every rank's worker.")
+@click.option("--profile-dir", metavar="PATH", help="A folder for the traces of POST /v1/profile; without it there are none.")
 @click.option("--startup-timeout-seconds", type=SECONDS, default=1800.0, show_default=True)
-@click.option("--tick-timeout-seconds", type=SECONDS, default=300.0, show_default=True, help="A rank silent for longer has failed.")
+@click.option(
+    "--tick-timeout-seconds",
+    type=SECONDS,
+    help="A rank that works on a step for longer has failed; by default after three times what its request was measured to take.",
+)
 @click.option("--drain-timeout-seconds", type=SECONDS, default=25.0, show_default=True, help="For running requests after SIGTERM.")
 def serve(
     *,
     model: str,
     served_name: str | None,
     ranks: int,
+    tensor: int,
+    sequence: int,
+    shard: int,
+    vae_tiling: bool,
     loras: tuple[str, ...],
     desired: str | None,
     dtype: str,
@@ -62,15 +89,25 @@ def serve(
     port: int,
     control_port: int,
     control_token_file: str | None,
+    max_restarts: int,
+    rendezvous_address: str,
+    worker_extension: str | None,
+    profile_dir: str | None,
     startup_timeout_seconds: float,
-    tick_timeout_seconds: float,
+    tick_timeout_seconds: float | None,
+    batch_window_milliseconds: int,
     drain_timeout_seconds: float,
 ) -> None:
     """Serve a model: pictures on one port, control on another."""
+    rendezvous_host, rendezvous_port = parse_address(rendezvous_address)
     config = WorkerConfig(
         model=model,
         served_name=served_name or served_name_of(model),
         ranks=ranks,
+        tensor=tensor,
+        sequence=sequence,
+        shard=shard,
+        vae_tiling=vae_tiling,
         dtype=Dtype(dtype),
         pipeline=pipeline,
         load_format=LoadFormat(load_format),
@@ -80,8 +117,14 @@ def serve(
         preload_loras=parse_loras(loras),
         desired_path=desired,
         control_token_path=control_token_file,
+        max_restarts=max_restarts,
+        rendezvous_host=rendezvous_host,
+        rendezvous_port=rendezvous_port,
+        worker_extension=worker_extension,
+        profile_dir=profile_dir,
         startup_timeout_s=startup_timeout_seconds,
         tick_timeout_s=tick_timeout_seconds,
+        batch_window_s=batch_window_milliseconds / 1000,
         drain_timeout_s=drain_timeout_seconds,
     )
     check(config)
@@ -109,6 +152,14 @@ def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def parse_address(address: str) -> tuple[str, int]:
+    """`HOST:PORT` of `--rendezvous-address`; raises ConfigError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or ":" in host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--rendezvous-address: expected HOST:PORT with a port of 0 to 65535, found {address!r}")
+    return host, int(port)
+
+
 def check(config: WorkerConfig) -> None:
     """What can be known to be wrong without torch; raises ConfigError with the option's name."""
     try:
@@ -123,7 +174,10 @@ def check(config: WorkerConfig) -> None:
             raise ConfigError(f"--lora {name}={path}: the name is that of the model, choose another or another --served-name")
         if not Path(path).is_dir():
             raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
-    read_desired(config.desired_path)
+    check_kinds(config)
+    check_ranks(config)
+    if read_desired(config.desired_path).sleep.policy is SleepPolicy.ASLEEP and config.shard > 1:
+        raise ConfigError(f"--shard {config.shard}: not supported with the sleep policy {SleepPolicy.ASLEEP} of {config.desired_path!r}")
     if len(config.preload_loras) > config.max_loras:
         raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is {config.max_loras}")
 
@@ -140,6 +194,14 @@ def _check_pipeline(config: WorkerConfig) -> None:
         raise ConfigError(
             f"--pipeline {config.pipeline!r}: expected a class of diffusers; an import path needs --load-format custom-pipeline"
         )
+
+
+def check_ranks(config: WorkerConfig) -> None:
+    """What rank processes are started with; raises ConfigError with the option's name."""
+    if config.worker_extension is not None and not EXTENSION.fullmatch(config.worker_extension):
+        raise ConfigError(f"--worker-extension: expected MODULE:CLASS, found {config.worker_extension!r}")
+    if config.profile_dir is not None and not (Path(config.profile_dir).is_dir() and os.access(config.profile_dir, os.W_OK)):
+        raise ConfigError(f"--profile-dir: expected a folder that can be written to, found {config.profile_dir!r}")
 
 
 def main() -> None:

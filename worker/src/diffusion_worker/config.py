@@ -2,6 +2,7 @@
 """What one worker is told at start, as one frozen struct that the server and every rank share."""
 
 import enum
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ import msgspec
 from diffusion_worker.errors import ConfigError
 
 MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
+
+
+# What diffusers and torch cannot do together, and why nobody needs it.
+EXCLUSIVE_KINDS = (
+    ("--tensor", "--sequence", "not supported together, choose one"),
+    ("--tensor", "--shard", "not supported together: the weights of a tensor group are in parts already"),
+)
 
 
 class Dtype(enum.StrEnum):
@@ -49,6 +57,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     served_name: str
     ranks: int = 1
+    # Parallel kinds: their product divides `ranks`, and what is left spreads the rows of each call.
+    tensor: int = 1
+    sequence: int = 1
+    shard: int = 1
+    vae_tiling: bool = False
     dtype: Dtype = Dtype.AUTO
     pipeline: str = "auto"
     load_format: LoadFormat = LoadFormat.DEFAULT
@@ -61,8 +74,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     # A group that loads no model within this time is given up: the API's default for `startup.timeoutSeconds`.
     startup_timeout_s: float = 1800.0
-    # No single step of a model that fits this worker takes minutes; past this a rank counts as hung.
-    tick_timeout_s: float = 300.0
+    # Past this a rank that works on a tick counts as hung. None: a multiple of what its request was measured to take.
+    tick_timeout_s: float | None = None
+    # How long a first step waits for requests to share it with.
+    batch_window_s: float = 0.0
     # Where the ranks of one generation meet. Port 0 takes a free one, each time anew.
     rendezvous_host: str = "127.0.0.1"
     rendezvous_port: int = 0
@@ -70,10 +85,36 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 5
     # `module:Class` that is mixed into every rank's worker; its public methods can be called like the worker's own.
     worker_extension: str | None = None
+    # Results of text encoders that are kept, 0 for none; enough for what a page of a gallery or a user's last tries ask again.
+    prompt_cache_size: int = 32
+    # Every request keeps its model calls to itself: bit-equal to diffusers at one rank, and nothing is shared.
+    exact: bool = False
     # Where traces of `profile` go; None leaves profiling off.
     profile_dir: str | None = None
     # Below Kubernetes' default grace of 30 s, so that the server still ends by itself.
     drain_timeout_s: float = 25.0
+
+    @property
+    def rank_timeout_s(self) -> float:
+        """For what the ranks do between two ticks, sleep for instance."""
+        return self.tick_timeout_s or 300.0
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """For a rank that waits for the others: the backstop behind the server's own deadlines."""
+        return self.tick_timeout_s + 60.0 if self.tick_timeout_s else 3600.0
+
+
+def check_kinds(config: WorkerConfig) -> None:
+    """Whether the sizes of the parallel kinds go together; raises ConfigError with the options' names."""
+    sizes = {"--tensor": config.tensor, "--sequence": config.sequence, "--shard": config.shard}
+    used = {option: size for option, size in sizes.items() if size > 1}
+    for option, other, why in EXCLUSIVE_KINDS:
+        if option in used and other in used:
+            raise ConfigError(f"{option} {used[option]} with {other} {used[other]}: {why}")
+    if config.ranks % math.prod(used.values()):
+        product = " x ".join(f"{option} {size}" for option, size in used.items())
+        raise ConfigError(f"{product}: expected a divisor of --ranks {config.ranks}, found {math.prod(used.values())}")
 
 
 def served_name_of(model: str) -> str:

@@ -101,6 +101,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     default_width: int | None = None
     default_frames: int | None = None
     default_steps: int | None = None
+    # Memory of its device that one rank has for everything but the weights; 0 where that is not known.
+    free_bytes: int = 0
+    # With --sequence a picture's tokens are split over ranks: their number is a multiple of `tokens_multiple`, and a token
+    # has sides of `token_pixels`.
+    token_pixels: int = 1
+    tokens_multiple: int = 1
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
@@ -144,11 +150,11 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A picture is done: frame `frame` of the message, `shape` (height, width, 3) of uint8."""
+    """A picture or video is done: frame `frame` of the message, `shape` ([frames,] height, width, 3) of uint8."""
 
     request_id: str
     frame: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
 
 
 class Failed(msgspec.Struct, frozen=True):

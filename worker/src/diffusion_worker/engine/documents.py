@@ -196,6 +196,20 @@ class AdapterCall(OperationCall, frozen=True, kw_only=True, rename="camel", forb
     scale: float = 1.0
 
 
+class ProfileCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Body of a profile: begin a trace on every rank, with a prefix for the names of its files, or end it."""
+
+    start: bool
+    prefix: str = "trace"
+
+
+class ProfileDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """Whether every rank takes a trace now, and the files that the ranks wrote, as paths on the worker."""
+
+    running: bool
+    files: list[str] = []
+
+
 class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
     """One adapter of the desired file."""
 

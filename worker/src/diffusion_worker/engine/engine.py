@@ -28,6 +28,8 @@ from diffusion_worker.engine.documents import (
     LoadStage,
     ModelDocument,
     OperationCall,
+    ProfileCall,
+    ProfileDocument,
     SleepCall,
     SleepMode,
     SleepPolicy,
@@ -35,6 +37,7 @@ from diffusion_worker.engine.documents import (
 )
 from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.operations import Operations, read_desired
+from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.step_loop import StepLoop, StepStats
@@ -68,6 +71,7 @@ class Engine:
             ranks,
             max_batch_size=config.max_batch_size,
             tick_timeout_s=config.tick_timeout_s,
+            window_s=config.batch_window_s,
             broken=lambda reason: self._supervisor.on_stepping_broken(reason),
         )
         self._last_request_at: float | None = None
@@ -80,7 +84,7 @@ class Engine:
             self._steps,
             self._loader,
             budget=RestartBudget(config.max_restarts),
-            call_timeout_s=config.tick_timeout_s,
+            call_timeout_s=config.rank_timeout_s,
             failed=self._fail,
         )
 
@@ -101,6 +105,7 @@ class Engine:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
         """
         self._model = await self._ranks.start()
+        self._steps.describe(self._model)
         self.life.stage = LoadStage.LOADING_ADAPTERS
         desired = read_desired(self.config.desired_path)
         await self._loader.load_at_start(self.config, desired)
@@ -134,6 +139,7 @@ class Engine:
         self.life.require_ready("this request", restarting_too=True)
         assert self._model is not None
         admission.check(params, self.config.limits, self._model)
+        admission.check_memory(params, self._model, self._steps.memory.most_load(time.monotonic()))
         base = params.model is None or params.model == self.config.served_name
         adapter = None if base else self._adapters.resolve(str(params.model))
         self._last_request_at = time.monotonic()
@@ -147,6 +153,11 @@ class Engine:
                 stack.callback(self._steps.forget, spec.request_id)
             frames = await asyncio.gather(*outcomes)
         return [Picture(pixels, height, width, spec.seed) for spec, (pixels, height, width) in zip(specs, frames, strict=True)]
+
+    @property
+    def dropped_frames(self) -> tuple[int, int]:
+        """Frames on the wire to the ranks that were no message, at the server's end and at the ranks'."""
+        return self._ranks.dropped_frames
 
     @property
     def stats(self) -> StepStats:
@@ -193,6 +204,8 @@ class Engine:
         Raises:
             RequestError: WrongBoot, InvalidRequest, Conflict with another operation, Starting.
         """
+        if self.config.shard > 1:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with --shard {self.config.shard}")
         if call.level != "HostMemory":
             raise RequestError(ErrorCode.INVALID_REQUEST, f"level: expected HostMemory, found {call.level!r}", details={"field": "level"})
         return self._begin(call, "sleep", EngineState.ASLEEP, lambda: self._sleep_now(call))
@@ -224,6 +237,20 @@ class Engine:
             self.life.require_ready(f"the removal of adapter {name!r}", restarting_too=False)
         await self._loader.delete(name, drain_s=drain_s)
 
+    async def profile(self, call: ProfileCall) -> ProfileDocument:
+        """Begin or end a trace on every rank; nothing happens where profiling is off.
+
+        Raises:
+            RequestError: WrongBoot, Busy and the like where the ranks do not serve, RankFailed, Timeout.
+        """
+        self._check_boot(call.boot_id)
+        self.life.require_ready("profile", restarting_too=False)
+        replies = await self._loader.call_all("profile", timeout_s=call.deadline_seconds, is_start=call.start, prefix=call.prefix)
+        if call.start:
+            return ProfileDocument(running=all_true(replies))
+        paths = [msgspec.msgpack.decode(reply.result or b"", type=str | None) for reply in replies]
+        return ProfileDocument(running=False, files=[path for path in paths if path])
+
     def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
         """End requests with an error; an id stands for all pictures of its request."""
         self._steps.end(RequestError(code, message), only=lambda picture: picture.rpartition("-")[0] in request_ids)
@@ -244,7 +271,7 @@ class Engine:
             await self._steps.drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
             await self._supervisor.settled()
             self.life.enter(EngineState.SLEEPING)
-            await self._loader.call_all("sleep", timeout_s=self.config.tick_timeout_s)
+            await self._loader.call_all("sleep", timeout_s=self.config.rank_timeout_s)
         except GroupFailed:
             await self._supervisor.settled()
         except RequestError:

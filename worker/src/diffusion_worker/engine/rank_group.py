@@ -51,8 +51,8 @@ class RankGroup(Protocol):
     def broadcast_tick(self, tick: Tick) -> None:
         """Queue one tick for every rank; does not wait."""
 
-    async def next_report(self, timeout_s: float) -> TickReport:
-        """The next tick's outcome, in the order the ticks were sent; a missed deadline loses the group.
+    async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
+        """The next tick's outcome, in the order the ticks were sent; a missed deadline loses the group and names the phase.
 
         The time does not count while a rank is busy with a call.
         """

@@ -58,9 +58,9 @@ class RankExecutor:
         """Queue one tick for every rank."""
         self._running().send(tick)
 
-    async def next_report(self, timeout_s: float) -> TickReport:
+    async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         """The next tick's outcome; a missed deadline loses the group."""
-        return await self._running().next_report(timeout_s)
+        return await self._running().next_report(timeout_s, phase)
 
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object

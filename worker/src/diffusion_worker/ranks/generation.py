@@ -98,7 +98,7 @@ class Generation:
             raise GroupFailed(self.loss.result().reason)
         self.wire.send(message)
 
-    async def next_report(self, timeout_s: float) -> TickReport:
+    async def next_report(self, timeout_s: float, phase: str) -> TickReport:
         """The next tick's outcome; a missed deadline loses the group. It does not run while the ranks are busy with a call."""
         if not self._reports.empty():
             return self._reports.get_nowait()
@@ -117,7 +117,7 @@ class Generation:
                 left_s = since + timeout_s - time.monotonic()
         finally:
             waiting.cancel()
-        self.lose(f"a step was not finished within {timeout_s:.3g} s", Fault.STALLED)
+        self.lose(f"{phase} was not finished within {timeout_s:.3g} s", Fault.STALLED)
         raise GroupFailed(self.loss.result().reason)
 
     async def call(
@@ -134,7 +134,7 @@ class Generation:
             message = f"{method}: no answer of rank {call.silent} within {timeout_s:g} s"
             raise RequestError(ErrorCode.TIMEOUT, message, details={"method": method, "ranks": call.silent}) from None
         finally:
-            self._calls.give_up(call_id, self._config.tick_timeout_s, self._on_overdue)
+            self._calls.give_up(call_id, self._config.rank_timeout_s, self._on_overdue)
         return [call.replies[rank] for rank in sorted(call.replies)]
 
     def lose(self, reason: str, fault: Fault) -> None:

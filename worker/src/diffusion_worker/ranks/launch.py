@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from diffusion_worker.config import WorkerConfig, read_model_index
+from diffusion_worker.errors import ConfigError
 from diffusion_worker.ranks.broadcast import ServerEnd
 from diffusion_worker.ranks.rank_process import RankProcess
 
@@ -19,12 +20,15 @@ def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, star
     """Start every rank; `started` hears of each, and stops the rest with False.
 
     Blocks: the first start waits for the fork server's imports, some seconds; later ones take milliseconds.
+
+    Raises:
+        ConfigError: nobody can listen where the ranks are to meet.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
     _set_environment(config)
     # Bound here and handed to rank 0, so that nobody else can take the port in between.
-    listener = socket.create_server((config.rendezvous_host, config.rendezvous_port), backlog=2 * config.ranks)
+    listener = _listen(config.rendezvous_host, config.rendezvous_port, backlog=2 * config.ranks)
     try:
         rendezvous = {"host": config.rendezvous_host, "port": listener.getsockname()[1], "generation": generation}
         for number in range(config.ranks):
@@ -39,6 +43,13 @@ def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, star
                 return
     finally:
         listener.close()
+
+
+def _listen(host: str, port: int, *, backlog: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=backlog)
+    except OSError as error:
+        raise ConfigError(f"--rendezvous-address {host}:{port}: cannot listen: {error.strerror or error}") from None
 
 
 def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:

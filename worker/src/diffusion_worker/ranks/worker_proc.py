@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import msgspec
+from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
@@ -79,6 +80,7 @@ class WorkerProc:
         """Entry of the process. Exit codes: 0 after `Shutdown`, 1 wrong configuration, 70 anything else."""
         arguments = msgspec.msgpack.decode(encoded, type=RankArguments)
         _live_with_the_server(arguments.folders)
+        _keep_no_named_locks()
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank={arguments.rank} %(message)s", force=True)
         with RankEnd(arguments.endpoints) as wire:
             code = _run(arguments, wire, listener)
@@ -208,3 +210,8 @@ def _live_with_the_server(folders: list[str]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="server-watch", daemon=True).start()
+
+
+def _keep_no_named_locks() -> None:
+    """Progress bars share a named semaphore between processes by default; a rank that is killed would leave it in /dev/shm."""
+    tqdm.set_lock(threading.RLock())

@@ -15,6 +15,8 @@ from diffusion_worker.server.schemas import (
     AdapterName,
     AdapterRemoval,
     OperationAnswer,
+    ProfileAnswer,
+    ProfileBody,
     RemovedAdapter,
     SleepBody,
     WakeBody,
@@ -54,6 +56,12 @@ async def delete_adapter(name: AdapterName, query: Annotated[AdapterRemoval, Que
     """Take an adapter away: new requests are refused at once, running ones have `drainSeconds`."""
     await _engine(request).delete_adapter(name, operation_id=query.operation_id, boot_id=query.boot_id, drain_s=query.drain_seconds)
     return RemovedAdapter(name=name)
+
+
+@router.post("/v1/profile", response_model=None, responses={200: {"model": ProfileAnswer}, **ERRORS})
+async def profile(body: ProfileBody, request: Request) -> Response:
+    """Begin or end a trace on every rank; without `--profile-dir` nothing happens, and the answer says so."""
+    return _encoded(await _engine(request).profile(body.call()))
 
 
 def _engine(request: Request) -> Engine:

@@ -14,9 +14,12 @@ from prometheus_client.registry import Collector
 
 from diffusion_worker.engine.documents import AdapterState, EngineState, RankDocument
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.errors import Fault
 
 PREFIX = "diffusion_worker_"
 # From a small model on a GPU to a large picture on a CPU.
+# One request's own faults leave the group as it is: the codes of `requests` tell of those.
+GROUP_FAULTS = [fault for fault in Fault if fault is not Fault.REQUEST]
 SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
@@ -59,6 +62,19 @@ class EngineCollector(Collector):
         yield _by_state("state", "1 for the state the worker is in.", EngineState, {document.state: 1})
         yield _by_state("adapters", "Adapters by state.", AdapterState, Tally[str](adapter.state for adapter in document.adapters))
         yield from _rank_memory(document.ranks)
+        yield from self._group(document.restarts)
+
+    def _group(self, restarts: int) -> Iterator[Metric]:
+        yield CounterMetricFamily(PREFIX + "rank_group_restarts", "Times the rank group was started again.", restarts)
+        losses = CounterMetricFamily(PREFIX + "rank_group_losses", "Losses of the rank group by kind of fault.", labels=["fault"])
+        by_fault = self._engine.life.losses.by_fault
+        for fault in GROUP_FAULTS:
+            losses.add_metric([fault.value], by_fault.get(fault, 0))
+        yield losses
+        dropped = CounterMetricFamily(PREFIX + "frames_dropped", "Frames between server and ranks that were no message.", labels=["end"])
+        for end, count in zip(("server", "ranks"), self._engine.dropped_frames, strict=True):
+            dropped.add_metric([end], count)
+        yield dropped
 
     def _counters(self) -> Iterator[Metric]:
         stats = self._engine.stats
@@ -66,6 +82,7 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(PREFIX + "steps", "Steps of the batch.", stats.ticks)
         yield CounterMetricFamily(PREFIX + "step_seconds", "Time the ranks spent in steps.", stats.step_seconds)
         yield CounterMetricFamily(PREFIX + "model_calls", "Merged model calls.", stats.model_calls)
+        yield CounterMetricFamily(PREFIX + "pictures_replayed", "Pictures begun again after the rank group was lost.", stats.replayed)
         yield CounterMetricFamily(PREFIX + "model_rows", "Rows of all merged model calls.", stats.rows)
 
 

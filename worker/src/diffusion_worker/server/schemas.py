@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from diffusion_worker.engine.admission import GenerationParams
-from diffusion_worker.engine.documents import AdapterCall, AdapterSource, OperationCall, SleepCall, SleepMode
+from diffusion_worker.engine.documents import AdapterCall, AdapterSource, OperationCall, ProfileCall, SleepCall, SleepMode
 
 MAX_SEED = 2**63 - 1
 # An operation that takes longer than a day is a mistake of the caller.
@@ -172,6 +172,26 @@ class AdapterBody(ControlBody):
         )
 
 
+class ProfileBody(ControlBody):
+    """Body of `POST /v1/profile`: begin a trace on every rank, or end it."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+    action: Literal["Start", "Stop"]
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] = "trace"
+
+    def call(self) -> ProfileCall:
+        """The body as the engine takes it."""
+        return ProfileCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            start=self.action == "Start",
+            prefix=self.prefix,
+        )
+
+
 class AdapterRemoval(BaseModel):
     """Query of `DELETE /v1/adapters/{name}`: requests that use the adapter have `drainSeconds` to finish."""
 
@@ -188,6 +208,13 @@ class OperationAnswer(BaseModel):
 
     operationId: str
     state: str
+
+
+class ProfileAnswer(BaseModel):
+    """Whether a trace is being taken now, and the files that were written, as paths on the worker."""
+
+    running: bool
+    files: list[str]
 
 
 class RemovedAdapter(BaseModel):
