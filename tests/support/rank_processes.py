@@ -1,49 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real rank processes in one gloo group, each running a scenario of `Parallel`; what they saw comes back."""
+"""Real rank processes in gloo groups, each running a scenario of `Parallel`; what they saw comes back.
 
+A start costs ten seconds of importing torch, so a scenario may make one group after another.
+"""
+
+import contextlib
+import functools
+import importlib
+import itertools
 import multiprocessing
 import socket
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.parallel import CallFailed, Parallel
 
-WORLD = 2
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 
-def run(scenario: str) -> list[Any]:
-    """Run a scenario on every rank; what each rank returned, in rank order."""
+class Rank:
+    """One process of a scenario."""
+
+    def __init__(self, rank: int, world: int, store: TCPStore) -> None:
+        self.rank = rank
+        self.world = world
+        self._store = store
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def group(self, **sizes: int) -> Iterator[Parallel]:
+        """A group of all processes; `sizes` are those of its parallel kinds. All processes make the same ones in the same order."""
+        store = PrefixStore(f"group-{next(self._numbers)}", self._store)
+        parallel = Parallel(rank=self.rank, world=self.world, device=torch.device("cpu"), store=store, timeout_s=60, **sizes)
+        try:
+            yield parallel
+        finally:
+            parallel.close()
+
+
+def run(scenario: str, *, world: int = 2, exit_codes: tuple[int, ...] | None = None) -> list[Any]:
+    """Run a scenario, `module:function` of a `Rank`, in `world` processes; what each returned, in rank order.
+
+    `exit_codes` are those expected of the processes, 0 unless given; a process that ends with another returns nothing.
+    """
     context = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     results: Any = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(rank, port, scenario, results), daemon=True) for rank in range(WORLD)]
+    ranks = [context.Process(target=_rank, args=(rank, world, port, scenario, results), daemon=True) for rank in range(world)]
     for process in ranks:
         process.start()
-    for process in ranks:
+    for process, code in zip(ranks, exit_codes or (0,) * world, strict=True):
         process.join(DEADLINE_S)
-        assert process.exitcode == 0, f"{process.name} ended with {process.exitcode}"
-    return [found for _, found in sorted(results.get() for _ in ranks)]
+        assert process.exitcode == code, f"{process.name} ended with {process.exitcode}"
+    return [found for _, found in sorted((results.get() for process in ranks if process.exitcode == 0), key=lambda item: item[0])]
 
 
-def _rank(rank: int, port: int, scenario: str, results: Any) -> None:
+def _rank(rank: int, world: int, port: int, scenario: str, results: Any) -> None:
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, WORLD, rank == 0, timedelta(seconds=30))
-    parallel = Parallel(rank=rank, world=WORLD, device=torch.device("cpu"), store=store, timeout_s=30)
-    results.put((rank, SCENARIOS[scenario](parallel)))
-    parallel.close()
+    module, _, function = scenario.partition(":")
+    store = TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
+    results.put((rank, getattr(importlib.import_module(module), function)(Rank(rank, world, store))))
+
+
+def in_a_group(scenario: Callable[[Parallel], Any]) -> Callable[[Rank], Any]:
+    """A scenario of one group with rows only."""
+
+    @functools.wraps(scenario)
+    def run_in_group(rank: Rank) -> Any:
+        with rank.group() as parallel:
+            return scenario(parallel)
+
+    return run_in_group
 
 
 def _call(rows: int) -> ModelCall:
     return ModelCall("transformer", "forward", {"hidden_states": torch.arange(rows * 3.0).reshape(rows, 3), "scale": 2.0})
 
 
-def _spread(parallel: Parallel) -> list[dict[str, Any]]:
+@in_a_group
+def spread(parallel: Parallel) -> list[dict[str, Any]]:
     """Calls of one to five rows: which rows ran here, and the gathered result."""
     seen = []
     for rows in range(1, 6):
@@ -59,7 +100,8 @@ def _spread(parallel: Parallel) -> list[dict[str, Any]]:
     return seen
 
 
-def _one_fails(parallel: Parallel) -> dict[str, Any]:
+@in_a_group
+def one_fails(parallel: Parallel) -> dict[str, Any]:
     """Rank 1 raises in a shared call; the call after it must work."""
 
     def execute(call: ModelCall, part: slice) -> torch.Tensor:
@@ -73,6 +115,3 @@ def _one_fails(parallel: Parallel) -> dict[str, Any]:
         message = str(error)
     after = parallel.run(_call(2), lambda call, part: call.arguments["hidden_states"] + 1)
     return {"message": message, "after": after.tolist()}
-
-
-SCENARIOS = {"spread": _spread, "one fails": _one_fails}

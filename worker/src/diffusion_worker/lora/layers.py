@@ -5,10 +5,26 @@ Slot buffers are allocated once, at the largest rank, and zero padded: loading a
 them. Rows without an adapter get the base layer's result untouched.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from diffusion_worker.lora.checkpoint import LoRAFactors
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """How the factors of an adapter are cut for a layer of which this rank has a part, and what `A x` still lacks.
+
+    A layer cut by its outputs needs the same rows of B; one cut by its inputs the same columns of A, and the sum of
+    `A x` over the ranks, since its base result is summed already.
+    """
+
+    cut_a: Callable[[torch.Tensor], torch.Tensor]
+    cut_b: Callable[[torch.Tensor], torch.Tensor]
+    add_up: Callable[[torch.Tensor], torch.Tensor]
 
 
 class RowAdapters:
@@ -30,14 +46,20 @@ class RowAdaptersHolder:
 
 
 class LoRALinear(nn.Module):
-    """A wrapped `nn.Linear`: base(x) plus, for the rows that ask for it, scale * B A x of their slot."""
+    """A wrapped `nn.Linear`: base(x) plus, for the rows that ask for it, scale * B A x of their slot.
 
-    def __init__(self, base: nn.Linear, holder: RowAdaptersHolder, *, slots: int, max_rank: int) -> None:
+    With a `part` the base holds a part of its weight, and so do the slots.
+    """
+
+    def __init__(self, base: nn.Linear, holder: RowAdaptersHolder, *, slots: int, max_rank: int, part: LinearPart | None = None) -> None:
         super().__init__()
         self.base = base
         self._holder = holder
-        self._a = base.weight.new_zeros(slots, max_rank, base.in_features)
-        self._b = base.weight.new_zeros(slots, base.out_features, max_rank)
+        self._part = part
+        out_features, in_features = base.weight.shape
+        # Plain tensors, also where the weight is one of several ranks' shards.
+        self._a = torch.zeros(slots, max_rank, in_features, dtype=base.weight.dtype, device=base.weight.device)
+        self._b = torch.zeros(slots, out_features, max_rank, dtype=base.weight.dtype, device=base.weight.device)
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         """Pipelines look at a linear's own attributes (`weight.dtype`, `in_features`)."""
@@ -52,8 +74,8 @@ class LoRALinear(nn.Module):
         self._b[slot].zero_()
         if factors is not None:
             rank = factors.a.shape[0]
-            self._a[slot, :rank].copy_(factors.a)
-            self._b[slot, :, :rank].copy_(factors.b)
+            self._a[slot, :rank].copy_(self._part.cut_a(factors.a) if self._part else factors.a)
+            self._b[slot, :, :rank].copy_(self._part.cut_b(factors.b) if self._part else factors.b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
@@ -63,5 +85,7 @@ class LoRALinear(nn.Module):
         if x.shape[0] != call.total:
             raise RuntimeError(f"a wrapped layer got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")
         low = torch.einsum("k...i,kri->k...r", x[call.rows], self._a[call.slots])
+        if self._part is not None:
+            low = self._part.add_up(low)
         scales = call.scales.to(low.dtype).reshape(-1, *[1] * (low.dim() - 1))
         return out.index_add(0, call.rows, torch.einsum("k...r,kor->k...o", low * scales, self._b[call.slots]))

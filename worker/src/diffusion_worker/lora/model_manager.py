@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters of one rank: which are loaded, in which slot, and which rows of a call use them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, invalid, read_checkpoint
-from diffusion_worker.lora.layers import LoRALinear, RowAdapters, RowAdaptersHolder
+from diffusion_worker.lora.layers import LinearPart, LoRALinear, RowAdapters, RowAdaptersHolder
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
 
@@ -16,8 +16,12 @@ from diffusion_worker.messages import LoadedLoRA, LoRAUse
 class DiffusionLoRAManager:
     """Loads adapters into slots of the denoiser's linear layers; layers are wrapped when the first adapter names them."""
 
-    def __init__(self, denoiser: nn.Module, *, slots: int, max_rank: int) -> None:
+    def __init__(
+        self, denoiser: nn.Module, *, slots: int, max_rank: int, part_of: Callable[[str], LinearPart | None] = lambda name: None
+    ) -> None:
+        """`part_of` tells, by the name of a linear layer, which part of it this rank has; None means all."""
         self._denoiser = denoiser
+        self._part_of = part_of
         self._max_rank = max_rank
         self._slot_count = slots
         self._free = list(range(slots))
@@ -100,7 +104,7 @@ class DiffusionLoRAManager:
         if name not in self._wrapped:
             base = self._linear(name)
             assert base is not None, name
-            layer = LoRALinear(base, self._holder, slots=self._slot_count, max_rank=self._max_rank)
+            layer = LoRALinear(base, self._holder, slots=self._slot_count, max_rank=self._max_rank, part=self._part_of(name))
             parent, _, child = name.rpartition(".")
             setattr(self._denoiser.get_submodule(parent), child, layer)
             self._wrapped[name] = layer

@@ -7,17 +7,22 @@ tensors) is copied into memory of our own at load.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.memory.slabs import Slab, make_slab, resident_bytes
 from diffusion_worker.messages import MemoryReport
 
 ALIGNMENT = 64  # a cache line, and what vectorised kernels like
+NO_SLEEP = "sleep: not supported with --shard, whose weights are in no memory of ours"
+
+# A tensor's name and the whole of it -> what this rank has of it.
+Cut = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class _Placed:
@@ -42,28 +47,42 @@ class ModelWeights:
         self._device = device
         self._slabs: list[Slab] = []
         self._placed: list[_Placed] = []
+        self._elsewhere: list[torch.Tensor] = []
 
-    def place(self, module: torch.nn.Module, checkpoint: Path) -> int:
+    def place(self, module: torch.nn.Module, checkpoint: Path, *, cut: Cut = lambda name, whole: whole) -> int:
         """Move every parameter and buffer of a module into a slab of its own; returns their bytes.
 
-        `checkpoint` is the folder of the module's safetensors files; it need not exist.
+        `checkpoint` is the folder of the module's safetensors files; it need not exist. `cut` says, by a tensor's name,
+        which part of it this rank has.
         """
-        named = list(_named_tensors(module))
+        named = [(name, tensor, cut(name, tensor.data)) for name, tensor in _named_tensors(module)]
         if not named:
             return 0
-        offsets, size = _layout([tensor for _, tensor in named])
+        offsets, size = _layout([part for _, _, part in named])
         slab = make_slab(size, self._device)
         self._slabs.append(slab)
         files = _checkpoint_readers(checkpoint)
-        for (name, tensor), offset in zip(named, offsets, strict=True):
-            view = _view_of(slab, offset, tensor)
-            view.copy_(tensor)
+        for (name, tensor, part), offset in zip(named, offsets, strict=True):
+            view = _view_of(slab, offset, part)
+            view.copy_(part)
             tensor.data = view
-            self._placed.append(_Placed(view, _matching_reader(files.get(name), view)))
+            self._placed.append(_Placed(view, _matching_reader(_cut_reader(files.get(name), name, cut), view)))
         return size
 
+    def leave(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count weights that stay where they are, and with which there is no sleep; returns their bytes."""
+        found = list(tensors)
+        self._elsewhere += found
+        return sum(map(_nbytes, found))
+
     def release(self) -> None:
-        """Give the memory of all slabs back. The modules must not run until `restore`."""
+        """Give the memory of all slabs back. The modules must not run until `restore`.
+
+        Raises:
+            RequestError: InvalidRequest, some weights are in no slab.
+        """
+        if self._elsewhere:
+            raise RequestError(ErrorCode.INVALID_REQUEST, NO_SLEEP)
         for slab in self._slabs:
             slab.release()
 
@@ -78,9 +97,10 @@ class ModelWeights:
         """Where the weights are now."""
         in_files = sum(_nbytes(placed.view) for placed in self._placed if placed.kept is None)
         in_memory = sum(_nbytes(placed.kept) for placed in self._placed if placed.kept is not None)
+        elsewhere = sum(map(_nbytes, self._elsewhere))
         return MemoryReport(
-            weights_bytes=in_files + in_memory,
-            weights_resident_bytes=resident_bytes(self._slabs),
+            weights_bytes=in_files + in_memory + elsewhere,
+            weights_resident_bytes=resident_bytes(self._slabs) + elsewhere,
             mirror_file_bytes=in_files,
             mirror_memory_bytes=in_memory,
             mappings=["{:x}-{:x}".format(*slab.address_range) for slab in self._slabs if slab.address_range is not None],
@@ -117,6 +137,11 @@ def _checkpoint_readers(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
         for key in handle.keys():  # noqa: SIM118 (a handle is no mapping)
             readers[key] = functools.partial(handle.get_tensor, key)
     return readers
+
+
+def _cut_reader(read: Callable[[], torch.Tensor] | None, name: str, cut: Cut) -> Callable[[], torch.Tensor] | None:
+    """Reads this rank's part; of a mapped file nothing else is touched."""
+    return None if read is None else lambda: cut(name, read())
 
 
 def _matching_reader(reader: Callable[[], torch.Tensor] | None, view: torch.Tensor) -> Callable[[], torch.Tensor] | None:

@@ -54,7 +54,10 @@ class DiffusionWorker:
             device=self.device,
             store=self._store(),
             # The parent's deadlines come first; this is the backstop.
-            timeout_s=self._config.tick_timeout_s + 60,
+            timeout_s=self._config.collective_timeout_s,
+            tensor=self._config.tensor,
+            sequence=self._config.sequence,
+            shard=self._config.shard,
         )
 
     def _store(self) -> Store:

@@ -1,21 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a group at work together: one process group, the rows of a merged call spread over it and gathered.
+"""The ranks of a group at work together: the rows of a merged call spread over them, and the kinds that split one row.
 
 All ranks run the same fibers with the same seeds and reach the same calls in the same order, so nothing but the rows of
-outputs is exchanged. An exception on one rank becomes the same exception on all of them, so that no rank waits in a
-collective for one that has left.
+outputs is exchanged. The ranks are one mesh: rows x shard x (sequence or tensor). Those of one sequence or tensor group
+compute the same rows together; all others compute rows of their own.
+
+An exception on one rank becomes the same exception on all of them, so that no rank waits in a collective for one that has
+left. Inside a collective of sequence, tensor or shard that is not possible: there the rank has to go, and the group with it.
 """
 
-import itertools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diffusion_worker.runner.calls import ModelCall, slice_rows, tensors_of, with_tensors
+from diffusion_worker.errors import Fault
+from diffusion_worker.runner.calls import ModelCall, slice_rows
+from diffusion_worker.runner.faults import RankFault, require_usable_rank
+from diffusion_worker.runner.row_group import RowGroup
+
+T = TypeVar("T")
+
+Execute = Callable[[ModelCall, slice], Any]
+# Makes a call fit for a kind; raises RequestError, the same on every rank, where its sizes do not allow that.
+Prepare = Callable[[ModelCall], ModelCall]
+# Decodes a picture tile by tile over all ranks; None where it has a single tile.
+DecodeTiles = Callable[[ModelCall, Execute], Any]
+
+MESSAGE_BYTES = 2000
 
 
 class CallFailed(Exception):
@@ -23,62 +39,142 @@ class CallFailed(Exception):
 
 
 class Parallel:
-    """This rank's part in its group. The device decides the back end: NCCL beside gloo on GPUs, gloo alone on CPUs."""
+    """This rank's part in its group. The device decides the back end: NCCL beside gloo on GPUs, gloo alone on CPUs.
 
-    def __init__(self, *, rank: int, world: int, device: torch.device, store: Store, timeout_s: float) -> None:
+    `tensor`, `sequence` and `shard` are the sizes of those dimensions; what is left of `world` is the rows'.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        device: torch.device,
+        store: Store,
+        timeout_s: float,
+        tensor: int = 1,
+        sequence: int = 1,
+        shard: int = 1,
+    ) -> None:
         self.rank = rank
         self.world = world
         self.device = device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+        self.everybody = RowGroup(rank, world, None)
+        self.mesh = _mesh(device, world, tensor=tensor, sequence=sequence, shard=shard)
+        self._rows = _row_group(rank, world, together=tensor * sequence)
+        self._together: dict[str, Prepare] = {}
+        self._sharded: set[str] = set()
+        self._tiled: dict[str, DecodeTiles] = {}
 
-    def run(self, call: ModelCall, execute: Callable[[ModelCall, slice], Any]) -> Any:
+    def compute_together(self, component: str, prepare: Prepare) -> None:
+        """From now on the ranks of one sequence or tensor group compute each call of a component's forward together."""
+        self._together[component] = prepare
+
+    def collect_weights(self, component: str) -> None:
+        """From now on a call of a component's forward collects its weights from the ranks of the shard dimension."""
+        self._sharded.add(component)
+
+    def decode_tiles(self, component: str, decode: DecodeTiles) -> None:
+        """From now on the tiles of a component's decode are spread instead of its rows."""
+        self._tiled[component] = decode
+
+    def run(self, call: ModelCall, execute: Execute) -> Any:
         """Run a call with its rows spread over the ranks; `execute` runs some rows of it here.
 
-        With fewer rows than ranks the spare ones repeat the last row: they would wait anyway, and so they know the shapes.
+        Raises:
+            CallFailed: on all ranks, when it failed on one. RequestError: on all ranks, before anything ran.
+            RankFault: on this rank only; it has to end.
         """
-        rows = call.rows
-        if self.world == 1 or rows == 1:
-            return self._agree(lambda: execute(call, slice(0, rows)))
-        cuts = [rows * index // self.world for index in range(self.world + 1)]
-        mine = slice(cuts[self.rank], cuts[self.rank + 1])
-        used = mine if mine.start < mine.stop else slice(rows - 1, rows)
-        output = self._agree(lambda: execute(slice_rows(call, used.start, used.stop), used))
-        counts = [stop - start for start, stop in itertools.pairwise(cuts)]
-        return with_tensors(output, [self._gather(tensor, counts) for tensor in tensors_of(output)])
+        if call.method == "forward" and call.component in self._together:
+            return self._spread(self._together[call.component](call), _no_way_back(execute), self._rows, agree=False)
+        if call.method == "decode" and call.component in self._tiled:
+            output = self._tiled[call.component](call, execute)
+            if output is not None:
+                return output
+        if call.method == "forward" and call.component in self._sharded:
+            return self._spread(call, _no_way_back(execute), self.everybody, agree=False)
+        return self._spread(call, execute, self.everybody, agree=True)
+
+    def agree(self, run: Callable[[], T], *, size: Callable[[T], int] = lambda output: 0) -> T:
+        """Run, and raise `CallFailed` on all ranks if it raised on any, or if `size` of its result differs between them."""
+        try:
+            output, message, found = run(), "", 0
+            found = size(output)
+        except Exception as error:
+            require_usable_rank(error)
+            message, found = f"rank {self.rank}: {type(error).__name__}: {error}", 0
+            if self.world == 1:
+                raise CallFailed(message) from error
+        if self.world > 1:
+            # One small collective while nothing fails. The lowest rank that failed has the greatest number.
+            status = torch.tensor([self.world - self.rank if message else 0, found, -found])
+            dist.all_reduce(status, dist.ReduceOp.MAX)
+            failed, most, least = status.tolist()
+            if failed:
+                raise CallFailed(_message_of(self.world - failed, message))
+            if most != -least:
+                raise CallFailed(f"a row of the output has {-least} to {most} bytes on different ranks")
+        return output
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
 
-    def _agree(self, run: Callable[[], Any]) -> Any:
-        """Run, and raise `CallFailed` on all ranks if it raised on any."""
+    def _spread(self, call: ModelCall, execute: Execute, group: RowGroup, *, agree: bool) -> Any:
+        rows = call.rows
+        spread = group.count > 1 and rows > 1 and not call.whole
+        mine = group.part(rows) if spread else slice(0, rows)
+        part = slice_rows(call, mine.start, mine.stop) if spread else call
+
+        def compute() -> tuple[Any, torch.Tensor]:
+            output = execute(part, mine)
+            return output, group.pack(output, rows)
+
+        if not spread:
+            return self.agree(lambda: execute(call, mine)) if agree else execute(call, mine)
+        output, packed = self.agree(compute, size=lambda found: found[1].shape[1]) if agree else compute()
+        return group.gather(output, packed, rows)
+
+
+def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard: int) -> DeviceMesh | None:
+    """The ranks as rows x shard x tensor or ring x ulysses (diffusers' names for a sequence); None if there are rows only."""
+    rows, rest = divmod(world, tensor * sequence * shard)
+    if rest:
+        raise ValueError(f"{world} ranks are no multiple of tensor {tensor} x sequence {sequence} x shard {shard}")
+    if tensor > 1:
+        return init_device_mesh(device.type, (rows, shard, tensor), mesh_dim_names=("rows", "shard", "tensor"))
+    if sequence > 1:
+        return init_device_mesh(device.type, (rows, shard, 1, sequence), mesh_dim_names=("rows", "shard", "ring", "ulysses"))
+    return init_device_mesh(device.type, (rows, shard), mesh_dim_names=("rows", "shard")) if shard > 1 else None
+
+
+def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
+    """The ranks with this one's place in their sequence or tensor group: neighbours compute the same rows, these do not."""
+    if together == 1:
+        return RowGroup(rank, world, None)
+    # Every rank has to take part in making every group.
+    groups = [dist.new_group(list(range(place, world, together))) for place in range(together)]
+    return RowGroup(rank // together, world // together, groups[rank % together])
+
+
+def _no_way_back(execute: Execute) -> Execute:
+    """The same, for a call with collectives inside: a rank that raises has left the others waiting."""
+
+    def run(call: ModelCall, rows: slice) -> Any:
         try:
-            output, message = run(), b""
+            return execute(call, rows)
         except Exception as error:
-            output, message = None, f"rank {self.rank}: {type(error).__name__}: {error}".encode()[:2000]
-        if self.world > 1:
-            message = self._first_message(message)
-        if message:
-            raise CallFailed(message.decode(errors="replace"))
-        return output
+            words = f"{call.component}: {type(error).__name__} between collectives of the group: {error}"
+            raise RankFault(Fault.COLLECTIVE, words) from error
 
-    def _first_message(self, mine: bytes) -> bytes:
-        """The message of the lowest rank that has one."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]))
-        longest = max(int(length) for length in lengths)
-        if longest == 0:
-            return b""
-        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(texts, padded)
-        return next(bytes(text[: int(length)].tolist()) for text, length in zip(texts, lengths, strict=True) if int(length))
+    return run
 
-    def _gather(self, mine: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """The rows of all ranks in order. Parts are padded to one size: gloo gathers nothing else."""
-        padded = mine.new_zeros(max(counts), *mine.shape[1:])
-        padded[: mine.shape[0]] = mine
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+def _message_of(rank: int, mine: str) -> str:
+    """The message of one rank, on all."""
+    words = mine.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+    shared = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    dist.broadcast(shared, rank)
+    return bytes(shared.tolist()).rstrip(b"\0").decode(errors="replace")

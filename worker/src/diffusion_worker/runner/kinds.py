@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the parallel kinds that a worker is told to use on a loaded pipeline, or says why they do not fit it.
+
+Everything that can be known to be wrong is refused here, when the model is loaded: a request never finds out.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.messages import ModelInfo
+from diffusion_worker.runner import sequence, sharding, tensor, vae_tiles
+from diffusion_worker.runner.parallel import Parallel
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+
+class ParallelKinds:
+    """The kinds of one worker on one pipeline. With none of them asked for, nothing here touches a process group."""
+
+    def __init__(self, config: WorkerConfig, parallel: Parallel, pipeline: Any, modules: dict[str, nn.Module]) -> None:
+        """Raises ConfigError, naming the option and the model's class, where a kind does not fit."""
+        self._config = config
+        self._parallel = parallel
+        self._pipeline = pipeline
+        self._modules = modules
+        self._denoisers = {name: modules[name] for name in DENOISERS if name in modules}
+        self._cuts: dict[str, tensor.TensorCut] = {}
+        self._ulysses: sequence.Ulysses | None = None
+        self._check()
+        if config.sequence > 1:
+            assert parallel.mesh is not None
+            self._ulysses = sequence.Ulysses(parallel.mesh, rank=parallel.rank, world=parallel.world, device=parallel.device)
+
+    def place(self, name: str, weights: ModelWeights, checkpoint: Path) -> None:
+        """Put the weights of a component where its kind wants them, and make its calls use it."""
+        module, config = self._modules[name], self._config
+        denoises = name in self._denoisers
+        if config.tensor > 1 and denoises:
+            self._place_parts(name, module, weights, checkpoint)
+        elif config.shard > 1 and sharding.is_sharded(name):
+            self._place_shards(name, module, weights)
+        else:
+            if self._ulysses is not None and denoises:
+                self._split_sequence(name, module)
+            weights.place(module, checkpoint)
+        if config.vae_tiling and name == "vae":
+            self._parallel.decode_tiles(name, vae_tiles.VaeTiles(module, self._parallel).decode)
+
+    def part_of(self, layer: str) -> LinearPart | None:
+        """Which part of a layer of the first denoiser this rank has, for its adapters."""
+        cut = self._cuts.get(next(iter(self._denoisers)))
+        return None if cut is None else cut.part(layer)
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """What the server has to know: which sizes make a number of tokens that can be split.
+
+        Raises:
+            ConfigError: what the pipeline makes by default cannot.
+        """
+        size = self._config.sequence
+        if size == 1:
+            return info
+        pixels = self._token_pixels()
+        if info.default_height and info.default_width:
+            tokens = (info.default_height // pixels) * (info.default_width // pixels)
+            if tokens % size:
+                made = f"{info.default_width}x{info.default_height} by default, in {tokens} tokens"
+                raise ConfigError(f"--sequence {size}: {info.pipeline} makes {made}, which is no multiple of {size}")
+        return msgspec.structs.replace(info, token_pixels=pixels, tokens_multiple=size)
+
+    def _place_parts(self, name: str, module: nn.Module, weights: ModelWeights, checkpoint: Path) -> None:
+        assert self._parallel.mesh is not None
+        self._cuts[name] = cut = tensor.TensorCut(module, self._parallel.mesh["tensor"].get_group())
+        weights.place(module, checkpoint, cut=cut.cut)
+        cut.connect()
+        self._parallel.compute_together(name, lambda call: call)
+
+    def _place_shards(self, name: str, module: nn.Module, weights: ModelWeights) -> None:
+        assert self._parallel.mesh is not None
+        if self._ulysses is not None and name in self._denoisers:
+            self._split_sequence(name, module)
+        sharding.shard(module, self._parallel.mesh["shard"])
+        weights.leave(map(_local, module.parameters()))
+        self._parallel.collect_weights(name)
+
+    def _split_sequence(self, name: str, module: nn.Module) -> None:
+        assert self._ulysses is not None
+        # The class is read before sharding gives the model another one.
+        self._parallel.compute_together(name, self._ulysses.prepare(module))
+        self._ulysses.apply(module)
+
+    def _check(self) -> None:
+        config = self._config
+        for name, module in self._denoisers.items():
+            if config.sequence > 1:
+                sequence.check_model(name, module, config.sequence)
+            if config.tensor > 1:
+                tensor.check_model(name, module, config.tensor)
+        for option, size in (("--sequence", config.sequence), ("--tensor", config.tensor), ("--shard", config.shard)):
+            if size > 1 and not self._denoisers:
+                raise ConfigError(f"{option}: {type(self._pipeline).__name__} has none of the components {', '.join(DENOISERS)}")
+        if config.sequence > 1:
+            self._check_sequence()
+        if config.vae_tiling:
+            if "vae" not in self._modules:
+                raise ConfigError(f"--vae-tiling: {type(self._pipeline).__name__} has no component vae")
+            vae_tiles.check_vae("vae", self._modules["vae"])
+
+    def _check_sequence(self) -> None:
+        """What of the pipeline, beside its model, splits badly."""
+        size, kind = self._config.sequence, type(self._pipeline).__name__
+        if any("controlnet" in name for name in self._modules):
+            raise ConfigError(f"--sequence: {kind} is not supported: a ControlNet adds to the tokens of whole pictures")
+        if "KV" in kind:
+            raise ConfigError(f"--sequence: {kind} is not supported: it caches keys and values of whole pictures")
+        parameter = inspect.signature(type(self._pipeline).__call__).parameters.get("max_sequence_length")
+        text = None if parameter is None else parameter.default
+        splits_text = any(sequence.FAMILIES[type(model).__name__].text for model in self._denoisers.values())
+        if splits_text and isinstance(text, int) and text % size:
+            raise ConfigError(f"--sequence {size}: the text of {kind} has {text} tokens, which is no multiple of {size}")
+
+    def _token_pixels(self) -> int:
+        """Pixels of a token's side."""
+        model = next(iter(self._denoisers.values()))
+        return self._vae_scale() * int(sequence.FAMILIES[type(model).__name__].pack(model.config))
+
+    def _vae_scale(self) -> int:
+        for name in ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor"):
+            if isinstance(found := getattr(self._pipeline, name, None), int):
+                return found
+        raise ConfigError(f"--sequence: {type(self._pipeline).__name__} does not say how large a latent is")
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a sharded parameter."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

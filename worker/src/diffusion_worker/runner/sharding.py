@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded weights (HSDP): each rank keeps a part of every weight, and a block's are brought together while it computes.
+
+For models that are too large for one card and have no plan for anything else: it needs no knowledge of the model. It saves
+memory; rows are still spread over these ranks, so that they do not all compute the same.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+# Components by what their names hold. A VAE is called by `decode`, past the hooks, and small.
+SHARDED = ("transformer", "unet", "controlnet", "prior", "text_encoder")
+
+
+def is_sharded(component: str) -> bool:
+    """Whether a component's weights are sharded."""
+    return any(word in component for word in SHARDED)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this rank its part of the weights: block by block, then what is in none. `mesh` is the shard dimension."""
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    # Without this the weights of the root would stay whole after the first call.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The entries of every outermost ModuleList that have parameters and are called themselves, each once."""
+    seen: set[int] = set()
+    for child in model.children():
+        for block in _entries(child) if isinstance(child, nn.ModuleList) else blocks_of(child):
+            if id(block) not in seen:
+                seen.add(id(block))
+                yield block
+
+
+def _entries(blocks: nn.ModuleList) -> Iterator[nn.Module]:
+    for entry in blocks:
+        if isinstance(entry, nn.ModuleList | nn.ModuleDict):
+            yield from blocks_of(entry)
+        elif any(True for _ in entry.parameters()):
+            yield entry

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallel: each rank has some rows or columns of a model's large linear layers.
+
+Diffusers' plan says which layers are cut, and how (`parallel.md` 3). What is left of a layer is a plain tensor in this
+rank's slab: a layer cut by its outputs computes some of them, one cut by its inputs sums its results over the ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+from torch import nn
+from torch.nn import functional
+
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.lora.layers import LinearPart
+
+# Models whose plan was tried: others have one too, whose attention reads its own width from the number of heads.
+FAMILIES = ("Flux2Transformer2DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel")
+
+
+def check_model(name: str, model: nn.Module, size: int) -> None:
+    """Raises ConfigError where the model cannot be cut for `size` ranks."""
+    kind = type(model).__name__
+    if kind not in FAMILIES:
+        raise ConfigError(f"--tensor: {kind} ({name}) is not supported, expected one of {', '.join(FAMILIES)}")
+    heads = int(model.config["num_attention_heads"])  # type: ignore[index]
+    if heads % size:
+        raise ConfigError(f"--tensor {size}: {kind} ({name}) has {heads} attention heads, which is no multiple of {size}")
+    try:
+        resolve_tp_shard_specs(model, model._tp_plan, size)
+    except ValueError as error:
+        raise ConfigError(f"--tensor {size}: {kind} ({name}): {error}") from None
+
+
+class TensorCut:
+    """One model's cut for one rank of a tensor group. Make it before the weights are placed."""
+
+    def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
+        self._model = model
+        self._group = group
+        self._size = dist.get_world_size(group)
+        self._index = dist.get_rank(group)
+        self._specs = resolve_tp_shard_specs(model, model._tp_plan, self._size)
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter or buffer; a view where that is possible."""
+        spec = self._specs.get(name)
+        if spec is None or spec.dim is None:
+            return whole
+        return self._blocks(whole, spec.dim, spec.block_sizes)
+
+    def connect(self) -> None:
+        """Let the layers that are cut by their inputs sum over the ranks. The weights are in place by now."""
+        for name in self._specs:
+            layer = name.removesuffix(".weight")
+            if layer != name and self._specs[name].dim == 1:
+                linear = self._model.get_submodule(layer)
+                linear.forward = _summing_forward(linear, self._group)
+
+    def part(self, layer: str) -> LinearPart | None:
+        """How an adapter of a layer is cut; None where the layer is whole."""
+        spec = self._specs.get(f"{layer}.weight")
+        if spec is None:
+            return None
+        if spec.dim == 0:
+            return LinearPart(cut_a=lambda a: a, cut_b=lambda b: self._blocks(b, 0, spec.block_sizes), add_up=lambda low: low)
+        return LinearPart(cut_a=lambda a: self._blocks(a, 1, spec.block_sizes), cut_b=lambda b: b, add_up=self._sum)
+
+    def _sum(self, mine: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(mine, group=self._group)
+        return mine
+
+    def _blocks(self, whole: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+        """This rank's part of each block: layers that were fused are cut one by one."""
+        parts = [block.chunk(self._size, dim)[self._index] for block in torch.split(whole, sizes, dim)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _summing_forward(linear: nn.Linear, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        result = functional.linear(x, linear.weight)
+        dist.all_reduce(result, group=group)
+        return result if linear.bias is None else result + linear.bias
+
+    return forward
