@@ -1,77 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's pure parts: who runs next, what is refused before it runs."""
+"""The engine's pure parts: what is refused before it runs. Who runs next is in test_scheduler.py."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diffusion_worker.config import RequestLimits
 from diffusion_worker.engine.admission import GenerationParams, check
-from diffusion_worker.engine.scheduler import StepScheduler
 from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode, RequestError
-from diffusion_worker.messages import ModelInfo, RequestSpec
+from diffusion_worker.messages import ModelInfo
 
 MODEL = ModelInfo(pipeline="P", dtype="float32", size_multiple=8, weights_bytes=1)
-
-
-def spec(name: str) -> RequestSpec:
-    return RequestSpec(request_id=name, prompt="a", seed=1)
-
-
-def names(specs: list[RequestSpec]) -> list[str]:
-    return [item.request_id for item in specs]
-
-
-def test_requests_join_in_the_order_they_came_as_far_as_the_batch_has_room() -> None:
-    scheduler = StepScheduler(2)
-    for name in "abc":
-        scheduler.add(spec(name))
-    assert names(scheduler.next_tick().join) == ["a", "b"]
-    assert names(scheduler.next_tick().join) == []
-    scheduler.finished("a")
-    assert names(scheduler.next_tick().join) == ["c"]
-    assert (scheduler.running, scheduler.waiting) == (2, 0)
-
-
-def test_a_running_request_that_is_removed_leaves_with_the_next_tick_and_makes_room() -> None:
-    scheduler = StepScheduler(1)
-    scheduler.add(spec("a"))
-    scheduler.add(spec("b"))
-    scheduler.next_tick()
-    scheduler.remove("a")
-    tick = scheduler.next_tick()
-    assert (tick.leave, names(tick.join)) == (["a"], ["b"])
-
-
-def test_a_waiting_request_that_is_removed_never_joins() -> None:
-    scheduler = StepScheduler(1)
-    scheduler.add(spec("a"))
-    scheduler.remove("a")
-    assert not scheduler.has_work
-    assert names(scheduler.next_tick().join) == []
-
-
-@given(st.lists(st.sampled_from(["add", "tick", "finish", "remove"]), max_size=60), st.integers(1, 4))
-def test_the_batch_is_never_over_its_size_and_nobody_is_lost(actions: list[str], size: int) -> None:
-    scheduler = StepScheduler(size)
-    waiting: list[str] = []
-    running: list[str] = []
-    for number, action in enumerate(actions):
-        if action == "add":
-            scheduler.add(spec(str(number)))
-            waiting.append(str(number))
-        elif action == "tick":
-            joined = names(scheduler.next_tick().join)
-            assert joined == waiting[: len(joined)]
-            waiting, running = waiting[len(joined) :], running + joined
-        elif running and action == "finish":
-            scheduler.finished(running.pop(0))
-        elif running and action == "remove":
-            scheduler.remove(running.pop())
-        assert len(running) <= size
-        assert (scheduler.waiting, scheduler.running) == (len(waiting), len(running))
-        if running or waiting:
-            assert scheduler.has_work
 
 
 @pytest.mark.parametrize(

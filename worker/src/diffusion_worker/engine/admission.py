@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a request can be served, decided before it costs anything. Pure."""
 
+import math
+
 import msgspec
 
 from diffusion_worker.config import RequestLimits
+from diffusion_worker.engine.request_class import RequestClass
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo
 
@@ -42,6 +45,21 @@ def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> 
     _check_size(params, limits, model)
 
 
+def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -> None:
+    """Raises RequestError (InvalidRequest) for a picture that would not fit in memory even alone.
+
+    `most_load` is the load of a step (`RequestClass.load`) over which that is known; infinite where nothing is.
+    """
+    width, height = params.width or model.default_width, params.height or model.default_height
+    if not width or not height or math.isinf(most_load):
+        return
+    guided = params.guidance_scale is None or params.guidance_scale > 1
+    kind = RequestClass(height, width, model.default_frames, guided=guided, exact=False)
+    if kind.load > most_load:
+        most_pixels = int(width * height * most_load / kind.load)
+        _refuse("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")
+
+
 def _check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
     if params.width is None or params.height is None:
         return
@@ -50,6 +68,11 @@ def _check_size(params: GenerationParams, limits: RequestLimits, model: ModelInf
         _refuse("size", f"at least {model.size_multiple}x{model.size_multiple}", size)
     if params.width % model.size_multiple or params.height % model.size_multiple:
         _refuse("size", f"width and height that are multiples of {model.size_multiple}", size)
+    tokens = (params.width // model.token_pixels) * (params.height // model.token_pixels)
+    if tokens % model.tokens_multiple:
+        _refuse(
+            "size", f"a number of {model.token_pixels}x{model.token_pixels} tokens that --sequence {model.tokens_multiple} divides", size
+        )
     if params.width * params.height > limits.max_pixels:
         _refuse("size", f"at most {limits.max_pixels} pixels", size)
 

@@ -2,20 +2,29 @@
 """Keeps the ranks stepping while there are requests, and hands each request its picture or its error."""
 
 import asyncio
+import contextlib
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 
+from diffusion_worker.engine.memory_model import MemoryModel
 from diffusion_worker.engine.rank_group import RankGroup, TickReport
+from diffusion_worker.engine.request_class import Defaults
 from diffusion_worker.engine.scheduler import StepScheduler
+from diffusion_worker.engine.wave_limit import wave_limit_s
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ErrorReport, RequestSpec
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec
 
 log = logging.getLogger(__name__)
 
 # One tick runs while the next one is already with the ranks, so that none of them waits for the server.
 TICKS_AHEAD = 2
+
+# A request that was with the ranks at three losses of them is as likely their cause as their victim.
+MAX_REPLAYS = 2
 
 # Pixels (rows of RGB bytes), height, width.
 Frame = tuple[bytes | memoryview, int, int]
@@ -29,21 +38,43 @@ class StepStats(msgspec.Struct):
     rows: int = 0
     model_calls: int = 0
     step_seconds: float = 0.0
+    replayed: int = 0
 
 
 class StepLoop:
     """The requests of one rank group, from their submission to their outcome. `broken` hears why stepping ended."""
 
-    def __init__(self, ranks: RankGroup, *, max_batch_size: int, tick_timeout_s: float, broken: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        ranks: RankGroup,
+        *,
+        max_batch_size: int,
+        tick_timeout_s: float | None,
+        window_s: float = 0.0,
+        broken: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stats = StepStats()
         self._ranks = ranks
         self._tick_timeout_s = tick_timeout_s
         self._broken = broken
-        self._scheduler = StepScheduler(max_batch_size)
+        self._clock = clock
+        self._scheduler = StepScheduler(max_batch_size, window_s=window_s)
         self._outcomes: dict[str, asyncio.Future[Frame]] = {}
+        self._replays: Counter[str] = Counter()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def describe(self, model: ModelInfo) -> None:
+        """What was loaded; before the first request."""
+        defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps)
+        self._scheduler.describe(defaults, model.free_bytes)
+
+    @property
+    def memory(self) -> MemoryModel:
+        """What fits in a step, for admission."""
+        return self._scheduler.memory
 
     @property
     def running(self) -> int:
@@ -59,7 +90,7 @@ class StepLoop:
         """Queue a request; whoever submits also calls `forget`, however it ends."""
         outcome: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._outcomes[spec.request_id] = outcome
-        self._scheduler.add(spec)
+        self._scheduler.add(spec, self._clock())
         self._idle.clear()
         self._work.set()
         return outcome
@@ -69,6 +100,7 @@ class StepLoop:
         outcome = self._outcomes.pop(request_id, None)
         if outcome is not None:
             outcome.cancel()
+            del self._replays[request_id]
             self._scheduler.remove(request_id)
             self._work.set()
         if not self._outcomes:
@@ -89,8 +121,21 @@ class StepLoop:
             self.end(RequestError(code, message))
             await self._idle.wait()
 
+    def lost(self, code: ErrorCode, message: str) -> None:
+        """The ranks forgot all requests: those that ran are made again, before the others and from the same seeds.
+
+        One that was made again `MAX_REPLAYS` times already ends with the error. Not while `run` runs.
+        """
+        for request_id in self._scheduler.requeue_running():
+            self._replays[request_id] += 1
+            if self._replays[request_id] > MAX_REPLAYS:
+                self._scheduler.remove(request_id)
+                self._settle(request_id, ErrorReport(code, message))
+            else:
+                self.stats.replayed += 1
+
     async def run(self) -> None:
-        """Step until cancelled, or until the group or this loop breaks."""
+        """Step until cancelled, or until the group or this loop breaks; may be called again after `lost`."""
         try:
             await self._step_for_ever()
         except GroupFailed as error:
@@ -100,33 +145,40 @@ class StepLoop:
             self._broken(f"{type(error).__name__}: {error}")
 
     async def _step_for_ever(self) -> None:
-        ahead = 0
+        scheduler = self._scheduler
         while True:
-            if self._scheduler.has_work and ahead < TICKS_AHEAD:
-                self._ranks.broadcast_tick(self._scheduler.next_tick())
-                ahead += 1
-            elif ahead:
-                self._deliver(await self._ranks.next_report(self._tick_timeout_s))
-                ahead -= 1
+            tick = scheduler.next_tick(self._clock()) if scheduler.in_flight < TICKS_AHEAD else None
+            if tick is not None:
+                self._ranks.broadcast_tick(tick)
+            elif scheduler.in_flight:
+                wave = scheduler.oldest_wave()
+                self._deliver(await self._ranks.next_report(wave_limit_s(wave, self._tick_timeout_s), phase=wave.phase))
             else:
-                self._work.clear()
+                await self._wait_for_work()
+
+    async def _wait_for_work(self) -> None:
+        """Returns when something was submitted or forgotten, or when nobody is to wait for company any longer."""
+        self._work.clear()
+        held_until_s = self._scheduler.held_until_s()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if held_until_s is None else held_until_s - self._clock()):
                 await self._work.wait()
 
     def _deliver(self, report: TickReport) -> None:
         done = report.done
+        self._scheduler.observe(done, self._clock())
         self.stats.ticks += 1
         self.stats.rows += done.rows
         self.stats.model_calls += done.calls
         self.stats.step_seconds += done.seconds
         for finished in done.finished:
             self.stats.pictures += 1
-            height, width, _ = finished.shape
+            height, width = finished.shape[-3:-1]
             self._settle(finished.request_id, (report.frames[finished.frame], height, width))
         for failed in done.failed:
             self._settle(failed.request_id, failed.error)
 
     def _settle(self, request_id: str, result: Frame | ErrorReport) -> None:
-        self._scheduler.finished(request_id)
         outcome = self._outcomes.get(request_id)
         if outcome is None or outcome.done():
             return

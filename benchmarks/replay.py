@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded arrivals replayed against a scheduler on a virtual clock: one device that takes what a cost function says.
+
+The loop is that of `StepLoop`: at most `TICKS_AHEAD` ticks are sent before the first of them is reported. It checks, as it
+goes, what every policy has to keep.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from diffusion_worker.engine.step_loop import TICKS_AHEAD
+from diffusion_worker.messages import ErrorReport, Failed, Finished, RequestSpec, Tick, TickDone
+
+# Seconds of a step for the requests that are denoised in it.
+Cost = Callable[[list[RequestSpec]], float]
+# Time of a tick beside the denoiser.
+TICK_S = 1e-4
+
+
+class Policy(Protocol):
+    """What `StepScheduler` and its rivals have in common."""
+
+    def add(self, spec: RequestSpec, now_s: float) -> None: ...
+    def next_tick(self, now_s: float) -> Tick | None: ...
+    def observe(self, done: TickDone, now_s: float) -> None: ...
+    def held_until_s(self) -> float | None: ...
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A request and when it comes."""
+
+    at_s: float
+    spec: RequestSpec
+
+
+class Outcome(msgspec.Struct):
+    """What became of the arrivals: seconds from arrival to picture by request, the time the device worked, and its ticks."""
+
+    latency_s: dict[str, float] = {}
+    ticks: list[Tick] = []
+    sent_at_s: list[float] = []
+    busy_s: float = 0.0
+    ended_s: float = 0.0
+    largest_step: int = 0
+
+
+class VirtualDevice:
+    """Executes ticks in order; a request of n steps takes n + 1 of them, as on the ranks."""
+
+    def __init__(self, cost: Cost, *, fits: Callable[[list[RequestSpec]], bool] = lambda _: True) -> None:
+        self._cost = cost
+        self._fits = fits
+        self.left: dict[str, tuple[RequestSpec, int]] = {}
+
+    def execute(self, tick: Tick) -> TickDone:
+        """Run a tick; what does not fit in memory is run request by request, and what does not alone fails."""
+        assert tick.advance is not None
+        for name in tick.leave:
+            self.left.pop(name, None)
+        for spec in tick.join:
+            assert spec.request_id not in self.left, f"{spec.request_id} joined twice"
+            self.left[spec.request_id] = (spec, (spec.steps or 50) + 1)
+        here = [name for name in tick.advance if name in self.left]
+        assert len(set(tick.advance)) == len(tick.advance), "advanced twice in a tick"
+        finished = [name for name in here if self.left[name][1] == 1]
+        denoised = [self.left[name][0] for name in here if name not in finished]
+        split = bool(denoised) and not self._fits(denoised)
+        failed = [spec.request_id for spec in denoised if split and not self._fits([spec])]
+        groups = [[spec] for spec in denoised] if split else [denoised]
+        seconds = sum(self._cost(group) for group in groups if group)
+        for name in here:
+            self.left[name] = (self.left[name][0], self.left[name][1] - 1)
+        for name in finished + failed:
+            del self.left[name]
+        return TickDone(
+            tick.number,
+            [Finished(name, index, (8, 8, 3)) for index, name in enumerate(finished)],
+            [Failed(name, ErrorReport("InsufficientMemory", "out of memory")) for name in failed],
+            rows=len(denoised),
+            calls=len([group for group in groups if group]),
+            seconds=seconds + TICK_S,
+            denoise_seconds=seconds,
+            split=split,
+        )
+
+
+def replay(policy: Policy, arrivals: Sequence[Arrival], device: VirtualDevice, *, until_s: float = float("inf")) -> Outcome:
+    """Run until everything is done, or until a time."""
+    outcome = Outcome()
+    coming = sorted(arrivals, key=lambda arrival: arrival.at_s)
+    came = {arrival.spec.request_id: arrival.at_s for arrival in coming}
+    position, now_s = 0, 0.0
+    on_the_way: list[tuple[float, TickDone]] = []
+    free_at_s = 0.0
+    for _ in itertools.count():
+        while position < len(coming) and coming[position].at_s <= now_s:
+            policy.add(coming[position].spec, coming[position].at_s)
+            position += 1
+        if on_the_way and on_the_way[0][0] <= now_s:
+            _, done = on_the_way.pop(0)
+            policy.observe(done, now_s)
+            for finished in done.finished:
+                assert finished.request_id not in outcome.latency_s, f"{finished.request_id} finished twice"
+                outcome.latency_s[finished.request_id] = now_s - came[finished.request_id]
+            continue
+        tick = policy.next_tick(now_s) if len(on_the_way) < TICKS_AHEAD else None
+        if tick is not None:
+            done = device.execute(tick)
+            free_at_s = max(free_at_s, now_s) + done.seconds
+            on_the_way.append((free_at_s, done))
+            outcome.ticks.append(tick)
+            outcome.sent_at_s.append(now_s)
+            outcome.busy_s += done.seconds
+            outcome.largest_step = max(outcome.largest_step, done.rows)
+            outcome.ended_s = free_at_s
+            continue
+        held_until_s = policy.held_until_s()
+        nexts = [on_the_way[0][0]] if on_the_way else [held_until_s] if held_until_s is not None else []
+        nexts += [coming[position].at_s] if position < len(coming) else []
+        if not nexts or min(nexts) > until_s:
+            break
+        now_s = max(now_s, min(nexts))
+    return outcome
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that so many are not above."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the batch of a class follows what its steps were measured to cost."""
+
+import pytest
+
+from diffusion_worker.engine.cost_curve import ENOUGH, FORGET_AFTER, RETRY_AFTER, CostCurve
+
+
+def run(curve: CostCurve, seconds: list[float] | None = None, *, demand: int = 8, steps: int = 60, per_step: float = 0.0) -> list[int]:
+    """Steps at the batch that the curve chooses; a step of n takes `seconds[n - 1]`, or 1 + n * per_step. Returns the batches."""
+    batches = []
+    for _ in range(steps):
+        batch = curve.batch(demand)
+        curve.observe(batch, seconds[batch - 1] if seconds else 1 + batch * per_step)
+        batches.append(batch)
+    return batches
+
+
+def test_a_batch_that_makes_pictures_cheaper_is_kept_at_its_full_size() -> None:
+    batches = run(CostCurve(), per_step=0.05)
+    assert batches[-1] == 8
+    # What smaller ones cost is measured once, as far down as it has to be.
+    assert sum(batch != 8 for batch in batches) <= ENOUGH
+
+
+def test_where_batching_saves_nothing_requests_run_one_after_another() -> None:
+    batches = run(CostCurve(), [float(n) for n in range(1, 9)])
+    assert batches[-1] == 1
+    assert sum(batch > 1 for batch in batches) <= 2 * ENOUGH
+
+
+def test_the_batch_stops_growing_where_the_time_per_picture_stops_falling() -> None:
+    seconds = [1.0, 1.1, 1.3, 1.4, 2.2, 2.6, 3.0, 3.2]
+    assert run(CostCurve(), seconds)[-1] == 4
+
+
+def test_savings_that_are_small_at_each_doubling_still_add_up() -> None:
+    per_picture = {1: 1.0, 2: 0.96, 4: 0.92, 8: 0.885}
+    seconds = [per_picture[max(size for size in per_picture if size <= n)] * n for n in range(1, 9)]
+    assert run(CostCurve(), seconds)[-1] == 8
+
+
+def test_a_few_slow_steps_do_not_change_the_batch() -> None:
+    curve = CostCurve()
+    run(curve, per_step=0.05)
+    for _ in range(4):
+        curve.observe(8, 100.0)
+    assert curve.batch(8) == 8
+
+
+def test_a_batch_that_could_not_be_run_as_one_is_halved_and_tried_again_later() -> None:
+    curve = CostCurve()
+    run(curve, per_step=0.05)
+    curve.split(8)
+    batches = run(curve, per_step=0.05, steps=RETRY_AFTER)
+    assert (max(batches), batches[-1]) == (4, 4)
+    assert curve.batch(8) == 8
+
+
+def test_what_was_measured_long_ago_is_measured_again() -> None:
+    curve = CostCurve()
+    run(curve, per_step=0.05)
+    batches = run(curve, [float(n) for n in range(1, 9)], steps=2 * FORGET_AFTER)
+    assert batches[-1] == 1
+
+
+@pytest.mark.parametrize(("batch", "seconds"), [(1, 4.0), (4, 4.0), (8, 8.0)])
+def test_sizes_that_were_not_measured_are_estimated_from_the_nearest(batch: int, seconds: float) -> None:
+    curve = CostCurve()
+    curve.observe(4, 4.0)
+    assert curve.seconds(batch) == pytest.approx(seconds)
+    assert CostCurve().seconds(batch) is None

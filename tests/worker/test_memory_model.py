@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission by memory: what cannot fit is refused before it runs, and nothing that might fit is."""
+
+import math
+
+import pytest
+
+from diffusion_worker.engine.admission import GenerationParams, check_memory
+from diffusion_worker.engine.memory_model import FORGET_S, MemoryModel
+from diffusion_worker.engine.request_class import RequestClass
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import ModelInfo
+
+MIB = 2**20
+MODEL = ModelInfo(pipeline="P", dtype="float32", size_multiple=8, weights_bytes=1, default_height=512, default_width=512)
+
+
+def square(side: int) -> RequestClass:
+    return RequestClass(side, side, None, guided=False, exact=False)
+
+
+def measured() -> MemoryModel:
+    """A device of 1000 MiB where a step needs 100 MiB and 1 MiB for each 1,024 pixels."""
+    memory = MemoryModel(1000 * MIB)
+    for side in (128, 256, 512):
+        memory.observe(square(side).load, 100 * MIB + side * side * 1024)
+    return memory
+
+
+def test_a_picture_larger_than_what_fits_in_memory_is_refused_with_its_size_and_what_fits() -> None:
+    most = measured().most_load(0.0)
+    check_memory(GenerationParams(prompt="p", width=960, height=960, guidance_scale=1.0), MODEL, most)
+    with pytest.raises(
+        RequestError, match=r"size: expected at most 9216\d\d pixels, which is what fits in memory, found 1024x1024"
+    ) as refused:
+        check_memory(GenerationParams(prompt="p", width=1024, height=1024, guidance_scale=1.0), MODEL, most)
+    assert (refused.value.code, refused.value.status, refused.value.details) == (ErrorCode.INVALID_REQUEST, 400, {"field": "size"})
+
+
+def test_guidance_doubles_what_a_picture_needs() -> None:
+    with pytest.raises(RequestError, match="960x960"):
+        check_memory(GenerationParams(prompt="p", width=960, height=960, guidance_scale=5.0), MODEL, measured().most_load(0.0))
+
+
+def test_nothing_is_refused_where_memory_is_not_known_or_was_measured_at_one_size_only() -> None:
+    assert math.isinf(MemoryModel().most_load(0.0))
+    once = MemoryModel(1000 * MIB)
+    once.observe(square(64).load, 900 * MIB)  # most of it may be the same for every size
+    check_memory(GenerationParams(prompt="p", width=2048, height=2048), MODEL, once.most_load(0.0))
+
+
+def test_a_picture_whose_pixels_alone_are_larger_than_the_device_is_refused_before_anything_was_measured() -> None:
+    with pytest.raises(RequestError, match="found 8192x8192"):
+        check_memory(GenerationParams(prompt="p", width=8192, height=8192), MODEL, MemoryModel(500 * MIB).most_load(0.0))
+
+
+def test_what_was_out_of_memory_alone_is_refused_for_a_while() -> None:
+    memory = MemoryModel()
+    memory.failed(square(1024).load, now_s=100.0)
+    assert square(1024).load > memory.most_load(101.0) > square(1016).load
+    assert math.isinf(memory.most_load(100.0 + FORGET_S))
+
+
+def test_the_batch_of_a_class_is_as_large_as_fits_and_never_empty() -> None:
+    assert [measured().batch(square(side), 8, 0.0) for side in (256, 512, 1024)] == [8, 3, 1]
+    assert MemoryModel().batch(square(1024), 8, 0.0) == 8
+
+
+def test_many_measured_sizes_give_the_line_of_their_smallest_and_largest() -> None:
+    memory = MemoryModel(10_000 * MIB)
+    for side in range(8, 8 * 200, 8):
+        memory.observe(square(side).load, 100 * MIB + side * side * 1024)
+    assert memory.most_load(0.0) == pytest.approx(9_900 * 1024, rel=1e-6)

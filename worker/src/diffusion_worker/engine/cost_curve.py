@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step of one class of requests costs by the size of its batch, learned from the ranks' reports. Pure.
+
+A larger batch pays while a step is bound by launches or memory, and only delays everybody where it is bound by arithmetic.
+Where the border is depends on the shape, the device and the model, so nothing here is a constant of theirs.
+"""
+
+import statistics
+from collections import deque
+
+# So many reports of a size make a judgement; the newest of them count.
+ENOUGH = 3
+KEPT = 9
+# A larger batch has to save this much of the time per picture, or the smaller one is taken: it answers sooner.
+WORTH = 0.03
+# Where the time per picture rises by this much with a smaller batch, still smaller ones need no measuring.
+CLEARLY_WORSE = 0.10
+# After so many steps a size is measured again: whether it pays may have changed (clocks, other work on the device).
+FORGET_AFTER = 2000
+# After so many steps without a failure a batch that did not fit may be tried again.
+RETRY_AFTER = 300
+
+
+class _Level:
+    """Reports of batches of 2^(k-1)+1 to 2^k requests."""
+
+    def __init__(self) -> None:
+        self.per_picture_s: deque[float] = deque(maxlen=KEPT)
+        self.last_step = 0
+
+    @property
+    def known(self) -> bool:
+        return len(self.per_picture_s) >= ENOUGH
+
+    @property
+    def cost_s(self) -> float:
+        return statistics.median(self.per_picture_s)
+
+
+class CostCurve:
+    """Seconds of a step for one class, and the batch that makes a picture cheapest."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._steps = 0
+        self._fits: int | None = None
+        self._failed_at = 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether any report came in."""
+        return bool(self._levels)
+
+    def observe(self, batch: int, seconds: float) -> None:
+        """A step of `batch` requests took `seconds`."""
+        self._steps += 1
+        level = self._levels.setdefault(_level_of(batch), _Level())
+        if self._steps - level.last_step > FORGET_AFTER:
+            level.per_picture_s.clear()
+        level.per_picture_s.append(seconds / batch)
+        level.last_step = self._steps
+
+    def split(self, batch: int) -> None:
+        """A batch of this size could not be run as one: half of it is the most for a while."""
+        self._fits = max(1, batch // 2)
+        self._failed_at = self._steps
+
+    def batch(self, demand: int) -> int:
+        """How many of `demand` requests the next step should take: the fewest that make a picture about as cheap as can be.
+
+        A size that was not measured yet is taken, so that it will be.
+        """
+        demand = min(demand, self._most())
+        costs: dict[int, float] = {}
+        for level in range(_level_of(demand), -1, -1):
+            if not self._is_known(level):
+                if level and _is_flat(list(costs.values())):
+                    continue  # one after another is what to compare with then
+                return min(demand, 2**level)
+            costs[level] = self._levels[level].cost_s
+            if costs[level] > min(costs.values()) * (1 + CLEARLY_WORSE):
+                break
+        return min(demand, 2 ** min(level for level, cost_s in costs.items() if cost_s <= min(costs.values()) * (1 + WORTH)))
+
+    def seconds(self, batch: int) -> float | None:
+        """What a step of this size takes, from the nearest measured one; None before the first report."""
+        if not self._levels:
+            return None
+        wanted = _level_of(batch)
+        nearest = min(self._levels, key=lambda level: (abs(level - wanted), level))
+        cost_s = self._levels[nearest].cost_s
+        # A batch smaller than all that were measured may take as long as those; one that is larger at most in proportion.
+        return cost_s * (batch if nearest <= wanted else 2**nearest)
+
+    def _is_known(self, level: int) -> bool:
+        found = self._levels.get(level)
+        return found is not None and found.known and self._steps - found.last_step <= FORGET_AFTER
+
+    def _most(self) -> int:
+        if self._fits is None:
+            return 2**30
+        return self._fits * 2 ** ((self._steps - self._failed_at) // RETRY_AFTER)
+
+
+def _is_flat(costs: list[float]) -> bool:
+    """Whether the smaller of the last two batches makes a picture as cheaply as the larger one."""
+    return len(costs) >= 2 and costs[-1] <= costs[-2] * (1 + WORTH)
+
+
+def _level_of(batch: int) -> int:
+    """0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8, …"""
+    return (batch - 1).bit_length()

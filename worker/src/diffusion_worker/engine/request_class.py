@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests are alike for the scheduler, from what the server knows of them without torch. Pure.
+
+Requests of one class have model calls of the same shape, so they can share steps, cost the same and are served in the order
+they came. What the ranks cannot merge after all (another prompt length, say) they still run apart within a step.
+"""
+
+import msgspec
+
+from diffusion_worker.messages import RequestSpec
+
+# Stands for the pipeline's own size where nobody knows it.
+UNKNOWN_PIXELS = 512 * 512
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """What the pipeline takes where a request says nothing; None where that is not known. Pixels, frames, steps."""
+
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    steps: int | None = None
+
+
+class RequestClass(msgspec.Struct, frozen=True):
+    """What requests have to have in common to share steps."""
+
+    height: int | None
+    width: int | None
+    frames: int | None
+    guided: bool
+    exact: bool
+
+    @property
+    def load(self) -> float:
+        """Pixels of one request's model calls: what their time and memory follow, about."""
+        pixels = self.height * self.width if self.height and self.width else UNKNOWN_PIXELS
+        return float(pixels * (self.frames or 1) * (2 if self.guided else 1))
+
+    @property
+    def sized(self) -> bool:
+        """Whether `load` is more than a guess."""
+        return bool(self.height and self.width)
+
+    def __str__(self) -> str:
+        size = f"{self.width}x{self.height}" if self.sized else "the default size"
+        return f"{size}, {self.frames} frames" if self.frames else size
+
+
+def class_of(spec: RequestSpec, defaults: Defaults) -> RequestClass:
+    """The class of a request. Without a guidance scale, guidance is assumed: most pipelines have it on."""
+    return RequestClass(
+        height=spec.height or defaults.height,
+        width=spec.width or defaults.width,
+        frames=spec.frames or defaults.frames,
+        guided=spec.guidance_scale is None or spec.guidance_scale > 1,
+        exact=spec.exact,
+    )
