@@ -20,6 +20,8 @@ Pictures = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 class OneRank:
     """What `Parallel` is at one rank. `before` sees each call first, and may raise."""
 
+    world = 1
+
     def __init__(self) -> None:
         self.calls: list[ModelCall] = []
         self.before: Callable[[ModelCall], None] = lambda call: None

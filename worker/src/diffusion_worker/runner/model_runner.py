@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs requests of one loaded pipeline, all of them one step a tick, sharing model calls wherever they can."""
 
-import logging
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
+import numpy as np
 import torch
 
 from diffusion_worker.config import WorkerConfig
@@ -13,24 +13,27 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall, split
-from diffusion_worker.runner.input_batch import InputBatch, Pending, make_batches
-from diffusion_worker.runner.parallel import CallFailed, Parallel
+from diffusion_worker.runner.kinds import ParallelKinds
+from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import checkpoint_folder, denoiser_of, describe, dtype_of, load_pipeline, make_body, modules_of
-from diffusion_worker.runner.request_state import Body, Broken, DiffusionRequestState, Done, FiberEvent
+from diffusion_worker.runner.prompt_cache import PromptCache
+from diffusion_worker.runner.request_body import Pixels
+from diffusion_worker.runner.request_state import Body, DiffusionRequestState
+from diffusion_worker.runner.stand_in import forget_copies
+from diffusion_worker.runner.stepper import StepOutput, Stepper
+from diffusion_worker.runner.tick_meter import TickMeter
 
-log = logging.getLogger(__name__)
+__all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput", "UnknownRequest"]
 
 ReportProgress = Callable[[int, int], None]
 
 
-class StepOutput(msgspec.Struct):
-    """What one tick brought on this rank: what the bodies returned (pictures), errors, and how much of the model was called for them."""
+class DuplicateRequest(ValueError):
+    """Raised when a request joins under an id that runs already: two requests would be told apart by nothing."""
 
-    pictures: dict[str, Any] = {}
-    errors: dict[str, ErrorReport] = {}
-    rows: int = 0
-    calls: int = 0
+
+class UnknownRequest(LookupError):
+    """Raised when a request is asked for that does not run, or not any more."""
 
 
 class DiffusionModelRunner:
@@ -41,7 +44,9 @@ class DiffusionModelRunner:
         self._device = device
         self._parallel = parallel
         self._states: dict[str, DiffusionRequestState] = {}
-        self._modules: dict[str, torch.nn.Module] = {}
+        self._prompts = PromptCache(config.prompt_cache_size) if config.prompt_cache_size else None
+        self._stepper = Stepper(self._states, parallel, self._prompts)
+        self._weights_bytes = 0
         self.pipeline: Any = None
         self.weights = ModelWeights(device)
         self.loras: DiffusionLoRAManager | None = None
@@ -58,104 +63,129 @@ class DiffusionModelRunner:
     def adopt(self, pipeline: Any, dtype: torch.dtype, report: ReportProgress) -> ModelInfo:
         """Serve a pipeline that is in host memory already."""
         self.pipeline = pipeline
-        self._modules = modules = modules_of(pipeline)
+        modules = modules_of(pipeline)
         total = sum(tensor.numel() * tensor.element_size() for module in modules.values() for tensor in module.state_dict().values())
+        kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
+        info = kinds.describe(describe(pipeline, dtype, total))
         done = 0
         for name, module in modules.items():
             module.eval().requires_grad_(False)
-            done += self.weights.place(module, checkpoint_folder(self._config, name))
-            report(min(done, total), total)
+            done += sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+            kinds.place(name, self.weights, checkpoint_folder(self._config, name))
+            report(done, total)
         # One slot more than adapters: a new version is loaded beside the one it replaces.
-        self.loras = DiffusionLoRAManager(denoiser_of(self.pipeline), slots=self._config.max_loras + 1, max_rank=self._config.max_lora_rank)
-        return describe(self.pipeline, dtype, total)
+        slots, max_rank = self._config.max_loras + 1, self._config.max_lora_rank
+        self.loras = DiffusionLoRAManager(denoiser_of(pipeline), slots=slots, max_rank=max_rank, part_of=kinds.part_of)
+        self._stepper.serve(modules, self.loras)
+        self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        self.clear_prompt_embed_cache()
+        return info
 
-    @torch.inference_mode()
     def execute_stepwise(self, tick: Tick) -> StepOutput:
         """Advance every active request by one step.
 
         Requests to leave are dropped, requests to join are brought up to their first step and take it. An error of one
         request ends that request only.
+
+        Raises:
+            DuplicateRequest: a request joins that runs already; then nothing was changed. Whatever else is raised, the
+                requests of this tick are gone and those of earlier ones are as they were.
         """
-        output = StepOutput()
+        # Sharded weights are brought together anew for each call, in tensors that inference mode would not let change.
+        with torch.no_grad() if self._config.shard > 1 else torch.inference_mode():
+            return self._advance(tick)
+
+    def _advance(self, tick: Tick) -> StepOutput:
+        for spec in tick.join:
+            if spec.request_id in self._states and spec.request_id not in tick.leave:
+                raise DuplicateRequest(f"tick {tick.number}: request {spec.request_id!r} runs already")
+        output, meter = StepOutput(), TickMeter(self._device)
         for request_id in tick.leave:
             self._drop(request_id)
-        for spec in tick.join:
-            try:
-                self.join(spec, make_body(self.pipeline, spec))
-            except RequestError as error:
-                output.errors[spec.request_id] = ErrorReport(error.code, error.message)
-        pending: list[Pending] = []
-        for state in [state for state in self._states.values() if tick.advance is None or state.spec.request_id in tick.advance]:
-            self._take(state, state.resume(), pending, output)
-        while pending:
-            pending = self._wave(pending, output)
+        try:
+            for spec in tick.join:
+                self._admit(spec, output)
+            # A tick may have been sent before the server knew of the last one's ends: it may name requests that are gone.
+            chosen = [state for name, state in self._states.items() if tick.advance is None or name in tick.advance]
+            self._stepper.advance(chosen, output, meter)
+        except BaseException:
+            for spec in tick.join:
+                self._drop(spec.request_id)
+            raise
+        output.denoise_seconds = meter.denoise_seconds()
+        output.peak_bytes = meter.peak_bytes(self._weights_bytes)
         return output
 
+    def _admit(self, spec: RequestSpec, output: StepOutput) -> None:
+        try:
+            self.join(spec, make_body(self.pipeline, spec))
+        except RequestError as error:
+            output.errors[spec.request_id] = ErrorReport(error.code, error.message)
+
+    def execute_model(self, spec: RequestSpec) -> Pixels:
+        """Run one request from its begin to its end, while no other runs.
+
+        Raises:
+            RequestError: InvalidRequest without a prompt; whatever the request fails with; EngineFailed where the pipeline
+                returned no picture.
+        """
+        if not spec.prompt:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "prompt: expected some text, found none", details={"field": "prompt"})
+        join = [spec]
+        for number in itertools.count(1):
+            output = self.execute_stepwise(Tick(number, join, advance=[spec.request_id]))
+            join = []
+            if (error := output.errors.get(spec.request_id)) is not None:
+                raise RequestError(ErrorCode(error.code), error.message)
+            if spec.request_id in output.pictures:
+                return self._checked(output.pictures[spec.request_id])
+        raise AssertionError("unreachable")
+
+    def _checked(self, picture: Any) -> Pixels:
+        if isinstance(picture, np.ndarray) and picture.dtype == np.uint8:
+            return picture
+        found = f"{type(self.pipeline).__name__} returned {type(picture).__name__}"
+        raise RequestError(ErrorCode.ENGINE_FAILED, f"{found}, expected a picture of uint8")
+
+    def supports_step_mode(self) -> bool:
+        """Whether requests advance by scheduler steps; what has none runs whole, a model call a tick. False while nothing is loaded."""
+        return self.pipeline is not None and any(hasattr(part, "step") for part in self.pipeline.components.values())
+
+    def state_of(self, request_id: str) -> DiffusionRequestState:
+        """A running request; raises UnknownRequest."""
+        try:
+            return self._states[request_id]
+        except KeyError:
+            raise UnknownRequest(f"no request {request_id!r} runs, there are: {', '.join(self._states) or 'none'}") from None
+
     def join(self, spec: RequestSpec, body: Body) -> None:
-        """Add a request whose fiber runs `body`; it takes its first step when a tick advances it."""
-        self._states[spec.request_id] = DiffusionRequestState(spec, body)
+        """Add a request whose fiber runs `body`; it takes its first step when a tick advances it. Raises DuplicateRequest."""
+        if spec.request_id in self._states:
+            raise DuplicateRequest(f"request {spec.request_id!r} runs already")
+        self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=self._config.exact)
 
     def drop_all(self) -> None:
         """Forget every request."""
         for request_id in list(self._states):
             self._drop(request_id)
 
+    def clear_prompt_embed_cache(self) -> None:
+        """Forget what text encoders returned; harmless where the cache is off."""
+        if self._prompts is not None:
+            self._prompts.clear()
+
+    def get_prompt_embed_cache_stats(self) -> dict[str, int] | None:
+        """Size, largest size, hits, misses and bypassed calls of the prompt cache; None where it is off."""
+        return None if self._prompts is None else self._prompts.stats()
+
+    def release(self) -> None:
+        """Sleep: forget every request and all that was made with the weights, and give their memory back."""
+        self.drop_all()
+        self.clear_prompt_embed_cache()
+        forget_copies()
+        self.weights.release()
+
     def _drop(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)
         if state is not None:
             state.drop()
-
-    def _wave(self, pending: list[Pending], output: StepOutput) -> list[Pending]:
-        """Run the calls that may run now and resume their requests; returns the calls that are pending then."""
-        batches = make_batches(pending)
-        running = {id(state) for batch in batches for state in batch.states}
-        rest = [item for item in pending if id(item[0]) not in running]
-        for batch in batches:
-            for state, event in self._run(batch, output):
-                self._take(state, event, rest, output)
-        # In the order in which requests joined, whatever the order of their calls: the same on every rank.
-        order = {id(state): position for position, state in enumerate(self._states.values())}
-        return sorted(rest, key=lambda item: order[id(item[0])])
-
-    def _run(self, batch: InputBatch, output: StepOutput) -> list[tuple[DiffusionRequestState, FiberEvent]]:
-        """Call the module once for all; if that fails, once for each, so that only the guilty request sees its error."""
-        try:
-            call = batch.merged()
-            output.rows += call.rows
-            output.calls += 1
-            parts = split(self._parallel.run(call, lambda part, rows: self._execute(part, batch, rows)), batch.rows)
-        except (CallFailed, TypeError) as error:
-            if len(batch.states) == 1:
-                return [(batch.states[0], batch.states[0].fail(error))]
-            return [result for single in batch.alone() for result in self._run(single, output)]
-        return [(state, state.resume(part)) for state, part in zip(batch.states, parts, strict=True)]
-
-    def _execute(self, call: ModelCall, batch: InputBatch, rows: slice) -> Any:
-        """Some rows of a batch's call on the real module, with the adapters of those rows."""
-        assert self.loras is not None
-        module = self._modules[call.component]
-        method = module if call.method == "forward" else getattr(module, call.method)
-        with self.loras.rows(batch.loras[rows]):
-            return method(**call.arguments)
-
-    def _take(self, state: DiffusionRequestState, event: FiberEvent, pending: list[Pending], output: StepOutput) -> None:
-        request_id = state.spec.request_id
-        if isinstance(event, ModelCall):
-            pending.append((state, event))
-        elif isinstance(event, Done):
-            output.pictures[request_id] = event.frame
-            del self._states[request_id]
-        elif isinstance(event, Broken):
-            output.errors[request_id] = _report(event)
-            del self._states[request_id]
-
-
-def _report(broken: Broken) -> ErrorReport:
-    """Before its first model call a pipeline only checks its inputs, so a ValueError there is the caller's."""
-    error = broken.error
-    if isinstance(error, RequestError):
-        return ErrorReport(error.code, error.message)
-    if isinstance(error, ValueError) and not broken.asked:
-        return ErrorReport(ErrorCode.INVALID_REQUEST, str(error))
-    log.error("a request failed", exc_info=error)
-    return ErrorReport(ErrorCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")

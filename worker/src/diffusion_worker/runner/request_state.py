@@ -2,7 +2,8 @@
 """One request as a fiber: an unmodified pipeline that stops at every shared model call and after every step."""
 
 import enum
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import greenlet
@@ -10,6 +11,8 @@ import msgspec
 
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.contents import Contents
+from diffusion_worker.runner.own_precision import OwnPrecision
 from diffusion_worker.runner.own_randomness import OwnRandomness
 
 
@@ -57,30 +60,56 @@ def mark_step() -> None:
 
 
 class DiffusionRequestState:
-    """A request between ticks. `body` runs the pipeline and returns its picture."""
+    """A request between ticks. `body` runs the pipeline and returns its picture.
 
-    def __init__(self, spec: RequestSpec, body: Body) -> None:
+    `exact` requests have every call to themselves. `whole` ones run while no other request advances: they change the shared
+    model, or say so themselves. Calls of another `batch_key` are never merged with theirs.
+    """
+
+    def __init__(self, spec: RequestSpec, body: Body, *, exact: bool = False) -> None:
         self.spec = spec
+        self.exact = exact or spec.exact
+        self.whole = bool(getattr(body, "whole", False))
+        self.batch_key: Hashable = getattr(body, "batch_key", None)
+        self.contents = Contents()
         self.steps_done = 0
+        # Calls since the tick began, by component and method, and the one that was put off to the next tick.
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.put_off: ModelCall | None = None
         self._asked = False
         self._body = body
         self._randomness = OwnRandomness(spec.seed)
+        self._precision = OwnPrecision()
         self._fiber = Fiber(self._run)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the fiber has run at all."""
+        return bool(self._fiber)
+
+    def advance(self) -> FiberEvent:
+        """Begin a tick: go on to the next event, or to the call that was put off."""
+        self.calls.clear()
+        if self.put_off is not None:
+            call, self.put_off = self.put_off, None
+            return call
+        return self.resume()
 
     def resume(self, value: Any = None) -> FiberEvent:
         """Go on until the next event; `value` is what the suspended model call returns."""
-        with self._randomness:
+        with self._randomness, self._precision:
             return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
 
     def fail(self, error: BaseException) -> FiberEvent:
         """Let the suspended model call raise."""
-        with self._randomness:
+        with self._randomness, self._precision:
             return self._note(self._fiber.throw(error))
 
     def drop(self) -> None:
         """Unwind the fiber; nothing of it runs afterwards but its `finally` blocks."""
         if self._fiber:
-            self._fiber.throw(greenlet.GreenletExit)
+            with self._randomness, self._precision:
+                self._fiber.throw(greenlet.GreenletExit)
 
     def _run(self) -> FiberEvent:
         try:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values compared by content, remembered from call to call: tables of positions are made once for a request and passed at every step."""
+
+import hashlib
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+
+_PLAIN = (str, bytes, bool, int, float, complex, torch.dtype, torch.device)
+
+
+class Contents:
+    """What the arguments of one request's calls hold, by the name of the argument.
+
+    A tensor is hashed again only when it is another one or was written to. That shows in its version; tensors made in
+    inference mode have none, so on a CPU those are compared with a copy. On an accelerator a comparison would stop the
+    launching of kernels, so there the same tensor counts as unchanged; no pipeline writes into one it passes again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[torch.Tensor, Hashable, torch.Tensor | None, Hashable]] = {}
+
+    def of(self, path: str, value: Any) -> Hashable | None:
+        """A value by content; None for an object that cannot be compared."""
+        if not isinstance(value, torch.Tensor):
+            return content(value)
+        known = self._known.get(path)
+        if known is not None and known[0] is value and known[1] == _version(value) and (known[2] is None or torch.equal(known[2], value)):
+            return known[3]
+        found = content(value)
+        copy = value.clone() if value.device.type == "cpu" and value.is_inference() else None
+        self._known[path] = (value, _version(value), copy, found)
+        return found
+
+
+def _version(value: torch.Tensor) -> int | None:
+    return None if value.is_inference() else value._version
+
+
+def content(value: Any) -> Hashable | None:
+    """A value by content; None for an object that cannot be compared."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return tuple(value.shape), value.dtype, hashlib.sha256(data).digest()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.shape, value.dtype.str, hashlib.sha256(np.ascontiguousarray(value)).digest() if value.dtype != object else None
+    if value is None or isinstance(value, _PLAIN):
+        return type(value).__name__, value
+    if isinstance(value, list | tuple):
+        items = tuple(content(item) for item in value)
+        return None if any(item is None for item in items) else (type(value).__name__, items)
+    if isinstance(value, dict):
+        entries = tuple((key, content(item)) for key, item in value.items())
+        return None if any(item is None for _, item in entries) else entries
+    return None

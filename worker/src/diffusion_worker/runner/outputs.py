@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes out of a module: tensors in tuples, lists, dicts and diffusers' distributions, taken apart by rows."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def split(output: Any, rows: list[int]) -> list[Any]:
+    """The parts of a merged call's output, one per call.
+
+    Raises:
+        TypeError: the output holds something that is not laid out by rows.
+    """
+    if len(rows) == 1:
+        return [output]
+    ends = list(itertools.accumulate(rows))
+    return [_part(output, end - count, end, ends[-1]) for count, end in zip(rows, ends, strict=True)]
+
+
+def _part(output: Any, start: int, stop: int, total: int) -> Any:
+    if isinstance(output, torch.Tensor):
+        if output.dim() == 0 or output.shape[0] % total:
+            raise TypeError(f"a module returned {tuple(output.shape)} for {total} rows, which cannot be split")
+        each = output.shape[0] // total
+        return output[start * each : stop * each]
+    return _rebuilt(output, lambda item: _part(item, start, stop, total))
+
+
+def _rebuilt(output: Any, change: Callable[[Any], Any]) -> Any:
+    """The same output with each of its parts changed; raises TypeError for what it cannot make again."""
+    if output is None:
+        return None
+    if isinstance(output, dict):
+        items = {key: change(value) for key, value in output.items()}
+        # diffusers' BaseOutput and transformers' ModelOutput are dicts that take their items by name.
+        return items if type(output) is dict else type(output)(**items)
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*map(change, output))
+    if isinstance(output, list | tuple):
+        return type(output)(map(change, output))
+    if _is_distribution(output):
+        # Made again from its parameters, its other tensors are slices of theirs, bit for bit.
+        return type(output)(change(output.parameters), deterministic=output.deterministic)
+    raise TypeError(f"a module returned {type(output).__name__}, which cannot be split by rows")
+
+
+def _is_distribution(output: Any) -> bool:
+    return type(output).__name__.endswith("DiagonalGaussianDistribution")
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if _is_distribution(output):
+        return [output.parameters]
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors_of(item)]
+
+
+def with_tensors(output: Any, tensors: list[torch.Tensor]) -> Any:
+    """The same output with other tensors in place of its own; consumes the list."""
+    if isinstance(output, torch.Tensor):
+        return tensors.pop(0)
+    if isinstance(output, dict | list | tuple) or _is_distribution(output):
+        return _rebuilt(output, lambda item: with_tensors(item, tensors))
+    return output
+
+
+class _Items(list[torch.Tensor]):
+    """In the place of a list with an item for each row: one tensor with those rows."""
+
+
+def stacked(output: Any) -> Any:
+    """The same output with every list of tensors as one tensor of rows, so that it can be split and gathered."""
+    if type(output) is list and output and all(isinstance(item, torch.Tensor) for item in output):
+        return _Items([torch.stack(output)])
+    return _rebuilt(output, stacked) if isinstance(output, dict | list | tuple) else output
+
+
+def unstacked(output: Any) -> Any:
+    """The lists again that `stacked` made tensors of."""
+    if isinstance(output, _Items):
+        return list(output[0])
+    return _rebuilt(output, unstacked) if isinstance(output, dict | list | tuple) else output
+
+
+def is_plain(output: Any) -> bool:
+    """Whether an output is tensors and nothing else, so that a copy of them is a copy of it."""
+    if isinstance(output, dict):
+        return all(map(is_plain, output.values()))
+    if isinstance(output, list | tuple):
+        return all(map(is_plain, output))
+    return output is None or isinstance(output, torch.Tensor)

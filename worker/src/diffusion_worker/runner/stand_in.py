@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's view of a pipeline has in place of a shared module: it looks like the module, and its calls suspend the fiber."""
+
+import contextlib
+import copy
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import greenlet
+import torch
+
+from diffusion_worker.runner.calls import ModelCall
+
+# Methods that compute; all others are the module's own, and run in the fiber at once.
+INTERCEPTED_METHODS = frozenset(
+    {"encode", "decode", "generate", "get_image_features", "get_text_features", "get_image_tokens", "quantize", "tiled_decode"}
+)
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+_copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+
+class StandIn:
+    """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with."""
+
+    def __init__(self, name: str, real: torch.nn.Module) -> None:
+        self.__dict__.update(_name=name, _real=real, _shared=real)
+
+    # Pipelines ask isinstance() of their components.
+    __class__ = property(lambda self: type(self.__dict__["_real"]))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        return functools.partial(self._suspend, name) if name in INTERCEPTED_METHODS else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._suspend("forward", *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call: it is one model call either way."""
+        return self._suspend("forward", *args, **kwargs)
+
+    def cache_context(self, *_names: Any, **_where: Any) -> contextlib.AbstractContextManager[None]:
+        """Step caches belong to one request; the shared module has none to enter."""
+        return contextlib.nullcontext()
+
+    def to(self, *args: Any, **kwargs: Any) -> "StandIn":
+        """Another precision for this request only (SDXL decodes in float32): its calls go to a copy, shared by all that ask for one."""
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None:
+            self.__dict__["_real"] = _in_precision(self._shared, dtype)
+        return self
+
+    def _suspend(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        # Class methods, so that the signature is found once for all modules of a class.
+        arguments = _bind(getattr(type(self._real), method), self._real, args, kwargs)
+        parent = greenlet.getcurrent().parent
+        assert parent is not None, "a stand-in is called inside a request's fiber only"
+        return parent.switch(ModelCall(self._name, method, arguments, module=self._real, autocast=_autocast()))
+
+
+def forget_copies() -> None:
+    """Drop the copies in other precisions: they are made of weights that are about to go or change."""
+    _copies.clear()
+
+
+def _in_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    if all(tensor.dtype == dtype for tensor in module.parameters() if tensor.is_floating_point()):
+        return module
+    made = _copies.setdefault(module, {})
+    if dtype not in made:
+        made[dtype] = copy.deepcopy(module).to(dtype)
+    return made[dtype]
+
+
+def _bind(method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name. A `**kwargs` of the method is flattened: nested, its contents would not reach the module."""
+    signature, rest = _signature(method)
+    bound = signature.bind(module, *args, **kwargs).arguments
+    arguments = dict(list(bound.items())[1:])
+    if rest is not None:
+        arguments.update(arguments.pop(rest, {}))
+    return arguments
+
+
+@functools.cache
+def _signature(method: Any) -> tuple[inspect.Signature, str | None]:
+    """A method's signature, and the name of its `**kwargs`."""
+    signature = inspect.signature(method)
+    return signature, next((name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+def _autocast() -> tuple[str, torch.dtype] | None:
+    for device in AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device):
+            return device, torch.get_autocast_dtype(device)
+    return None

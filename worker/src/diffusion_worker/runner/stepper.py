@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tick: the fibers of the requests that advance run from model call to model call, and calls that go together are made together.
+
+A tick works in waves. A wave makes the calls that may run now, resumes their requests, and lets the ranks agree on which of
+those broke, so that no rank waits in a collective for a request that another has given up. The next wave has the calls
+that are pending then; the tick ends when every request is done or has finished its step.
+"""
+
+import logging
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from diffusion_worker.errors import ErrorCode, Fault, RequestError
+from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.messages import ErrorReport
+from diffusion_worker.runner.agreement import failures_of_all
+from diffusion_worker.runner.calls import ModelCall, answer, execute, split
+from diffusion_worker.runner.faults import classify, require_usable_rank
+from diffusion_worker.runner.input_batch import InputBatch, Pending, make_batches
+from diffusion_worker.runner.parallel import CallFailed, Parallel
+from diffusion_worker.runner.prompt_cache import PromptCache
+from diffusion_worker.runner.request_state import Broken, DiffusionRequestState, Done, FiberEvent, StepBoundary
+from diffusion_worker.runner.tick_meter import TickMeter
+
+log = logging.getLogger(__name__)
+
+# Calls of one module that a request makes in a tick. A step makes a few; a pipeline that makes more has no step of its own
+# (or decodes its frames in parts), and goes on in the next tick, so that it can be cancelled and others advance.
+CALLS_A_TICK = 8
+
+States = dict[str, DiffusionRequestState]
+Event = tuple[DiffusionRequestState, FiberEvent]
+
+
+class StepOutput(msgspec.Struct):
+    """What one tick brought on this rank: what the bodies returned (pictures), errors, and how much of the model was called for them.
+
+    The figures are those of `TickDone`.
+    """
+
+    pictures: dict[str, Any] = {}
+    errors: dict[str, ErrorReport] = {}
+    rows: int = 0
+    calls: int = 0
+    denoise_seconds: float = 0.0
+    peak_bytes: int = 0
+    split: bool = False
+
+
+class Stepper:
+    """Advances requests. `states` belongs to the runner; requests that are done or broken are removed from it here."""
+
+    def __init__(self, states: States, parallel: Parallel, prompts: PromptCache | None) -> None:
+        self._states = states
+        self._parallel = parallel
+        self._prompts = prompts
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._loras: DiffusionLoRAManager | None = None
+        # Calls whose output could not be split once are not merged again.
+        self._indivisible: set[tuple[str, str]] = set()
+        # Learnt from what requests do: a pipeline without steps ends its ticks after each denoiser call.
+        self._without_steps = False
+        self._output = StepOutput()
+        self._meter = TickMeter(torch.device("cpu"))
+
+    def serve(self, modules: dict[str, torch.nn.Module], loras: DiffusionLoRAManager | None) -> None:
+        """From now on calls are made on these modules."""
+        self._modules, self._loras = modules, loras
+        self._indivisible.clear()
+        self._without_steps = False
+
+    def advance(self, chosen: Iterable[DiffusionRequestState], output: StepOutput, meter: TickMeter) -> None:
+        """One step of each request chosen. What it brought is added to `output`."""
+        self._output, self._meter = output, meter
+        pending = self._take([(state, state.advance()) for state in self._admitted(list(chosen))], [])
+        while pending:
+            pending = self._wave(pending)
+
+    def _admitted(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
+        """All of them, unless one needs the model for itself: that one from its begin to its end, the others wait."""
+        running = next((state for state in self._states.values() if state.whole and state.begun), None)
+        if running is not None:
+            return [state for state in chosen if state is running]
+        first = next((state for state in chosen if state.whole), None)
+        return chosen if first is None else [first]
+
+    def _wave(self, pending: list[Pending]) -> list[Pending]:
+        """Make the calls that may run now and resume their requests; returns the calls that are pending then."""
+        known = [(item, found) for item in pending if (found := self._remembered(item)) is not None]
+        if known:
+            going = [item for item, _ in known]
+            events = [(item.state, item.state.resume(found)) for item, found in known]
+        else:
+            batches = [part for batch in make_batches(pending) for part in self._divided(batch)]
+            going = [item for batch in batches for item in batch.items]
+            events = [event for batch in batches for event in self._run(batch)]
+        gone = set(map(id, going))
+        rest = self._take(events, [item for item in pending if id(item) not in gone])
+        # In the order in which requests joined, whatever the order of their calls: the same on every rank.
+        order = {id(state): position for position, state in enumerate(self._states.values())} if len(rest) > 1 else {}
+        return sorted(rest, key=lambda item: order.get(id(item.state), 0))
+
+    def _remembered(self, item: Pending) -> Any | None:
+        if item.prompt is None or self._prompts is None:
+            return None
+        return self._prompts.get(item.prompt, alone=item.state.exact or len(self._states) == 1)
+
+    def _divided(self, batch: InputBatch) -> list[InputBatch]:
+        call = batch.items[0].call
+        return batch.alone() if len(batch.items) > 1 and (call.component, call.method) in self._indivisible else [batch]
+
+    def _run(self, batch: InputBatch) -> list[Event]:
+        """Call the module once for all; if that fails, once for each, so that only the guilty request sees its error."""
+        try:
+            parts = self._call(batch)
+        except (CallFailed, RequestError, TypeError, ValueError) as error:
+            failure = _without_frames(error)
+        else:
+            return [(item.state, item.state.resume(answer(item.call, part))) for item, part in zip(batch.items, parts, strict=True)]
+        # Out of the except block: what the failed call held is free again before it is made once more.
+        if classify(failure) is Fault.OUT_OF_MEMORY and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(batch.items) == 1:
+            return [(batch.items[0].state, batch.items[0].state.fail(failure))]
+        self._output.split = True
+        if isinstance(failure, TypeError):
+            self._indivisible.add((batch.items[0].call.component, batch.items[0].call.method))
+        return [event for single in batch.alone() for event in self._run(single)]
+
+    def _call(self, batch: InputBatch) -> list[Any]:
+        """Each request's part of what the module returned."""
+        call = batch.merged()
+        if any(item.state.exact for item in batch.items):
+            call = msgspec.structs.replace(call, whole=True)
+        self._output.calls += 1
+        if call.denoises:
+            self._output.rows += call.rows
+            with self._meter.denoising():
+                result = self._parallel.run(call, lambda part, rows: self._execute(part, batch, rows))
+        else:
+            result = self._parallel.run(call, lambda part, rows: self._execute(part, batch, rows))
+        parts = split(result, batch.rows) if len(batch.items) > 1 else [result]
+        self._remember(batch, parts)
+        return parts
+
+    def _execute(self, call: ModelCall, batch: InputBatch, rows: slice) -> Any:
+        """Some rows of a batch's call on the real module, with the adapters of those rows."""
+        module = call.module if call.module is not None else self._modules[call.component]
+        if self._loras is None or not any(item.state.spec.lora for item in batch.items):
+            return execute(module, call)
+        with self._loras.rows(batch.loras[rows]):
+            return execute(module, call)
+
+    def _remember(self, batch: InputBatch, parts: list[Any]) -> None:
+        for item, part in zip(batch.items, parts, strict=True):
+            if item.prompt is not None and self._prompts is not None:
+                self._prompts.put(item.prompt, part, alone=len(batch.items) == 1)
+
+    def _take(self, events: list[Event], pending: list[Pending]) -> list[Pending]:
+        """Sort what the requests stopped at; returns the pending calls with theirs added."""
+        broken = {state.spec.request_id: _report(event) for state, event in events if isinstance(event, Broken)}
+        failures = failures_of_all(self._parallel, broken)
+        for state, event in events:
+            request_id = state.spec.request_id
+            if request_id in failures:
+                self._output.errors[request_id] = failures[request_id]
+                self._states.pop(request_id).drop()
+            elif isinstance(event, ModelCall):
+                self._ask(state, event, pending)
+            elif isinstance(event, Done):
+                self._output.pictures[request_id] = event.frame
+                del self._states[request_id]
+            elif event is StepBoundary.STEP:
+                self._without_steps = False
+        return pending
+
+    def _ask(self, state: DiffusionRequestState, call: ModelCall, pending: list[Pending]) -> None:
+        """Have a call made in this tick, or put it off to the next one."""
+        kind = call.component, call.method
+        made = state.calls[kind]
+        if made == CALLS_A_TICK and call.denoises and state.steps_done == 0:
+            self._without_steps = True
+        if made >= (1 if self._without_steps and call.denoises else CALLS_A_TICK):
+            state.put_off = call
+            return
+        state.calls[kind] += 1
+        pending.append(Pending(state, call, None if self._prompts is None else self._prompts.key(call)))
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error without its tracebacks, whose frames hold the tensors of the failed call."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if seen.__traceback__ is not None:
+            traceback.clear_frames(seen.__traceback__)
+            seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error
+
+
+def _report(broken: Broken) -> ErrorReport:
+    """Before its first model call a pipeline only checks its inputs, so a ValueError there is the caller's."""
+    error = broken.error
+    require_usable_rank(error)
+    refusal = error if isinstance(error, RequestError) else error.__cause__
+    if isinstance(refusal, RequestError):
+        return ErrorReport(refusal.code, refusal.message)
+    if isinstance(error, ValueError) and not broken.asked:
+        return ErrorReport(ErrorCode.INVALID_REQUEST, str(error))
+    log.error("a request failed", exc_info=error)
+    words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
+    _without_frames(error if isinstance(error, Exception) else Exception())
+    code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.ENGINE_FAILED
+    return ErrorReport(code, words)
