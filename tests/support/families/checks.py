@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 
 from diffusion_worker.runner.calls import ModelCall, group_key, merge, split
@@ -50,7 +51,8 @@ def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
     if not path:
         return leaf
     if isinstance(value, dict):
-        return type(value)(**value | {path[0]: with_leaf(value[path[0]], path[1:], leaf)})
+        items = dict(value) | {path[0]: with_leaf(value[path[0]], path[1:], leaf)}
+        return items if type(value) is dict else type(value)(**items)
     return type(value)(with_leaf(item, path[1:], leaf) if index == path[0] else item for index, item in enumerate(value))
 
 
@@ -66,7 +68,7 @@ def changed(value: Any) -> Any:
 
 
 def _changed_tensor(value: torch.Tensor) -> torch.Tensor:
-    if value.numel() == 0:
+    if value.numel() == 0 or value.is_complex():  # complex: tables of angles
         return value
     if ((value == 0) | (value == 1)).all() and value.dim() > 0:  # a mask: the last entry of each line
         flipped = value.clone()
@@ -113,7 +115,7 @@ def check_following(rig: FamilyRig, first: Asked, second: Asked) -> None:
         alone = as_tensor(rig.execute(one))
         followed = set()
         for path, leaf in leaves(other.arguments):
-            perturbed = ModelCall(component, other.method, with_leaf(other.arguments, path, changed(leaf)))
+            perturbed = msgspec.structs.replace(other, arguments=with_leaf(other.arguments, path, changed(leaf)))
             if changed(leaf) is None or group_key(perturbed) != group_key(one):
                 continue
             parts = split(rig.execute(merge([one, perturbed])), [one.rows, perturbed.rows])

@@ -14,6 +14,7 @@ from diffusers import (
 )
 
 from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.two_rows import of_two_prompts
 
 WIDE = 16  # channels: inpainting knows its two kinds of model by 16 and 33
 SIZES = {
@@ -67,12 +68,7 @@ def _controlled(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 # Embeddings that are given are not repeated for a number of pictures.
-TWO_PROMPTS = {
-    "prompt_embeds": seeded(1, 2, 8, 32),
-    "negative_prompt_embeds": seeded(2, 2, 8, 32),
-    "pooled_prompt_embeds": seeded(3, 2, 32),
-    "negative_pooled_prompt_embeds": seeded(4, 2, 32),
-}
+TWO_PROMPTS = of_two_prompts(_prompts)
 
 FAMILIES = [
     Family(

@@ -15,6 +15,7 @@ from diffusers import (
 )
 
 from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.two_rows import of_two_prompts
 
 TWO_IMAGES = {"num_images_per_prompt": 2}
 SIZES = {
@@ -26,7 +27,7 @@ SIZES = {
     "use_linear_projection": True,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 8,
-    "transformer_layers_per_block": (1, 2),
+    "transformer_layers_per_block": (1, 1),
     # Six numbers of eight channels each beside the pooled prompt.
     "projection_class_embeddings_input_dim": 32 + 48,
     "cross_attention_dim": 32,
@@ -136,6 +137,6 @@ FAMILIES = [
         build=build_seeded(_kolors),
         request=_kolors_prompts,
         output_type="pt",
-        doubled=TWO_IMAGES,
+        doubled=of_two_prompts(_kolors_prompts),
     ),
 ]

@@ -37,6 +37,7 @@ class Role(enum.Enum):
     """What an argument is to a call of several rows."""
 
     ROW = "row"
+    COLUMN = "column"  # a tensor whose second dimension is the rows
     ITEM = "item"  # a list with one entry per row
     TIME = "time"
     NESTED = "nested"
@@ -44,7 +45,10 @@ class Role(enum.Enum):
 
 
 # Arguments that the rules take for something else, by model class.
-ROLES: dict[tuple[str, str], Role] = {}
+ROLES: dict[tuple[str, str], Role] = {
+    # The layers of the language model come before the rows.
+    ("HiDreamImageTransformer2DModel", "encoder_hidden_states_llama3"): Role.COLUMN,
+}
 
 
 class ModelCall(msgspec.Struct, frozen=True):
@@ -191,6 +195,8 @@ def _key_part(path: str, value: Any, layout: _Layout, known: Contents) -> Hashab
     role = layout.role(path, value)
     if role is Role.ROW:
         return role, value.dtype, tuple(value.shape[1:]), path in SWITCHES and bool(value.any())
+    if role is Role.COLUMN:
+        return role, value.dtype, value.shape[0], tuple(value.shape[2:])
     if role is Role.ITEM:
         # Rows of a list may differ in the length of their text, not in the size of their picture.
         return role, frozenset(_structure(item, sizes=path == layout.leading) for item in value)
@@ -223,6 +229,8 @@ def _merge_values(path: str, values: list[Any], rows: list[int], layout: _Layout
     role = layout.role(path, first)
     if role is Role.ROW:
         return _concatenate(path, values)
+    if role is Role.COLUMN:
+        return torch.cat(values, dim=1)
     if role is Role.ITEM:
         return [item for value in values for item in value]
     if role is Role.TIME:
@@ -255,6 +263,8 @@ def _slice_value(path: str, value: Any, layout: _Layout, part: slice) -> Any:
     role = layout.role(path, value)
     if role in (Role.ROW, Role.ITEM) or (role is Role.TIME and value.dim() > 0 and value.shape[0] == layout.rows):
         return value[part]
+    if role is Role.COLUMN:
+        return value[:, part]
     if role is Role.NESTED:
         if isinstance(value, dict):
             return {key: _slice_value(f"{path}.{key}", item, layout, part) for key, item in value.items()}
