@@ -2,13 +2,16 @@
 """Admission by memory: what cannot fit is refused before it runs, and nothing that might fit is."""
 
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
 from diffusion_worker.engine.admission import GenerationParams, check_memory
 from diffusion_worker.engine.memory_model import FORGET_S, MemoryModel
 from diffusion_worker.engine.request_class import RequestClass
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.memory.device_memory import free_bytes, machine_bytes
 from diffusion_worker.messages import ModelInfo
 
 MIB = 2**20
@@ -71,3 +74,17 @@ def test_many_measured_sizes_give_the_line_of_their_smallest_and_largest() -> No
     for side in range(8, 8 * 200, 8):
         memory.observe(square(side).load, 100 * MIB + side * side * 1024)
     assert memory.most_load(0.0) == pytest.approx(9_900 * 1024, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_rank_on_the_cpu_has_its_part_of_what_the_cgroup_allows_beside_its_weights(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"{400 * MIB}\n")
+    assert free_bytes(torch.device("cpu"), ranks=2, weights_bytes=50 * MIB, cgroup=tmp_path) == 150 * MIB
+
+
+@pytest.mark.parametrize("content", ["max\n", "9223372036854771712\n", None])
+def test_without_a_limit_the_memory_of_the_machine_counts(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "memory.max").write_text(content)
+    assert 2**28 < machine_bytes(tmp_path) < 2**50

@@ -76,11 +76,11 @@ class CostCurve:
             if not self._is_known(level):
                 if level and _is_flat(list(costs.values())):
                     continue  # one after another is what to compare with then
-                return min(demand, 2**level)
+                return min(demand, 1 << level)
             costs[level] = self._levels[level].cost_s
             if costs[level] > min(costs.values()) * (1 + CLEARLY_WORSE):
                 break
-        return min(demand, 2 ** min(level for level, cost_s in costs.items() if cost_s <= min(costs.values()) * (1 + WORTH)))
+        return min(demand, 1 << min(level for level, cost_s in costs.items() if cost_s <= min(costs.values()) * (1 + WORTH)))
 
     def seconds(self, batch: int) -> float | None:
         """What a step of this size takes, from the nearest measured one; None before the first report."""
@@ -98,8 +98,8 @@ class CostCurve:
 
     def _most(self) -> int:
         if self._fits is None:
-            return 2**30
-        return self._fits * 2 ** ((self._steps - self._failed_at) // RETRY_AFTER)
+            return 1 << 30
+        return self._fits << ((self._steps - self._failed_at) // RETRY_AFTER)
 
 
 def _is_flat(costs: list[float]) -> bool:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from diffusion_worker.config import WorkerConfig, usable_cores
 from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.memory.device_memory import free_bytes
 from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
 from diffusion_worker.runner.parallel import Parallel
@@ -73,7 +74,9 @@ class DiffusionWorker:
 
     def load_model(self, report: ReportProgress) -> ModelInfo:
         """Load the model; raises ConfigError."""
-        return self.model_runner.load_model(report)
+        model = self.model_runner.load_model(report)
+        free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes)
+        return msgspec.structs.replace(model, free_bytes=free)
 
     def execute_stepwise(self, tick: Tick) -> StepOutput:
         """Advance every active request by one step."""
