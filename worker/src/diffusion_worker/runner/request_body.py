@@ -155,7 +155,7 @@ def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: fl
 
 def _check_negative_prompt(takes: Mapping[str, Any], arguments: Arguments, pipeline: Any) -> None:
     """A class whose second call is off by default (Flux) would take a negative prompt and do nothing with it."""
-    if not arguments.get("negative_prompt") or TRUE_GUIDANCE not in takes or hasattr(pipeline, "do_classifier_free_guidance"):
+    if not arguments.get("negative_prompt") or TRUE_GUIDANCE not in takes or hasattr(type(pipeline), "do_classifier_free_guidance"):
         return
     if (arguments.get(TRUE_GUIDANCE, takes[TRUE_GUIDANCE]) or 0) <= 1:
         message = f"negative_prompt: {type(pipeline).__name__} makes no use of one unless its {TRUE_GUIDANCE} is above 1"

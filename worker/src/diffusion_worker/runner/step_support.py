@@ -69,8 +69,9 @@ def _sources(pipeline_class: Any) -> Iterator[str]:
 
 def inner_classes(pipeline_class: Any) -> list[Any]:
     """The pipelines that a combined one makes for itself, in their order."""
-    found = re.findall(r"= (\w+Pipeline)\(", source_of(pipeline_class.__init__))
-    return [getattr(inspect.getmodule(pipeline_class), name) for name in found]
+    made_by = inspect.unwrap(pipeline_class.__init__)
+    found = re.findall(r"= (\w+Pipeline)\(", source_of(made_by))
+    return [made_by.__globals__[name] for name in found if name in getattr(made_by, "__globals__", {})]
 
 
 def _method_sources(kind: Any) -> Iterator[str]:
