@@ -85,6 +85,11 @@ def kontext_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
     return kontext(seed, steps, guidance) | {"mask_image": mask(seed, SIDE, SIDE), "strength": 1.0}
 
 
+# The number of pictures repeats no embeddings that are given.
+TWO_PROMPTS = {"prompt_embeds": seeded(7, 2, TEXT_TOKENS, 16), "pooled_prompt_embeds": seeded(8, 2, 16)}
+TWO_NEGATIVES = {"negative_prompt_embeds": seeded(9, 2, TEXT_TOKENS, 16), "negative_pooled_prompt_embeds": seeded(10, 2, 16)}
+
+
 def _family(kind: str, request: Callable[[int, int, float], Arguments], variant: str = "", **parts: Any) -> Family:
     return Family(
         f"{kind} ({variant})" if variant else kind,
@@ -92,7 +97,7 @@ def _family(kind: str, request: Callable[[int, int, float], Arguments], variant:
         build_seeded(lambda: pipeline(kind, **parts)),
         request,
         output_type="pt",
-        doubled={"num_images_per_prompt": 2},
+        doubled=TWO_PROMPTS | (TWO_NEGATIVES if request is with_negative else {}),
     )
 
 

@@ -33,10 +33,10 @@ def pipeline(kind: str, *, with_controlnet: bool = False) -> Any:
 
 
 def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
-    """Prompt and negative prompt of other lengths: the model pads them itself."""
+    """A prompt, a negative prompt and a size."""
     return {
         "prompt_embeds": [seeded(seed, TEXT_TOKENS, 16)],
-        "negative_prompt_embeds": [seeded(seed + 200, TEXT_TOKENS - 2, 16)],
+        "negative_prompt_embeds": [seeded(seed + 200, TEXT_TOKENS, 16)],
         "num_inference_steps": steps,
         "guidance_scale": guidance,
         "height": SIDE,
