@@ -15,7 +15,7 @@ from diffusion_worker.runner.calls import ModelCall
 
 # Methods that compute; all others are the module's own, and run in the fiber at once.
 INTERCEPTED_METHODS = frozenset(
-    {"encode", "decode", "generate", "get_image_features", "get_text_features", "get_image_tokens", "quantize", "tiled_decode"}
+    {"forward", "encode", "decode", "generate", "get_image_features", "get_text_features", "get_image_tokens", "quantize", "tiled_decode"}
 )
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -33,15 +33,12 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._real, name)
-        return functools.partial(self._suspend, name) if name in INTERCEPTED_METHODS else value
+        return self._asking(name, value) if name in INTERCEPTED_METHODS else value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._suspend("forward", *args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call: it is one model call either way."""
-        return self._suspend("forward", *args, **kwargs)
-
+    @property
     def cache_context(self, *_names: Any, **_where: Any) -> contextlib.AbstractContextManager[None]:
         """Step caches belong to one request; the shared module has none to enter."""
         return contextlib.nullcontext()
@@ -52,6 +49,16 @@ class StandIn:
         if dtype is not None:
             self.__dict__["_real"] = _in_precision(self._shared, dtype)
         return self
+
+    def _asking(self, name: str, method: Any) -> Any:
+        """The method with its own signature, which some pipelines look at (Stable Video Diffusion)."""
+        return functools.wraps(method)(functools.partial(self._suspend, name))
+
+    def _suspending(self, method: str) -> Any:
+        call = functools.partial(self._suspend, method)
+        # Pipelines look at what a model takes before they call it.
+        functools.update_wrapper(call, getattr(self._real, method))
+        return call
 
     def _suspend(self, method: str, *args: Any, **kwargs: Any) -> Any:
         # Class methods, so that the signature is found once for all modules of a class.
