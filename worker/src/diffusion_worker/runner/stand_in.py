@@ -38,7 +38,6 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._suspend("forward", *args, **kwargs)
 
-    @property
     def cache_context(self, *_names: Any, **_where: Any) -> contextlib.AbstractContextManager[None]:
         """Step caches belong to one request; the shared module has none to enter."""
         return contextlib.nullcontext()
@@ -53,12 +52,6 @@ class StandIn:
     def _asking(self, name: str, method: Any) -> Any:
         """The method with its own signature, which some pipelines look at (Stable Video Diffusion)."""
         return functools.wraps(method)(functools.partial(self._suspend, name))
-
-    def _suspending(self, method: str) -> Any:
-        call = functools.partial(self._suspend, method)
-        # Pipelines look at what a model takes before they call it.
-        functools.update_wrapper(call, getattr(self._real, method))
-        return call
 
     def _suspend(self, method: str, *args: Any, **kwargs: Any) -> Any:
         # Class methods, so that the signature is found once for all modules of a class.
