@@ -18,6 +18,7 @@ from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, 
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import (
     ErrorReport,
+    Failed,
     Finished,
     LoadedLoRA,
     MemoryReport,
@@ -61,6 +62,8 @@ class FakeRankGroup:
         # Errors that a load of the adapter in this folder, or a method, answers with.
         self.adapter_errors: dict[str, ErrorReport] = {}
         self.method_errors: dict[str, ErrorReport] = {}
+        # Pictures of so many pixels and more are out of memory.
+        self.out_of_memory_pixels: int | None = None
         self.calls: list[str] = []
         self.stopped = False
         # How the next restarts end, in order: an error to raise, or None; past them every restart works.
@@ -133,16 +136,20 @@ class FakeRankGroup:
 
     def _advance(self, tick: Tick) -> TickReport:
         finished: list[Finished] = []
+        failed: list[Failed] = []
         frames: list[bytes | memoryview] = []
         advancing = {name: at for name, at in self._active.items() if tick.advance is None or name in tick.advance}
         rows = len(advancing)
         for request_id, (spec, left) in advancing.items():
             self._active[request_id] = (spec, left - 1)
-            if left == 1:
+            if self.out_of_memory_pixels is not None and (spec.height or 0) * (spec.width or 0) >= self.out_of_memory_pixels:
+                del self._active[request_id]
+                failed.append(Failed(request_id, ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "rank 0: out of memory")))
+            elif left == 1:
                 del self._active[request_id]
                 finished.append(Finished(request_id, len(frames), (spec.height or DEFAULT_SIZE, spec.width or DEFAULT_SIZE, 3)))
                 frames.append(fake_pixels(spec, self._adapters[spec.lora.lora_int_id] if spec.lora else None))
-        return TickReport(TickDone(tick.number, finished, [], rows, 1 if rows else 0, 0.001, 0.001), frames)
+        return TickReport(TickDone(tick.number, finished, failed, rows, 1 if rows else 0, 0.001, 0.001), frames)
 
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object

@@ -33,6 +33,7 @@ class ErrorCode(enum.StrEnum):
     RANK_FAILED = "RankFailed"
     ENGINE_FAILED = "EngineFailed"
     TIMEOUT = "Timeout"
+    CANCELLED = "Cancelled"
 
 
 STATUS: dict[ErrorCode, int] = {
@@ -54,6 +55,8 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.RANK_FAILED: 500,
     ErrorCode.ENGINE_FAILED: 500,
     ErrorCode.TIMEOUT: 504,
+    # nginx's number for a request that its client closed; no other says that nobody failed.
+    ErrorCode.CANCELLED: 499,
 }
 
 # The same call may succeed later without anybody changing it.

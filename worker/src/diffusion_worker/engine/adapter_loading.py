@@ -124,7 +124,7 @@ class AdapterLoader:
 
     async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
         """Run a method on every rank; raises one RequestError that names the ranks that failed."""
-        replies = await self._ranks.call(method, timeout_s=timeout_s, **kwargs)
+        replies = await self._ranks.call(method, timeout_s=timeout_s, output_rank=None, exec_all_ranks=False, **kwargs)
         require_success(method, replies)
         return replies
 

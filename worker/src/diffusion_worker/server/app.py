@@ -14,6 +14,7 @@ from diffusion_worker.server.control_token import RequireToken, TokenFile
 from diffusion_worker.server.metrics import Metrics
 from diffusion_worker.server.problems import install_error_answers
 from diffusion_worker.server.request_log import RequestLog
+from diffusion_worker.server.running_requests import RunningRequests
 
 # A prompt is a few kilobytes; there is no upload of pictures here.
 MAX_BODY_BYTES = 1_048_576
@@ -24,6 +25,7 @@ def data_app(engine: Engine) -> FastAPI:
     app = _app(engine, title="diffusion-worker")
     app.state.metrics = Metrics(engine)
     app.state.started_at = int(time.time())
+    app.state.running = RunningRequests()
     app.add_middleware(RequestLog, metrics=app.state.metrics)
     app.include_router(images.router)
     return app

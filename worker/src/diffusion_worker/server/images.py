@@ -13,6 +13,7 @@ from diffusion_worker.engine.documents import AdapterDocument, EngineState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.encoding import images_answer
+from diffusion_worker.server.running_requests import RunningRequests
 from diffusion_worker.server.schemas import ERRORS, ImagesAnswer, ImagesRequest, ModelCard, ModelList
 
 router = APIRouter()
@@ -31,12 +32,20 @@ async def generate_images(body: ImagesRequest, request: Request) -> Response:
     """Make `n` pictures of one prompt. Their seeds follow each other and are in the answer."""
     engine: Engine = request.app.state.engine
     try:
-        pictures = await _unless_client_goes(request, engine.generate(body.params()))
+        pictures = await _unless_unwanted(request, engine.generate(body.params()))
     except ClientGone:
         request.state.error_code = "ClientGone"
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     content = await asyncio.to_thread(images_answer, pictures, int(time.time()))
     return Response(content, media_type="application/json")
+
+
+@router.delete("/v1/requests/{request_id}", status_code=204, responses=ERRORS)
+async def cancel_request(request_id: str, request: Request) -> None:
+    """Cancel the request that was sent with, or answered by, this `X-Request-ID`. Its place is free at the next step."""
+    running: RunningRequests = request.app.state.running
+    if not running.cancel(request_id):
+        raise RequestError(ErrorCode.NOT_FOUND, "requests: nothing runs under this id")
 
 
 @router.get("/v1/models", response_model_exclude_none=True)
@@ -76,19 +85,28 @@ def _card(name: str, adapter: AdapterDocument | None, base: str, created: int) -
     return ModelCard(id=name, created=created, parent=base, digest=adapter.digest)
 
 
-async def _unless_client_goes(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it when the client closes the connection, so that its rows are free for others."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+async def _unless_unwanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; end it when the client closes the connection or somebody cancels it, so that its rows are free for others.
+
+    Raises:
+        ClientGone: nobody is there to be answered. RequestError: Cancelled.
+    """
+    running: RunningRequests = request.app.state.running
+    with running.running(request.state.request_id) as cancelled:
+        task = asyncio.create_task(work)
+        gone = asyncio.create_task(_disconnected(request))
+        ended = asyncio.create_task(cancelled.wait())
+        try:
+            await asyncio.wait({task, gone, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if ended.done():
+                raise RequestError(ErrorCode.CANCELLED, "the request was cancelled")
             raise ClientGone
-        return task.result()
-    finally:
-        for unfinished in (task, gone):
-            unfinished.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        finally:
+            for unfinished in (task, gone, ended):
+                unfinished.cancel()
+            await asyncio.gather(task, gone, ended, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
