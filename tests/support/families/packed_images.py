@@ -69,6 +69,7 @@ def nucleus() -> Any:
         num_experts=4,
         moe_intermediate_dim=16,
         capacity_factors=1.0,
+        mlp_ratio=8.0,
         **HEADS,
         **ROTARY,
     )
@@ -151,12 +152,18 @@ def two_texts(seed: int, steps: int, guidance: float) -> Arguments:
     }
 
 
-def _family(kind: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments]) -> Family:
-    return Family(kind, family, build_seeded(make), request, output_type="pt", doubled={"num_images_per_prompt": 2})
+def _family(
+    kind: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments], *, doubled: Arguments | None = None
+) -> Family:
+    return Family(kind, family, build_seeded(make), request, output_type="pt", doubled=doubled or {"num_images_per_prompt": 2})
+
+
+# The number of pictures repeats no embeddings that are given.
+TWO_PROMPTS = {"prompt_embeds": seeded(7, 2, TEXT_TOKENS, 16), "negative_prompt_embeds": seeded(8, 2, TEXT_TOKENS, 16)}
 
 
 FAMILIES = [
-    _family("BriaPipeline", "Bria", bria, text_to_image),
+    _family("BriaPipeline", "Bria", bria, text_to_image, doubled=TWO_PROMPTS),
     _family("OvisImagePipeline", "Ovis-Image", ovis, wordless),
     _family("Krea2Pipeline", "Krea 2", krea2, layered),
     _family("NucleusMoEImagePipeline", "NucleusMoE", nucleus, masked),
