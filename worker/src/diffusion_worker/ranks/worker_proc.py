@@ -36,7 +36,7 @@ from diffusion_worker.messages import (
 )
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd
 from diffusion_worker.ranks.extension import extended_worker
-from diffusion_worker.runner.diffusion_worker import Rendezvous
+from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "sleep": {},
     "wake_up": {},
     "profile": {"is_start": bool, "prefix": str},
+    "re_init_pipeline": {"pipeline": str},
 }
 
 
@@ -65,15 +66,13 @@ class RankArguments(msgspec.Struct, frozen=True):
 
 
 class WorkerProc:
-    """One rank's process: owns the wire and the worker."""
+    """One rank's process: owns the wire and the worker. `extension` names methods of the worker that take any plain data."""
 
-    def __init__(self, arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> None:
-        self._rank = arguments.rank
+    def __init__(self, rank: int, wire: RankEnd, worker: DiffusionWorker, extension: frozenset[str] = frozenset()) -> None:
+        self.worker = worker
+        self._rank = rank
         self._wire = wire
-        worker_class, extension = extended_worker(arguments.config.worker_extension)
-        # An extension's own methods take any plain data.
         self._methods = {**dict.fromkeys(extension), **RPC_METHODS}
-        self.worker = worker_class(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)
 
     @staticmethod
     def worker_main(encoded: bytes, listener: socket.socket | None) -> None:
@@ -123,7 +122,8 @@ class WorkerProc:
         if not rpc.runs_on(self._rank):
             return None
         try:
-            result = getattr(self.worker, rpc.method)(**self._kwargs(rpc))
+            kwargs = self._kwargs(rpc)
+            result = getattr(self.worker, rpc.method)(**kwargs)
             # A result that nobody asked for is dropped here, not held until the next message.
             encoded = msgspec.msgpack.encode(result) if rpc.output_rank in (None, self._rank) else None
         except RequestError as error:
@@ -170,16 +170,21 @@ class WorkerProc:
             rows=output.rows,
             calls=output.calls,
             seconds=time.monotonic() - started,
+            denoise_seconds=output.denoise_seconds,
+            peak_bytes=output.peak_bytes,
+            split=output.split,
         )
         self._wire.send(done, [frame.data.cast("B") for frame in frames])
 
 
 def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> int:
     try:
-        proc = WorkerProc(arguments, wire, listener)
+        worker_class, extension = extended_worker(arguments.config.worker_extension)
+        worker = worker_class(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)
+        proc = WorkerProc(arguments.rank, wire, worker, extension)
         proc.load()
         proc.worker_busy_loop()
-        proc.worker.shutdown()
+        worker.shutdown()
         return 0
     except ConfigError as error:
         wire.send(Fatal(arguments.rank, str(error), config=True))

@@ -13,7 +13,8 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from diffusion_worker.config import WorkerConfig, usable_cores
+from diffusion_worker.config import LoadFormat, WorkerConfig, usable_cores
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
 from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
@@ -105,6 +106,28 @@ class DiffusionWorker:
     def wake_up(self) -> None:
         """Fill the weights again."""
         self.model_runner.weights.restore()
+
+    def re_init_pipeline(self, *, pipeline: str) -> ModelInfo:
+        """Serve the model folder with another pipeline class, a diffusers one by name or one of yours as MODULE:CLASS.
+
+        The old pipeline is freed before the new one is loaded, and requests and adapters go with it.
+
+        Raises:
+            RequestError: InvalidRequest, the class does not fit; the pipeline of the options is loaded again then.
+        """
+        custom = LoadFormat.CUSTOM_PIPELINE if ":" in pipeline else LoadFormat.DEFAULT
+        try:
+            return self._load_anew(msgspec.structs.replace(self._config, pipeline=pipeline, load_format=custom))
+        except ConfigError as error:
+            message = str(error)
+        self._load_anew(self._config)
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"re_init_pipeline: {message}")
+
+    def _load_anew(self, config: WorkerConfig) -> ModelInfo:
+        self.model_runner.drop_all()
+        self.model_runner = DiffusionModelRunner(config, self.device, self.parallel)
+        self.free_memory()
+        return self.model_runner.load_model(lambda done, total: None)
 
     def profile(self, *, is_start: bool, prefix: str = "") -> str | bool | None:
         """Start a trace (whether one began) or end it (the path of its file, None without one); nothing where profiling is off."""
