@@ -48,6 +48,8 @@ class Role(enum.Enum):
 ROLES: dict[tuple[str, str], Role] = {
     # The layers of the language model come before the rows.
     ("HiDreamImageTransformer2DModel", "encoder_hidden_states_llama3"): Role.COLUMN,
+    # The prompt is there once for each frame of a row.
+    ("UNetMotionModel", "encoder_hidden_states"): Role.ROW,
 }
 
 
@@ -194,7 +196,7 @@ def _structure(value: Any, *, sizes: bool) -> Hashable:
 def _key_part(path: str, value: Any, layout: _Layout, known: Contents) -> Hashable | None:
     role = layout.role(path, value)
     if role is Role.ROW:
-        return role, value.dtype, tuple(value.shape[1:]), path in SWITCHES and bool(value.any())
+        return role, value.dtype, value.shape[0] // layout.rows, tuple(value.shape[1:]), path in SWITCHES and bool(value.any())
     if role is Role.COLUMN:
         return role, value.dtype, value.shape[0], tuple(value.shape[2:])
     if role is Role.ITEM:
@@ -261,7 +263,10 @@ def slice_rows(call: ModelCall, start: int, stop: int) -> ModelCall:
 
 def _slice_value(path: str, value: Any, layout: _Layout, part: slice) -> Any:
     role = layout.role(path, value)
-    if role in (Role.ROW, Role.ITEM) or (role is Role.TIME and value.dim() > 0 and value.shape[0] == layout.rows):
+    if role is Role.ROW:
+        each = value.shape[0] // layout.rows
+        return value[part.start * each : part.stop * each]
+    if role is Role.ITEM or (role is Role.TIME and value.dim() > 0 and value.shape[0] == layout.rows):
         return value[part]
     if role is Role.COLUMN:
         return value[:, part]
