@@ -51,6 +51,8 @@ def cli() -> None:
     show_default=True,
     help="How long a first step waits for requests to share it with.",
 )
+@click.option("--exact", is_flag=True, help="Every request's model calls run alone: bit-equal to diffusers at one rank.")
+@click.option("--prompt-cache-size", type=click.IntRange(0, 65_536), default=32, show_default=True, help="Encoded prompts kept; 0: none.")
 @click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters loaded at once.")
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option("--host", default="0.0.0.0", show_default=True)
@@ -83,6 +85,8 @@ def serve(
     pipeline: str,
     load_format: str,
     max_batch_size: int,
+    exact: bool,
+    prompt_cache_size: int,
     max_loras: int,
     max_lora_rank: int,
     host: str,
@@ -112,6 +116,8 @@ def serve(
         pipeline=pipeline,
         load_format=LoadFormat(load_format),
         max_batch_size=max_batch_size,
+        exact=exact,
+        prompt_cache_size=prompt_cache_size,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         preload_loras=parse_loras(loras),

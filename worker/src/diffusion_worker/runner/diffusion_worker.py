@@ -100,8 +100,7 @@ class DiffusionWorker:
 
     def sleep(self) -> None:
         """Level 1: give the weights' memory back, keep their mirror. What is left is measured for the reply."""
-        self.model_runner.drop_all()
-        self.model_runner.weights.release()
+        self.model_runner.release()
 
     def wake_up(self) -> None:
         """Fill the weights again."""
