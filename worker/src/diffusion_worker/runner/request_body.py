@@ -90,7 +90,9 @@ def call_view(view: Any, arguments: Arguments) -> Any:
     given = {name: value for name, value in arguments.items() if name in takes or name not in ("generator", "output_type")}
     if isinstance(view, diffusers.ModularPipeline):
         return view(**given, output=first_output(view))
-    return view(**given, **({"return_dict": False} if "return_dict" in takes else {}))[0]
+    made = view(**given, **({"return_dict": False} if "return_dict" in takes else {}))
+    # Stable Video Diffusion returns its frames as they are.
+    return made if isinstance(made, np.ndarray | torch.Tensor) else made[0]
 
 
 def inputs_of(pipeline: Any) -> dict[str, Any]:
