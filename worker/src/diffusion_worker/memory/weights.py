@@ -9,7 +9,7 @@ tensors) is copied into memory of our own at load.
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -25,13 +25,26 @@ NO_SLEEP = "sleep: not supported with --shard, whose weights are in no memory of
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
 
 
+class _Whole(NamedTuple):
+    """The tensor that a placed one is a part of: its shape, and how to get that part from it."""
+
+    shape: torch.Size
+    cut: Callable[[torch.Tensor], torch.Tensor]
+
+
 class _Placed:
     """One tensor of a module: its place in a slab, and how to get its contents again."""
 
-    def __init__(self, view: torch.Tensor, read_file: Callable[[], torch.Tensor] | None) -> None:
+    def __init__(self, view: torch.Tensor, read_file: Callable[[], torch.Tensor] | None, whole: "_Whole") -> None:
         self.view = view
         self.read_file = read_file
         self.kept = None if read_file else view.to("cpu", copy=True)
+        self.whole = whole
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Other contents, given whole. What the file holds is no mirror of them, so they are kept in memory."""
+        self.view.copy_(self.whole.cut(values))
+        self.read_file, self.kept = None, self.view.to("cpu", copy=True)
 
     def fill(self) -> None:
         """Copy the mirror into the slab; conversion from the file's dtype is part of the copy."""
@@ -59,6 +72,7 @@ class ModelWeights:
         if not named:
             return 0
         offsets, size = _layout([part for _, _, part in named])
+        tensor_shapes = {name: tensor.shape for name, tensor, _ in named}
         slab = make_slab(size, self._device)
         self._slabs.append(slab)
         files = _checkpoint_readers(checkpoint)
@@ -66,8 +80,26 @@ class ModelWeights:
             view = _view_of(slab, offset, part)
             view.copy_(part)
             tensor.data = view
-            self._placed.append(_Placed(view, _matching_reader(_cut_reader(files.get(name), name, cut), view)))
+            whole = _Whole(tensor_shapes[name], functools.partial(cut, name))
+            self._placed.append(_Placed(view, _matching_reader(_cut_reader(files.get(name), name, cut), view), whole))
         return size
+
+    def whole_shape(self, tensor: torch.Tensor) -> torch.Size | None:
+        """The shape in which contents of a placed tensor are given to `replace`; None for one that is in no slab."""
+        placed = self._find(tensor)
+        return None if placed is None else placed.whole.shape
+
+    def replace(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a placed tensor other contents, in its slab and in its mirror."""
+        placed = self._find(tensor)
+        assert placed is not None, "whole_shape tells which tensors are in a slab"
+        placed.replace(values)
+
+    def _find(self, tensor: torch.Tensor) -> _Placed | None:
+        """By the memory that it is in: after a sleep the slabs of an accelerator are elsewhere."""
+        return next(
+            (placed for placed in self._placed if placed.view.data_ptr() == tensor.data_ptr() and placed.view.shape == tensor.shape), None
+        )
 
     def leave(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count weights that stay where they are, and with which there is no sleep; returns their bytes."""

@@ -1,27 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs requests of one loaded pipeline, all of them one step a tick, sharing model calls wherever they can."""
 
+import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from diffusion_worker.config import WorkerConfig
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.config import LoadFormat, WorkerConfig
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.kinds import ParallelKinds
 from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pipeline import checkpoint_folder, denoiser_of, describe, dtype_of, load_pipeline, make_body, modules_of
+from diffusion_worker.runner.pipeline import (
+    check_pipeline_class,
+    checkpoint_folder,
+    denoiser_of,
+    describe,
+    dtype_of,
+    load_pipeline,
+    make_body,
+    modules_of,
+)
 from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.request_body import Pixels
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
 from diffusion_worker.runner.stepper import StepOutput, Stepper
 from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.runner.weight_loading import replace_weights
 
 __all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput", "UnknownRequest"]
 
@@ -80,6 +92,53 @@ class DiffusionModelRunner:
         self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         self.clear_prompt_embed_cache()
         return info
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Replace tensors of the loaded model by name (`transformer.proj_out.weight`); they stay over sleep. Returns the names.
+
+        Raises:
+            RequestError: Busy while requests run, which would be made by both; InvalidRequest for unknown names and other
+                shapes. Nothing was changed then.
+        """
+        if self._states:
+            raise RequestError(ErrorCode.BUSY, f"weights cannot be replaced while {len(self._states)} requests run")
+        names = replace_weights(modules_of(self.pipeline), self.weights, weights)
+        self.clear_prompt_embed_cache()
+        forget_copies()
+        return names
+
+    def re_init_pipeline(self, pipeline_class: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
+        """Serve the model folder by another pipeline class, `module:Class`: the old one is freed before the new one is loaded.
+
+        Requests that run are dropped, and adapters have to be loaded again. Where the new one cannot be loaded, the old one is.
+
+        Raises:
+            RequestError: InvalidRequest with what is wrong with the new one.
+        """
+        before, freed = self._config, False
+        change = {"pipeline": pipeline_class, "load_format": LoadFormat.CUSTOM_PIPELINE}
+        try:
+            self._config = msgspec.structs.replace(before, **change)
+            check_pipeline_class(self._config)
+            freed = True
+            self._free_pipeline()
+            return self.load_model(report)
+        except ConfigError as error:
+            self._config = before
+            if freed:
+                self._free_pipeline()
+                self.load_model(report)
+            raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
+
+    def _free_pipeline(self) -> None:
+        self.drop_all()
+        self.clear_prompt_embed_cache()
+        forget_copies()
+        self.pipeline = self.loras = None
+        self._stepper.serve({}, None)
+        self.weights = ModelWeights(self._device)
+        gc.collect()
 
     def execute_stepwise(self, tick: Tick) -> StepOutput:
         """Advance every active request by one step.

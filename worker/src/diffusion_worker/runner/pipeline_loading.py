@@ -63,6 +63,11 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype) -> Any:
     return pipeline
 
 
+def check_pipeline_class(config: WorkerConfig) -> None:
+    """Whether there is such a pipeline class, before anything is given up for it; raises ConfigError."""
+    _pipeline_class(config, read_model_index(config.model))
+
+
 def _pipeline_class(config: WorkerConfig, index: dict[str, Any]) -> Any:
     if config.load_format is LoadFormat.CUSTOM_PIPELINE:
         found = _import_class(config.pipeline)

@@ -96,7 +96,8 @@ def _marking(scheduler: Any) -> Any:
     A bound method, so that a copy of the scheduler steps the copy: pipelines copy theirs for a second latent or for each
     frame (LTX 2's audio, SkyReels V2). Not a class of its own: Bria asks for the scheduler's type.
     """
-    scheduler.step = types.MethodType(_marking_step(type(scheduler)), scheduler)
+    plain: Any = type(scheduler)
+    scheduler.step = types.MethodType(_marking_step(plain), scheduler)
     return scheduler
 
 

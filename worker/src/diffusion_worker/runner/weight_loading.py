@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New weights for a model that is loaded: named tensors in place of its own, without loading anything else again."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.layers import LoRALinear
+from diffusion_worker.memory.weights import ModelWeights
+
+MOST_NAMES = 3
+
+
+def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeights, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Put tensors in the place of those of the same name, which is the component's, a dot, and the name in its state dict.
+
+    They are given whole, also where a rank holds a part. All of them are looked at before the first is written.
+
+    Returns:
+        The names that were replaced.
+
+    Raises:
+        RequestError: InvalidRequest, some names are unknown or some shapes differ; nothing was changed.
+    """
+    given = dict(named)
+    own = dict(_named_tensors(modules))
+    refused = [f"{name} (no such tensor)" for name in given if name not in own]
+    for name in given.keys() & own.keys():
+        expected = weights.whole_shape(own[name])
+        if expected is None:
+            refused.append(f"{name} (sharded, its weights cannot be replaced)")
+        elif expected != given[name].shape:
+            refused.append(f"{name} (expected {tuple(expected)}, found {tuple(given[name].shape)})")
+    if refused:
+        message = f"weights: {len(refused)} of {len(given)} tensors do not fit: {', '.join(sorted(refused)[:MOST_NAMES])}"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "weights"})
+    for name, values in given.items():
+        weights.replace(own[name], values)
+    return set(given)
+
+
+def _named_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by the names that a checkpoint has for them: tied ones by each, wrapped layers as if they were not."""
+    for component, module in modules.items():
+        wrapped = [f"{name}." for name, part in module.named_modules() if isinstance(part, LoRALinear)]
+        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+            layer = next((prefix for prefix in wrapped if name.startswith(prefix)), "")
+            yield f"{component}.{layer}{name.removeprefix(layer).removeprefix('base.' if layer else '')}", tensor
