@@ -6,6 +6,8 @@ from typing import Any
 from diffusers import (
     ControlNetModel,
     DDIMScheduler,
+    LatentConsistencyModelPipeline,
+    LCMScheduler,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
@@ -18,7 +20,7 @@ from families.family import Arguments, Family, build_seeded, mask, picture, seed
 TWO_IMAGES = {"num_images_per_prompt": 2}
 
 
-def tiny_unet(channels: int = 4) -> UNet2DConditionModel:
+def tiny_unet(channels: int = 4, **config: Any) -> UNet2DConditionModel:
     """A U-Net of two resolutions with cross-attention of width 32 in the lower one."""
     return UNet2DConditionModel(
         block_out_channels=(16, 32),
@@ -31,6 +33,7 @@ def tiny_unet(channels: int = 4) -> UNet2DConditionModel:
         cross_attention_dim=32,
         attention_head_dim=4,
         norm_num_groups=8,
+        **config,
     )
 
 
@@ -49,12 +52,11 @@ def tiny_controlnet() -> ControlNetModel:
 
 
 def _pipeline(kind: Any, **parts: Any) -> Any:
-    parts = {"unet": tiny_unet()} | parts
+    parts = {"unet": tiny_unet(), "scheduler": DDIMScheduler(clip_sample=False)} | parts
     return kind(
         vae=tiny_vae(),
         text_encoder=None,
         tokenizer=None,
-        scheduler=DDIMScheduler(clip_sample=False),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -85,8 +87,20 @@ def _inpaint(seed: int, steps: int, guidance: float) -> Arguments:
     return _text_to_image(seed, steps, guidance) | {"image": picture(seed), "mask_image": mask(seed)}
 
 
+def _few_steps(seed: int, steps: int, guidance: float) -> Arguments:
+    arguments = _text_to_image(seed, steps, guidance)
+    del arguments["negative_prompt_embeds"]
+    return arguments
+
+
 def _controlled(seed: int, steps: int, guidance: float) -> Arguments:
     return prompts(seed, steps, guidance) | {"image": picture(seed)}
+
+
+def _latent_consistency() -> Any:
+    # Guidance is an embedding of its own.
+    unet = tiny_unet(time_cond_proj_dim=32)
+    return _pipeline(LatentConsistencyModelPipeline, unet=unet, scheduler=LCMScheduler(clip_sample=False))
 
 
 FAMILIES = [
@@ -126,6 +140,14 @@ FAMILIES = [
         family="SD 1.5",
         build=build_seeded(lambda: _pipeline(StableDiffusionControlNetPipeline, controlnet=tiny_controlnet())),
         request=_controlled,
+        output_type="pt",
+        doubled=TWO_IMAGES,
+    ),
+    Family(
+        name="LatentConsistencyModelPipeline",
+        family="Latent consistency",
+        build=build_seeded(_latent_consistency),
+        request=_few_steps,
         output_type="pt",
         doubled=TWO_IMAGES,
     ),
