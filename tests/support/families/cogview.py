@@ -37,8 +37,6 @@ def _cogview3() -> Any:
         vae=tiny_vae(),
         transformer=CogView3PlusTransformer2DModel(**SIZES),
         scheduler=scheduler,
-            clip_sample=False, rescale_betas_zero_snr=True, prediction_type="v_prediction", timestep_spacing="trailing"
-        ),
     )
 
 
