@@ -17,14 +17,16 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pipeline import view_of
-from families import flux, flux2, ltx, qwen, stable_diffusion_3, wan
+from diffusion_worker.runner.pipeline import denoiser_of, view_of
+from families import flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan
 from families.family import Family, as_tensor, in_float64, randomise_zeros
 from peft_adapters import write_adapter
 from rank_processes import Rank
 from runner_rig import OneRank
 
-BY_NAME = {family.name: family for module in (flux, flux2, ltx, qwen, stable_diffusion_3, wan) for family in module.FAMILIES}
+MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan)
+# Latents: decoding has nothing to do with these kinds.
+BY_NAME = {family.name: replace(family, output_type="latent") for module in MODULES for family in module.FAMILIES}
 ADAPTER = 7
 
 
@@ -41,7 +43,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Run:
-    """What requests got, and what it took: tokens of a picture in one denoiser, weights of the denoiser on this rank in bytes."""
+    """What requests got, and what it took: tokens of a picture in the denoiser (0 in a U-Net) and its weights in bytes, on this rank."""
 
     results: list[torch.Tensor]
     tokens: int
@@ -76,17 +78,24 @@ def with_heads(family: Family, heads: int) -> Family:
     return replace(family, build=build)
 
 
-def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, dtype: torch.dtype = torch.float64, **config: Any) -> Run:
-    """Run requests together on a family's tiny pipeline."""
+def runner_of(family: Family, parallel: Any, dtype: torch.dtype, **config: Any) -> DiffusionModelRunner:
+    """A runner that serves a family's tiny pipeline."""
     runner = DiffusionModelRunner(WorkerConfig(model="(in memory)", served_name="tiny", **config), torch.device("cpu"), parallel)
     pipeline = family.build()
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.to(dtype)
     runner.adopt(pipeline, dtype, lambda done, total: None)
-    denoiser = pipeline.transformer
-    tokens: list[int] = []
-    denoiser.proj_out.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
+    return runner
+
+
+def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, dtype: torch.dtype = torch.float64, **config: Any) -> Run:
+    """Run requests together on a family's tiny pipeline."""
+    runner = runner_of(family, parallel, dtype, **config)
+    denoiser = denoiser_of(runner.pipeline)
+    tokens = [0]
+    if hasattr(denoiser, "proj_out"):
+        denoiser.proj_out.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
     if any(asked.adapted for asked in requests):
         _load_adapter(runner, family)
     return Run(_results(family, runner, requests), max(tokens), sum(map(_local_bytes, denoiser.parameters())))
@@ -97,7 +106,7 @@ def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUEST
     one = run(family, OneRank(), requests)
     with rank.group(**sizes) as parallel:
         many = run(family, parallel, requests, ranks=rank.world, **sizes)
-    return Difference(apart(many, one), many.tokens / one.tokens, many.weights_bytes / one.weights_bytes)
+    return Difference(apart(many, one), many.tokens / max(1, one.tokens), many.weights_bytes / one.weights_bytes)
 
 
 def apart(run: Run, expected: Run) -> float:
@@ -124,7 +133,7 @@ def _results(family: Family, runner: DiffusionModelRunner, requests: tuple[Asked
 
 def _body(family: Family, runner: DiffusionModelRunner, asked: Asked) -> Any:
     arguments = family.request(asked.seed, asked.steps, asked.guidance)
-    if next(runner.pipeline.transformer.parameters()).dtype is torch.float64:
+    if next(denoiser_of(runner.pipeline).parameters()).dtype is torch.float64:
         arguments = in_float64(arguments)
     arguments |= {"generator": torch.Generator().manual_seed(asked.seed), "output_type": family.output_type}
     return lambda: family.call(view_of(runner.pipeline), copy.copy(arguments))
@@ -134,7 +143,7 @@ def _load_adapter(runner: DiffusionModelRunner, family: Family) -> None:
     """An adapter of every linear layer of the denoiser's blocks, the same on every rank."""
     assert runner.loras is not None
     with tempfile.TemporaryDirectory() as folder:
-        write_adapter(folder, block_linears(family.build().transformer))
+        write_adapter(folder, block_linears(denoiser_of(family.build())))
         runner.loras.add_adapter(LoRARequest("adapter", ADAPTER, folder))
 
 

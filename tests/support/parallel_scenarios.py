@@ -1,34 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of the parallel tests run; one start of them for many families and kinds."""
 
+import functools
+import os
 from typing import Any
 
+import diffusers
 import torch
 
-from parallel_families import BY_NAME, WITH_ADAPTER, Difference, apart, difference, run, with_heads
+from diffusion_worker.messages import RequestSpec, Tick
+from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.faults import RankFault
+from diffusion_worker.runner.parallel import CallFailed, Parallel
+from diffusion_worker.runner.pipeline import view_of
+from diffusion_worker.runner.vae_tiles import VaeTiles
+from families.family import randomise_zeros
+from parallel_families import BY_NAME, WITH_ADAPTER, Difference, Run, apart, difference, run, runner_of, with_heads
 from rank_processes import Rank
+from runner_rig import OneRank
 
-SEQUENCE_FAMILIES = ["FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline"]
-TENSOR_FAMILIES = ["FluxPipeline", "Flux2Pipeline", "QwenImagePipeline"]
-
-
-def sequence(rank: Rank) -> dict[str, Difference]:
-    """Every family with tokens over two ranks; what is left of the ranks are rows."""
-    return {name: difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
+SEQUENCE_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline")
+TENSOR_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline")
+SHARDED_FAMILIES = (*SEQUENCE_FAMILIES, "StableDiffusionPipeline")
 
 
-def tensor(rank: Rank) -> dict[str, Difference]:
-    """Every family with layers over two ranks, without and with an adapter."""
-    plain = {name: difference(rank, BY_NAME[name], tensor=2) for name in TENSOR_FAMILIES}
-    return plain | {f"{name} adapted": difference(rank, BY_NAME[name], WITH_ADAPTER, tensor=2) for name in TENSOR_FAMILIES}
+def two(rank: Rank) -> dict[str, Any]:
+    """Every kind over two ranks, every family."""
+    found: dict[str, Any] = {f"{name} sequence": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
+    for name in TENSOR_FAMILIES:
+        found[f"{name} tensor"] = difference(rank, BY_NAME[name], WITH_ADAPTER, tensor=2)
+        found[f"{name} adapter"] = apart(run(BY_NAME[name], OneRank(), WITH_ADAPTER), run(BY_NAME[name], OneRank()))
+    for name in SHARDED_FAMILIES:
+        found[f"{name} shard"] = _sharded(rank, name)
+    return found | {"tiles": tiles(rank), "an odd text": odd_text(rank)}
 
 
 def four(rank: Rank) -> dict[str, Difference]:
-    """Kinds over all four ranks, and two kinds at once."""
-    found = {}
+    """Kinds beside rows, over all four ranks, and two kinds at once."""
+    found = {f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
     for name in TENSOR_FAMILIES:
-        wide = with_heads(BY_NAME[name], 4)
-        found[f"{name} tensor 4"] = difference(rank, wide, WITH_ADAPTER, tensor=4)
-        found[f"{name} sequence 4"] = difference(rank, wide, sequence=4) if name != "FluxPipeline" else found[f"{name} tensor 4"]
+        found[f"{name} tensor 2 x rows 2"] = difference(rank, BY_NAME[name], tensor=2)
+        found[f"{name} tensor 4"] = difference(rank, with_heads(BY_NAME[name], 4), WITH_ADAPTER, tensor=4)
+    found["QwenImagePipeline sequence 4"] = difference(rank, with_heads(BY_NAME["QwenImagePipeline"], 4), sequence=4)
     found["QwenImagePipeline sequence 2 x shard 2"] = difference(rank, BY_NAME["QwenImagePipeline"], sequence=2, shard=2)
+    found["FluxPipeline shard 2 x rows 2"] = difference(rank, BY_NAME["FluxPipeline"], WITH_ADAPTER, shard=2)
     return found
+
+
+def _sharded(rank: Rank, name: str) -> Difference:
+    """Sharded weights in float32, beside whole weights with the rows spread in the same way."""
+
+    def run_here(**sizes: int) -> Run:
+        with rank.group(**sizes) as parallel:
+            return run(BY_NAME[name], parallel, WITH_ADAPTER, torch.float32, ranks=rank.world, **sizes)
+
+    rows, sharded = run_here(), run_here(shard=2)
+    return Difference(apart(sharded, rows), sharded.tokens / max(1, rows.tokens), sharded.weights_bytes / rows.weights_bytes)
+
+
+def odd_text(rank: Rank) -> list[str]:
+    """A prompt whose length does not divide, beside one whose does: an error of its own, before anything is computed."""
+    family = BY_NAME["FluxPipeline"]
+    with rank.group(sequence=2) as parallel:
+        runner = runner_of(family, parallel, torch.float32, ranks=rank.world, sequence=2)
+        for name, tokens in (("odd", 7), ("even", 6)):
+            asked = family.request(1, 2, 3.0) | {"prompt_embeds": torch.randn(1, tokens, 16)}
+            runner.join(RequestSpec(request_id=name, prompt="", seed=1), functools.partial(family.call, view_of(runner.pipeline), asked))
+        outputs = [runner.execute_stepwise(Tick(number)) for number in range(3)]
+    errors = {name: f"{error.code}: {error.message}" for output in outputs for name, error in output.errors.items()}
+    return [errors["odd"], *(name for output in outputs for name in output.pictures)]
+
+
+# Tiles of a VAE
+
+
+def _vae(kind: str) -> Any:
+    torch.manual_seed(5)
+    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    if kind == "AutoencoderKLQwenImage":
+        vae: Any = diffusers.AutoencoderKLQwenImage(
+            base_dim=4,
+            z_dim=4,
+            dim_mult=[1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False],
+            latents_mean=[0.0] * 4,
+            latents_std=[1.0] * 4,
+        )
+        vae.spatial_compression_ratio = 2
+        vae.tile_sample_min_height = vae.tile_sample_min_width = 16
+        vae.tile_sample_stride_height = vae.tile_sample_stride_width = 12
+    else:
+        vae = getattr(diffusers, kind)(block_out_channels=(4, 4), latent_channels=4, norm_num_groups=2, sample_size=16, **levels)
+    randomise_zeros(vae)
+    return vae
+
+
+def tiles(rank: Rank) -> dict[str, Any]:
+    """Latents of many tiles and of one, of one frame and of two: bit for bit what one rank makes of them."""
+    found: dict[str, Any] = {}
+    with rank.group() as parallel:
+        for kind in ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"):
+            # 5 x 3 tiles, the last ones cut off; one tile; in one dimension.
+            for height, width in ((29, 17), (8, 8), (8, 31)):
+                frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
+                found[f"{kind} {height}x{width}"] = _decoded(parallel, kind, (2, 4, *frames, height, width))
+        found["two frames"] = _decoded(parallel, "AutoencoderKLQwenImage", (2, 4, 2, 17, 17))
+        found["a tile fails"] = _failing_tile(parallel)
+    return found
+
+
+@torch.inference_mode()
+def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Whether the picture is equal to that of one rank, and how many times the decoder ran here and there."""
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    one, many = _vae(kind), _vae(kind)
+    one.enable_tiling()
+    ran_one, ran_many = _count(one.decoder), _count(many.decoder)
+    parallel.decode_tiles("vae", VaeTiles(many, parallel).decode)
+    expected = one.decode(z).sample
+    output = parallel.run(ModelCall("vae", "decode", {"z": z}), lambda call, rows: many.decode(**call.arguments)).sample
+    close = bool((output - expected).abs().max() < 1e-5)
+    return {"equal": torch.equal(output, expected), "close": close, "ran": len(ran_many), "alone": len(ran_one)}
+
+
+def _count(module: torch.nn.Module) -> list[None]:
+    ran: list[None] = []
+    module.register_forward_pre_hook(lambda module, inputs: ran.append(None))
+    return ran
+
+
+@torch.inference_mode()
+def _failing_tile(parallel: Parallel) -> list[str]:
+    """The last rank runs out of memory in a tile; the next picture works."""
+    vae = _vae("AutoencoderKL")
+    if parallel.rank == parallel.world - 1:
+        failures = iter([True])
+
+        def fail_once(module: torch.nn.Module, inputs: Any) -> None:
+            if next(failures, False):
+                raise RuntimeError("out of memory")
+
+        vae.decoder.register_forward_pre_hook(fail_once)
+    parallel.decode_tiles("vae", VaeTiles(vae, parallel).decode)
+    call = ModelCall("vae", "decode", {"z": torch.randn(1, 4, 17, 17)})
+    said = []
+    for _ in range(2):
+        try:
+            said.append(str(tuple(parallel.run(call, lambda call, rows: vae.decode(**call.arguments)).sample.shape)))
+        except CallFailed as error:
+            said.append(str(error))
+    return said
+
+
+# Failures
+
+
+def left_in_a_collective(rank: Rank) -> None:
+    """One rank fails in a block of a model whose tokens are split, while the other waits for it in an attention."""
+    with rank.group(sequence=2) as parallel:
+        family = BY_NAME["FluxPipeline"]
+        if rank.rank == 1:
+            torch.nn.functional.scaled_dot_product_attention = _raise_out_of_memory
+        try:
+            run(family, parallel, ranks=2, sequence=2)
+        except RankFault as fault:
+            os._exit(70 if "transformer" in str(fault) else 71)
+
+
+def _raise_out_of_memory(*arguments: Any, **options: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("no memory left for a fake attention")

@@ -8,7 +8,6 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -66,16 +65,7 @@ class ParallelKinds:
         Raises:
             ConfigError: what the pipeline makes by default cannot.
         """
-        size = self._config.sequence
-        if size == 1:
-            return info
-        pixels = self._token_pixels()
-        if info.default_height and info.default_width:
-            tokens = (info.default_height // pixels) * (info.default_width // pixels)
-            if tokens % size:
-                made = f"{info.default_width}x{info.default_height} by default, in {tokens} tokens"
-                raise ConfigError(f"--sequence {size}: {info.pipeline} makes {made}, which is no multiple of {size}")
-        return msgspec.structs.replace(info, token_pixels=pixels, tokens_multiple=size)
+        return info if self._config.sequence == 1 else sequence.describe(info, self._token_pixels(), self._config.sequence)
 
     def _place_parts(self, name: str, module: nn.Module, weights: ModelWeights, checkpoint: Path) -> None:
         assert self._parallel.mesh is not None

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.joint_attention import SplitJointAttention
 
@@ -118,6 +119,16 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
         raise ConfigError(f"--sequence {size}: {kind} ({name}) has {heads} attention heads, which is no multiple of {size}")
 
 
+def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
+    """The model with the sizes it can make; raises ConfigError if the one it makes by default is none of them."""
+    if info.default_height and info.default_width:
+        tokens = (info.default_height // token_pixels) * (info.default_width // token_pixels)
+        if tokens % size:
+            made = f"{info.default_width}x{info.default_height} by default, in {tokens} tokens"
+            raise ConfigError(f"--sequence {size}: {info.pipeline} makes {made}, which is no multiple of {size}")
+    return msgspec.structs.replace(info, token_pixels=token_pixels, tokens_multiple=size)
+
+
 class Ulysses:
     """The kind for all models of one rank group: `mesh` has the dimensions `ring` (of size 1) and `ulysses`."""
 
@@ -166,5 +177,5 @@ class Ulysses:
 
     def _check_length(self, what: str, length: int) -> None:
         if length % self.size:
-            message = f"size: expected a number of {what} that is a multiple of --sequence {self.size}, found {length}"
+            message = f"expected a number of {what} that is a multiple of --sequence {self.size}, found {length}"
             raise RequestError(ErrorCode.INVALID_REQUEST, message)
