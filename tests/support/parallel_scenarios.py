@@ -15,7 +15,7 @@ from diffusion_worker.runner.parallel import CallFailed, Parallel
 from diffusion_worker.runner.pipeline import view_of
 from diffusion_worker.runner.vae_tiles import VaeTiles
 from families.family import randomise_zeros
-from parallel_families import BY_NAME, WITH_ADAPTER, Difference, Run, apart, difference, run, runner_of, with_heads
+from parallel_families import BY_NAME, REQUESTS, WITH_ADAPTER, Difference, Run, apart, difference, run, runner_of, with_heads
 from rank_processes import Rank
 from runner_rig import OneRank
 
@@ -29,7 +29,7 @@ def two(rank: Rank) -> dict[str, Any]:
     found: dict[str, Any] = {f"{name} sequence": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
     for name in TENSOR_FAMILIES:
         found[f"{name} tensor"] = difference(rank, BY_NAME[name], WITH_ADAPTER, tensor=2)
-        found[f"{name} adapter"] = apart(run(BY_NAME[name], OneRank(), WITH_ADAPTER), run(BY_NAME[name], OneRank()))
+        found[f"{name} adapter"] = apart(run(BY_NAME[name], OneRank(), WITH_ADAPTER[:1]), run(BY_NAME[name], OneRank(), REQUESTS[:1]))
     for name in SHARDED_FAMILIES:
         found[f"{name} shard"] = _sharded(rank, name)
     return found | {"tiles": tiles(rank), "an odd text": odd_text(rank)}

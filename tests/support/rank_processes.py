@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real rank processes in gloo groups, each running a scenario of `Parallel`; what they saw comes back.
 
-A start costs ten seconds of importing torch, so a scenario may make one group after another.
+A start costs ten seconds of importing torch: a fork server does that once for all, and a scenario may make one group after
+another.
 """
 
 import contextlib
@@ -9,9 +10,12 @@ import functools
 import importlib
 import itertools
 import multiprocessing
+import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -48,7 +52,7 @@ def run(scenario: str, *, world: int = 2, exit_codes: tuple[int, ...] | None = N
 
     `exit_codes` are those expected of the processes, 0 unless given; a process that ends with another returns nothing.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _fork_server()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     results: Any = context.SimpleQueue()
@@ -59,6 +63,22 @@ def run(scenario: str, *, world: int = 2, exit_codes: tuple[int, ...] | None = N
         process.join(DEADLINE_S)
         assert process.exitcode == code, f"{process.name} ended with {process.exitcode}"
     return [found for _, found in sorted((results.get() for process in ranks if process.exitcode == 0), key=lambda item: item[0])]
+
+
+def _fork_server() -> Any:
+    """Imports what scenarios need before the first process is forked; no tensor is touched there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["diffusers", "parallel_scenarios"])
+    # Before 3.13 the fork server does not take over its parent's path, and leaves out in silence what it does not find.
+    path, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+    return context
 
 
 def _rank(rank: int, world: int, port: int, scenario: str, results: Any) -> None:
