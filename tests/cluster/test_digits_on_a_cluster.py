@@ -2,14 +2,15 @@
 """The main path on a real API server and kubelet, with our images, our chart and the real model: what the demo shows, and faults."""
 
 import io
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from PIL import Image
 
 import digit_judge
 from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
-from tools.demo.errors import DemoFailed
 from tools.demo.kubectl import Wanted
 from tools.demo.pictures import Picture
 from tools.demo.weights_memory import check_given_back, read_weights_memory
@@ -104,15 +105,17 @@ def test_a_deleted_adapter_is_unknown_and_one_applied_again_is_served_again(rig_
     assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
 
 
-def test_a_killed_rank_ends_the_container_with_the_reason_and_everything_comes_back(rig_with_digits: ClusterRig) -> None:
+def test_a_killed_rank_is_replaced_inside_the_pod_with_its_adapter(rig_with_digits: ClusterRig) -> None:
     rig = rig_with_digits
     before = rig.picture(NAME, STYLE)
-    state = rig.state(NAME)
+    state, restarts = rig.state(NAME), _replica(rig)["restarts"]
     rig.kill_in_pod(rig.pod(NAME), state["ranks"][1]["pid"])
-    rig.eventually("another boot", lambda: _boot_of(rig) not in (None, state["bootId"]), deadline_s=START_S)
-    after = rig.wait(DD, SERVING)
-    assert after["status"]["groups"][0]["lastFailure"]["exitCode"] == 70
-    assert "SIGKILL" in after["status"]["groups"][0]["lastFailure"]["message"]
+    rig.eventually("another generation", lambda: rig.state(NAME)["generation"] > state["generation"], deadline_s=START_S)
+    rig.eventually("the loss is told", lambda: "SIGKILL" in (_replica(rig).get("lastRankLoss") or ""), deadline_s=60)
+    rig.wait(DD, SERVING)
+    assert rig.condition(DD, "Degraded")["status"] == "False"
+    assert (rig.state(NAME)["bootId"], _replica(rig)["restarts"]) == (state["bootId"], restarts)
+    assert "RankLost" in rig.kubectl.text("get", "events.events.k8s.io", "-o", "jsonpath={.items[*].reason}")
     rig.wait(LORA, ADAPTER_READY, deadline_s=60)
     assert rig.picture(NAME, STYLE).png == before.png
 
@@ -146,9 +149,6 @@ def test_nothing_of_ours_carries_a_finalizer_or_an_annotation_of_kopf(rig_with_d
         assert "finalizers" not in text
 
 
-def _boot_of(rig: ClusterRig) -> str | None:
-    """The worker's boot id, None while the container is not up."""
-    try:
-        return str(rig.state(NAME)["bootId"])
-    except DemoFailed:
-        return None
+def _replica(rig: ClusterRig) -> dict[str, Any]:
+    """The record of the only replica."""
+    return dict(json.loads(rig.kubectl.text("get", DD, "-o", "json"))["status"]["groups"][0])

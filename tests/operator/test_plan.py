@@ -36,6 +36,7 @@ def op(kind: str, identity: str, *, failed: bool = False) -> Operation:
     return Operation(operation_id=identity, kind=kind, error=error)
 
 
+RESTARTING = says(WorkerPhase.RESTARTING, generation=2, failure=WireError(code="RankFailed", message="rank 1 was ended by SIGKILL"))
 FAILED_SLEEP = op("sleep", "sleep-3-1", failed=True)
 READY, STARTING, DRAINING = says(WorkerPhase.READY), says(WorkerPhase.STARTING), says(WorkerPhase.DRAINING)
 ASLEEP, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.WAKING)
@@ -78,6 +79,7 @@ GROUP_STATES = [
     ("goes to sleep", {}, Poll(state=says(WorkerPhase.SLEEPING)), GroupState.SLEEPING, None),
     ("asleep", {}, Poll(state=ASLEEP), GroupState.ASLEEP, None),
     ("wakes", {}, Poll(state=WAKING), GroupState.WAKING, None),
+    ("starts its ranks again", {}, Poll(state=RESTARTING), GroupState.STARTING, Problem.RANK_LOST),
     ("terminates", {}, Poll(state=says(WorkerPhase.TERMINATING)), GroupState.TERMINATING, None),
     ("is deleted", {"terminating": True}, Poll(state=READY), GroupState.TERMINATING, None),
     ("evicted", {"finished": True, "finished_message": "Evicted"}, Poll(), GroupState.FAILED, Problem.POD_FAILED),

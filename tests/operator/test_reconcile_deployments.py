@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD, SECRET, SERVICE
-from diffusion_operator.api.worker_state import LoadReport, WireError, WorkerPhase
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, EVENT, POD, SECRET, SERVICE
+from diffusion_operator.api.worker_state import LoadReport, LossReport, WireError, WorkerPhase
 from diffusion_operator.errors import ClusterUnavailable
 from operator_rig import Rig, deployment
 
@@ -16,6 +16,10 @@ async def serving(replicas: int = 1, **spec: Any) -> Rig:
     rig.start_all()
     await rig.run()
     return rig
+
+
+async def events(rig: Rig, reason: str) -> list[Any]:
+    return [event for event in await rig.cluster.list(EVENT, "default") if event["reason"] == reason]
 
 
 async def test_a_new_deployment_gets_its_children_and_serves() -> None:
@@ -389,6 +393,36 @@ async def test_a_lost_rank_group_is_told_with_its_reason() -> None:
     await rig.run(15)
     assert rig.condition("Degraded") == ("True", "RankLost")
     assert "rank 1 was ended by SIGKILL" in rig.message("Ready")
+
+
+async def test_a_replica_that_starts_its_ranks_again_is_told_as_degraded_and_left_to_itself() -> None:
+    rig = await serving(1)
+    worker = rig.workers.at("10.0.0.1")
+    words = "rank 1 (pid 7) was ended by SIGKILL"
+    worker.phase, worker.failure = WorkerPhase.RESTARTING, WireError(code="RankFailed", message=words, retryable=True)
+    worker.generation, worker.last_loss = 2, LossReport(fault="Died", message=words)
+    await rig.run(15)
+    assert (rig.condition("Degraded"), rig.condition("Ready")) == (("True", "RankLost"), ("False", "RankLost"))
+    assert rig.condition("Progressing") == ("True", "LoadingModel")
+    assert words in rig.message("Degraded")
+    # Its server keeps the requests it has and takes new ones.
+    assert rig.routable() == ["d-0-0"]
+    worker.phase, worker.failure = WorkerPhase.READY, None
+    await rig.run(15)
+    assert (rig.condition("Degraded"), rig.condition("Ready")) == (("False", "AsExpected"), ("True", "Serving"))
+    assert rig.cluster.names(POD) == ["d-0-0"]
+    [event] = await events(rig, "RankLost")
+    assert (event["type"], words in event["note"]) == ("Warning", True)
+
+
+async def test_a_rank_lost_between_two_looks_is_an_event_all_the_same() -> None:
+    rig = await serving(1)
+    worker = rig.workers.at("10.0.0.1")
+    worker.generation, worker.last_loss = 3, LossReport(fault="Stalled", message="rank 0 (pid 9) was stopped by a signal")
+    rig.restart_operator()
+    await rig.run(60)
+    [event] = await events(rig, "RankLost")
+    assert "Stalled: rank 0 (pid 9) was stopped by a signal" in event["note"]
 
 
 async def test_the_operator_restarts_without_a_trace() -> None:

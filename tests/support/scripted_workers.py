@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from diffusion_operator.api.worker_state import (
     AdapterRecord,
     LoadReport,
+    LossReport,
     ModelReport,
     Operation,
     SourceReport,
@@ -36,6 +37,8 @@ class ScriptedWorker:
     last_operation: Operation | None = None
     load: LoadReport = field(default_factory=LoadReport)
     failure: WireError | None = None
+    generation: int = 1
+    last_loss: LossReport | None = None
     calls: list[str] = field(default_factory=list)
 
     def state(self) -> WorkerState:
@@ -49,6 +52,8 @@ class ScriptedWorker:
             model=ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5),
             adapters=tuple(self.adapters.values()),
             failure=self.failure,
+            generation=self.generation,
+            last_loss=self.last_loss,
         )
 
     def begin(self, kind: str, operation_id: str) -> None:

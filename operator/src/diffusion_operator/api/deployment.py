@@ -164,6 +164,8 @@ class GroupStatus(_Status, frozen=True):
     restarts: int | None = None
     load: LoadStatus | None = None
     last_failure: FailureStatus | None = None
+    generation: int | None = None
+    last_rank_loss: str | None = None
 
 
 class ModelStatus(_Status, frozen=True):

@@ -75,8 +75,16 @@ class AdapterRecord(_Wire, frozen=True):
     error: WireError | None = None
 
 
+class LossReport(_Wire, frozen=True):
+    """How a rank group was lost."""
+
+    fault: str
+    message: str = ""
+    generation: int = 1
+
+
 class WorkerState(_Wire, frozen=True):
-    """GET /v1/state."""
+    """GET /v1/state. `generation` counts the lives of the rank group in this one of the server process."""
 
     boot_id: str
     state: WorkerPhase
@@ -90,3 +98,4 @@ class WorkerState(_Wire, frozen=True):
     ranks: tuple[RankReport, ...] = ()
     adapters: tuple[AdapterRecord, ...] = ()
     failure: WireError | None = None
+    last_loss: LossReport | None = None

@@ -79,6 +79,9 @@ def ready(now: Situation) -> Verdict:
 
 
 def _not_serving(now: Situation) -> Verdict:
+    lost = next((group for group in now.groups if group.problem is Problem.RANK_LOST), None)
+    if lost is not None:
+        return verdict("Ready", False, "RankLost", _about(lost))
     unreachable = next((group for group in now.groups if group.problem is Problem.UNREACHABLE), None)
     if unreachable is not None:
         # The data path may be fine: the kubelet's probe answers for the data port only.
@@ -101,7 +104,8 @@ def available(now: Situation) -> Verdict:
 
 def progressing(now: Situation) -> Verdict:
     missing = now.wanted - len(now.groups)
-    stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind), None)
+    # A group that starts its ranks again gets on by itself.
+    stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind and not group.restarting), None)
     if stuck is not None and stuck.problem is not None:
         return verdict("Progressing", False, stuck.problem.value, _about(stuck))
     if now.outdated:

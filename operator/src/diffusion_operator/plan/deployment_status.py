@@ -68,7 +68,15 @@ def group_status(group: Group) -> GroupStatus:
         restarts=group.pod.container.restarts,
         load=_load(group),
         last_failure=failure_of(group),
+        generation=group.document.generation if group.document else None,
+        last_rank_loss=_last_rank_loss(group),
     )
+
+
+def _last_rank_loss(group: Group) -> str | None:
+    """As the server process tells it; a new one knows of none."""
+    loss = group.document.last_loss if group.document else None
+    return f"{loss.fault}: {loss.message}"[:1024] if loss else None
 
 
 def _load(group: Group) -> LoadStatus | None:

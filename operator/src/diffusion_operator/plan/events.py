@@ -41,6 +41,9 @@ def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation:
     if failure is not None and (before is None or before.last_failure != failure):
         message = f"replica {after.index} ended with exit code {failure.exit_code}: {failure.message}"
         events.append(_warning("GroupRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
+    if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
+        message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"
+        events.append(_warning("RankLost", message, key=f"{boot}-{after.generation}"))
     if was is after.state or was is None:
         return events
     if was in (GroupState.WAKING, GroupState.ASLEEP) and after.state in (GroupState.VERIFYING, GroupState.AWAKE):

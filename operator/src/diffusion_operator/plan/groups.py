@@ -74,8 +74,13 @@ class Group(msgspec.Struct, frozen=True):
         return self.poll.state.boot_id if self.poll.state else None
 
     @property
+    def restarting(self) -> bool:
+        """Its server lives, keeps the requests it has, and starts its ranks again."""
+        return self.state is GroupState.STARTING and self.document is not None and self.document.state is WorkerPhase.RESTARTING
+
+    @property
     def live(self) -> bool:
-        return self.state in LIVE_STATES
+        return self.state in LIVE_STATES or self.restarting
 
     @property
     def settled(self) -> bool:
