@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from diffusion_worker.config import LoadFormat
+from diffusion_worker.config import LoadFormat, RequestLimits
+from diffusion_worker.engine.admission import GenerationParams, check
 from diffusion_worker.errors import ConfigError, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import describe, load_pipeline, make_body
@@ -235,3 +237,11 @@ def test_the_defaults_of_a_request_that_says_nothing_are_told() -> None:
 def test_a_pipeline_that_cannot_be_served_is_refused_at_load(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         describe(without_loading(name), torch.float32, 0)
+
+
+def test_a_model_that_makes_videos_is_refused_by_the_images_api_before_anything_runs() -> None:
+    video = describe(BUILDERS["WanPipeline"](), torch.float32, 0)
+    with pytest.raises(RequestError, match=r"model: expected one that makes pictures, found WanPipeline, which makes a video") as refused:
+        check(GenerationParams(prompt="a wave"), RequestLimits(), video)
+    assert refused.value.code == "InvalidRequest"
+    check(GenerationParams(prompt="a wave"), RequestLimits(), msgspec.structs.replace(video, kind="image"))

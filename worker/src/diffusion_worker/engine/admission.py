@@ -30,6 +30,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
 def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
     """Raises RequestError (InvalidRequest) that names the field, what was expected and what was found."""
+    if model.kind != "image":
+        _refuse("model", "one that makes pictures", f"{model.pipeline}, which makes a {model.kind}")
     if not params.prompt.strip():
         _refuse("prompt", "a text", "an empty one")
     if len(params.prompt) > limits.max_prompt_chars:

@@ -97,8 +97,9 @@ def _import_class(path: str) -> Any:
 
 
 def _load_classic(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype) -> Any:
-    # Optional components are [null, null] in the index; the classes want them passed.
-    given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
+    # Optional components are [null, null] in the index; the classes that know them want them passed.
+    known = inspect.signature(pipeline_class.__init__).parameters
+    given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None] and name in known}
     if config.load_format is LoadFormat.DUMMY:
         given |= build_dummy_modules(Path(config.model), _classes_of(index), dtype)
     return pipeline_class.from_pretrained(config.model, dtype=dtype, use_safetensors=True, local_files_only=True, **given)
@@ -144,7 +145,7 @@ def _check_components(config: WorkerConfig, pipeline: Any) -> None:
         return
     expected = type(pipeline)._get_signature_types()
     for name, module in modules_of(pipeline).items():
-        classes = tuple(kind for kind in expected.get(name, ()) if inspect.isclass(kind))
+        classes = tuple(kind for kind in expected.get(name, ()) if inspect.isclass(kind) and kind is not inspect.Parameter.empty)
         if classes and not isinstance(module, classes):
             wanted = " or ".join(kind.__name__ for kind in classes)
             found = type(module).__name__

@@ -173,9 +173,17 @@ def _not_taken(argument: str, pipeline: Any) -> RequestError:
 
 
 def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
-    """What a custom pipeline says of a request; None where it says nothing."""
-    answer = getattr(pipeline, method, None)
-    return answer(arguments) if callable(answer) else None
+    """What a custom pipeline says of a request; None where it says nothing. What it raises is the request's error."""
+    answer = getattr(type(pipeline), method, None)
+    if answer is None:
+        return None
+    try:
+        return answer(pipeline, arguments)
+    except ValueError as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
+    except Exception as error:
+        message = f"{type(pipeline).__name__}.{method}: {type(error).__name__}: {error}"
+        raise RequestError(ErrorCode.ENGINE_FAILED, message) from error
 
 
 def _unhook(pipeline: Any, view: Any) -> None:

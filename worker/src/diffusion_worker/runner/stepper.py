@@ -134,7 +134,8 @@ class Stepper:
     def _call(self, batch: InputBatch) -> list[Any]:
         """Each request's part of what the module returned."""
         call = batch.merged()
-        if any(item.state.exact for item in batch.items):
+        # Who has the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
+        if any(item.state.exact or item.state.whole for item in batch.items):
             call = msgspec.structs.replace(call, whole=True)
         self._output.calls += 1
         if call.denoises:
