@@ -55,7 +55,6 @@ LENGTHS = [
     ("CogVideoXPipeline", "num_frames", 17),
     ("SanaVideoPipeline", "frames", 9),
     ("LattePipeline", "video_length", 1),
-    ("StableVideoDiffusionPipeline", "num_frames", 3),
     ("HunyuanVideoPipeline", "num_frames", 9),
 ]
 
@@ -152,6 +151,12 @@ def test_a_pipeline_with_a_scheduler_for_each_frame_takes_one_tick_a_step() -> N
 def test_frame_rates_given_as_a_list_keep_calls_apart() -> None:
     rig = rig_of("SkyReelsV2DiffusionForcingPipeline")
     assert set(together_equals_alone(rig, FIRST, changed(SECOND, fps=16))) == {1}
+
+
+def test_each_of_the_guided_calls_of_a_step_is_shared_with_its_like() -> None:
+    # LTX 2 makes three: with and without prompt in one, one without a block, one that keeps video and sound apart.
+    rows = together_equals_alone(rig_of("LTX2Pipeline (guided three ways)"), *TRIO, joining=JOINING)
+    assert rows == [count for requests in ONE_CALL_A_STEP for count in (2 * requests, requests, requests)]
 
 
 def test_a_step_goes_to_the_expert_of_its_noise_and_no_call_mixes_the_two() -> None:

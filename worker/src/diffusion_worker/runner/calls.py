@@ -25,7 +25,7 @@ LEADING = ("hidden_states", "sample", "x", "z", "latents", "input_ids", "inputs_
 # In the names of arguments that have no row for each row of a call: positions of tokens and frames, one mask for the whole
 # picture (Cosmos, Anima), a strength for each control block (Wan VACE).
 TABLES = ("rotary", "rope", "indices_", "padding_mask", "control_hidden_states_scale", "img_mask")
-# Tables that are read row by row where they have rows: tokens and positions of OmniGen and Ideogram 4.
+# Tables that are read row by row where they have rows: tokens of OmniGen, positions of Ideogram 4.
 ROW_TABLES = frozenset({"input_ids", "position_ids", "segment_ids"})
 # Rows that switch a model over for the whole call when all of them are zero: HunyuanVideo 1.5 then makes a video without a picture.
 SWITCHES = frozenset({"image_embeds"})
@@ -46,6 +46,8 @@ class Role(enum.Enum):
 
 # Arguments that the rules take for something else, by model class.
 ROLES: dict[tuple[str, str], Role] = {
+    # Read from row 0 only, unlike those of Ideogram 4.
+    ("OmniGenTransformer2DModel", "position_ids"): Role.EQUAL,
     # The layers of the language model come before the rows.
     ("HiDreamImageTransformer2DModel", "encoder_hidden_states_llama3"): Role.COLUMN,
     # The prompt is there once for each frame of a row.
@@ -196,7 +198,7 @@ def _structure(value: Any, *, sizes: bool) -> Hashable:
 def _key_part(path: str, value: Any, layout: _Layout, known: Contents) -> Hashable | None:
     role = layout.role(path, value)
     if role is Role.ROW:
-        return role, value.dtype, value.shape[0] // layout.rows, tuple(value.shape[1:]), path in SWITCHES and bool(value.any())
+        return role, value.dtype, value.shape[0] // layout.rows, tuple(value.shape[1:]), path in SWITCHES and known.has_any(path, value)
     if role is Role.COLUMN:
         return role, value.dtype, value.shape[0], tuple(value.shape[2:])
     if role is Role.ITEM:

@@ -2,7 +2,7 @@
 """Values compared by content, remembered from call to call: tables of positions are made once for a request and passed at every step."""
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,19 @@ class Contents:
 
     def of(self, path: str, value: Any) -> Hashable | None:
         """A value by content; None for an object that cannot be compared."""
-        if not isinstance(value, torch.Tensor):
-            return content(value)
-        known = self._known.get(path)
+        return self._remembered(path, value, content) if isinstance(value, torch.Tensor) else content(value)
+
+    def has_any(self, path: str, value: torch.Tensor) -> bool:
+        """Whether a tensor is not zero throughout."""
+        return bool(self._remembered(f"any of {path}", value, lambda tensor: bool(tensor.any())))
+
+    def _remembered(self, key: str, value: torch.Tensor, find: Callable[[torch.Tensor], Hashable]) -> Hashable:
+        known = self._known.get(key)
         if known is not None and known[0] is value and known[1] == _version(value) and (known[2] is None or torch.equal(known[2], value)):
             return known[3]
-        found = content(value)
+        found = find(value)
         copy = value.clone() if value.device.type == "cpu" and value.is_inference() else None
-        self._known[path] = (value, _version(value), copy, found)
+        self._known[key] = (value, _version(value), copy, found)
         return found
 
 
