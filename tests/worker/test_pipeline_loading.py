@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import ModularPipeline
 
 from diffusion_worker import cli
 from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.runner.pipeline import load_pipeline, modules_of
+from diffusion_worker.runner.pipeline import describe, load_pipeline, modules_of
+from families.all import FAMILIES
 from runner_rig import RunnerRig, picture_of_diffusers, request
 from worker_process import DIGITS_MODEL
 
@@ -186,3 +188,34 @@ def test_a_dtype_keeps_in_float32_what_the_class_keeps_there(without_weights: Pa
     dtypes = {name: parameter.dtype for name, parameter in pipeline.transformer.named_parameters()}
     assert {dtype for name, dtype in dtypes.items() if name.startswith("norm_out")} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if not name.startswith("norm_out")} == {torch.bfloat16}
+
+
+BUILDERS = {family.name: family.build for family in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "StableDiffusionPipeline",
+        "FluxPipeline",
+        "QwenImagePipeline",
+        "WanPipeline (two experts)",
+        "AnimaModularPipeline",
+        "Flux3ModularPipeline",
+    ],
+)
+def test_a_saved_pipeline_of_any_family_is_loaded_and_built_again_from_its_configs(name: str, tmp_path: Path) -> None:
+    built = BUILDERS[name]()
+    modular = isinstance(built, ModularPipeline)
+    built.save_pretrained(str(tmp_path), **({"overwrite_modular_index": True} if modular else {}))
+    loaded, dummy = (
+        load_pipeline(config_of(model=str(tmp_path), load_format=kind), torch.float32) for kind in (LoadFormat.DEFAULT, LoadFormat.DUMMY)
+    )
+    assert type(loaded) is type(dummy) is type(built)
+    for component, module in modules_of(built).items():
+        own, made = modules_of(loaded)[component].state_dict(), modules_of(dummy)[component].state_dict()
+        assert {key: tensor.shape for key, tensor in made.items()} == {key: tensor.shape for key, tensor in own.items()}
+        assert all(torch.equal(own[key], tensor) for key, tensor in module.state_dict().items())
+        assert not all(torch.equal(made[key], tensor) for key, tensor in own.items())
+    assert type(loaded.scheduler) is type(built.scheduler)
+    assert describe(loaded, torch.float32, 0) == describe(dummy, torch.float32, 0)
