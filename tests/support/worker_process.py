@@ -275,6 +275,21 @@ def process_exists(pid: int) -> bool:
         return False
 
 
+def descendants(pid: int) -> list[int]:
+    """The processes below one, as /proc shows them now."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except FileNotFoundError:
+            continue
+    found: list[int] = []
+    level = {pid}
+    while level := {child for child, parent in parents.items() if parent in level}:
+        found += sorted(level)
+    return found
+
+
 def resident_bytes(pid: int, mappings: list[str]) -> int:
     """Rss in a process's smaps of the mappings that overlap these address ranges (`start-end` in hex)."""
     return weights_memory.resident_bytes(Path(f"/proc/{pid}/smaps").read_text(), [weights_memory.parse_range(text) for text in mappings])

@@ -2,6 +2,7 @@
 """What a rank does with the messages of the broadcast, and the server with those of its ranks, in one process."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 from collections.abc import Iterator
@@ -203,7 +204,7 @@ def test_results_of_yes_and_no_are_true_only_where_all_ranks_say_so() -> None:
         (RuntimeError("CUDA error: device-side assert triggered"), Fault.DEVICE),
         (type("AcceleratorError", (RuntimeError,), {})("unknown"), Fault.DEVICE),
         (
-            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
+            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
             Fault.COLLECTIVE,
         ),
         (type("DistBackendError", (RuntimeError,), {})("NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled"), Fault.COLLECTIVE),
@@ -233,10 +234,8 @@ def test_an_error_is_known_by_what_it_was_raised_from() -> None:
 @given(frame=st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_are_a_message_or_a_decode_error(decode: Any, frame: bytes) -> None:
-    try:
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
 
 
 TICK = encode(Tick(3, [RequestSpec(request_id="a", prompt="p", seed=1)], ["b"], ["a"]))
@@ -247,10 +246,7 @@ TICK = encode(Tick(3, [RequestSpec(request_id="a", prompt="p", seed=1)], ["b"], 
 def test_a_message_that_is_cut_or_changed_is_a_message_or_a_decode_error(cut: int, at: int, byte: int) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_to_rank(TICK[:cut])
-    try:
-        decode_to_rank(TICK[:at] + bytes([byte]) + TICK[at + 1 :])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
+    _decodes(TICK[:at] + bytes([byte]) + TICK[at + 1 :])
 
 
 def test_a_message_nested_without_end_is_no_message() -> None:

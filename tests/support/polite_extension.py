@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension, as a user would write one; tests load it into real ranks by `polite_extension:Polite`."""
+
+import os
+import time
+from typing import Any
+
+
+class Polite:
+    """Says what a rank knows, and misbehaves when told to."""
+
+    _rank: int
+    model_runner: Any
+
+    def greet(self, name: str) -> str:
+        """The rank's number in a sentence."""
+        return f"hello {name} from rank {self._rank}"
+
+    def nap(self, seconds: float, only_rank: int) -> None:
+        """Do nothing for a while, on one rank."""
+        if self._rank == only_rank:
+            time.sleep(seconds)
+
+    def trip(self, only_rank: int) -> None:
+        """Fail, on one rank."""
+        if self._rank == only_rank:
+            raise ValueError("tripped")
+
+    def lose_device(self) -> None:
+        """What CUDA says when the device is lost to this process."""
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def leave(self, code: int) -> None:
+        """End the process."""
+        os._exit(code)
+
+    def pipeline_name(self) -> str:
+        """The class of the pipeline that is served."""
+        return type(self.model_runner.pipeline).__name__
