@@ -52,7 +52,7 @@ def test_a_request_alone_is_bit_equal_to_diffusers(family: Family) -> None:
     assert_equal(served, one_alone(family.name))
 
 
-@every_family
+@every_family_most_of_them_slow
 def test_an_exact_request_in_company_is_bit_equal_to_diffusers(family: Family) -> None:
     served, _ = rig_of(family.name).together(Asked(ONE.seed, ONE.steps, exact=True), OTHER)
     assert_equal(served, one_alone(family.name))

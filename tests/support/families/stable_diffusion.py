@@ -22,19 +22,18 @@ TWO_IMAGES = {"num_images_per_prompt": 2}
 
 def tiny_unet(channels: int = 4, **config: Any) -> UNet2DConditionModel:
     """A U-Net of two resolutions with cross-attention of width 32 in the lower one."""
-    return UNet2DConditionModel(
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        sample_size=16,
-        in_channels=channels,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        attention_head_dim=4,
-        norm_num_groups=8,
-        **config,
-    )
+    sizes = {
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "sample_size": 16,
+        "out_channels": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 32,
+        "attention_head_dim": 4,
+        "norm_num_groups": 8,
+    }
+    return UNet2DConditionModel(**sizes | config, in_channels=channels)
 
 
 def tiny_controlnet() -> ControlNetModel:
@@ -51,7 +50,8 @@ def tiny_controlnet() -> ControlNetModel:
     )
 
 
-def _pipeline(kind: Any, **parts: Any) -> Any:
+def pipeline(kind: Any, **parts: Any) -> Any:
+    """A pipeline of a class that takes the components of Stable Diffusion 1.5, and some more."""
     parts = {"unet": tiny_unet(), "scheduler": DDIMScheduler(clip_sample=False)} | parts
     return kind(
         vae=tiny_vae(),
@@ -74,7 +74,8 @@ def prompts(seed: int, steps: int, guidance: float) -> Arguments:
     }
 
 
-def _text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
+def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
+    """A picture of 16 x 16 latents."""
     return prompts(seed, steps, guidance) | {"height": 32, "width": 32}
 
 
@@ -84,11 +85,11 @@ def _image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def _inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    return _text_to_image(seed, steps, guidance) | {"image": picture(seed), "mask_image": mask(seed)}
+    return text_to_image(seed, steps, guidance) | {"image": picture(seed), "mask_image": mask(seed)}
 
 
 def _few_steps(seed: int, steps: int, guidance: float) -> Arguments:
-    arguments = _text_to_image(seed, steps, guidance)
+    arguments = text_to_image(seed, steps, guidance)
     del arguments["negative_prompt_embeds"]
     return arguments
 
@@ -100,22 +101,22 @@ def _controlled(seed: int, steps: int, guidance: float) -> Arguments:
 def _latent_consistency() -> Any:
     # Guidance is an embedding of its own.
     unet = tiny_unet(time_cond_proj_dim=32)
-    return _pipeline(LatentConsistencyModelPipeline, unet=unet, scheduler=LCMScheduler(clip_sample=False))
+    return pipeline(LatentConsistencyModelPipeline, unet=unet, scheduler=LCMScheduler(clip_sample=False))
 
 
 FAMILIES = [
     Family(
         name="StableDiffusionPipeline",
         family="SD 1.5",
-        build=build_seeded(lambda: _pipeline(StableDiffusionPipeline)),
-        request=_text_to_image,
+        build=build_seeded(lambda: pipeline(StableDiffusionPipeline)),
+        request=text_to_image,
         output_type="pt",
         doubled=TWO_IMAGES,
     ),
     Family(
         name="StableDiffusionImg2ImgPipeline",
         family="SD 1.5",
-        build=build_seeded(lambda: _pipeline(StableDiffusionImg2ImgPipeline)),
+        build=build_seeded(lambda: pipeline(StableDiffusionImg2ImgPipeline)),
         request=_image_to_image,
         output_type="pt",
         doubled=TWO_IMAGES,
@@ -123,7 +124,7 @@ FAMILIES = [
     Family(
         name="StableDiffusionInpaintPipeline",
         family="SD 1.5",
-        build=build_seeded(lambda: _pipeline(StableDiffusionInpaintPipeline)),
+        build=build_seeded(lambda: pipeline(StableDiffusionInpaintPipeline)),
         request=_inpaint,
         output_type="pt",
         doubled=TWO_IMAGES,
@@ -131,14 +132,14 @@ FAMILIES = [
     Family(
         name="StableDiffusionInpaintPipeline (nine channels)",
         family="SD 1.5",
-        build=build_seeded(lambda: _pipeline(StableDiffusionInpaintPipeline, unet=tiny_unet(9))),
+        build=build_seeded(lambda: pipeline(StableDiffusionInpaintPipeline, unet=tiny_unet(9))),
         request=_inpaint,
         doubled=TWO_IMAGES,
     ),
     Family(
         name="StableDiffusionControlNetPipeline",
         family="SD 1.5",
-        build=build_seeded(lambda: _pipeline(StableDiffusionControlNetPipeline, controlnet=tiny_controlnet())),
+        build=build_seeded(lambda: pipeline(StableDiffusionControlNetPipeline, controlnet=tiny_controlnet())),
         request=_controlled,
         output_type="pt",
         doubled=TWO_IMAGES,
