@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from diffusion_worker.runner.calls import group_key
-from families import flux, flux2, latent_images, packed_images, qwen, z_image
+from families import flux, flux2, latent_images, packed_images, qwen, worded_images, z_image
 from families.family import Arguments, Family, picture, seeded
 from families.family_rig import Asked, FamilyRig, apart
 
 # Krea 2 normalises in float32 by weights that are float64 here.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 
-FAMILIES = {family.name: family for module in (flux, flux2, latent_images, packed_images, qwen, z_image) for family in module.FAMILIES}
+FAMILIES = {
+    family.name: family
+    for module in (flux, flux2, latent_images, packed_images, qwen, worded_images, z_image)
+    for family in module.FAMILIES
+}
 
 
 @functools.cache
@@ -152,3 +156,17 @@ def test_glm_image_with_a_reference_picture_shares_no_call() -> None:
 
 def test_the_experts_of_nucleus_choose_from_each_row_by_itself() -> None:
     assert most_rows_together("NucleusMoEImagePipeline", {}, {}, {}) == 3
+
+
+def test_omnigen_reads_positions_from_row_0_so_prompts_of_other_lengths_are_kept_apart() -> None:
+    assert most_rows_together("OmniGenPipeline", {"prompt": "a fox"}, {"prompt": "two birds on a roof"}) == 2
+    assert most_rows_together("OmniGenPipeline", {"prompt": "a fox"}, {"prompt": "a cat"}) == 4
+
+
+def test_omnigen_says_by_row_numbers_where_pictures_go_so_requests_with_pictures_run_alone() -> None:
+    rig = rig_of("OmniGenPipeline")
+    rig.together(Asked(1, 2, 5.0))
+    call = rig.denoiser_calls()[0]
+    assert group_key(call) is not None
+    call.arguments["input_image_sizes"] = {0: [[3, 7]]}
+    assert group_key(call) is None
