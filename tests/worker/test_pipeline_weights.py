@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.layers import LoRALinear
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import LoRAUse, Tick
+from diffusion_worker.runner.diffusion_worker import DiffusionWorker
 from runner_rig import RunnerRig, request
 from worker_process import DIGITS
 
@@ -75,6 +77,32 @@ def test_weights_of_unknown_names_or_other_shapes_are_refused_and_nothing_is_cha
         rig.runner.load_weights([("transformer.proj_out.weight", before * 0), (name, torch.zeros(shape))])
     assert refused.value.code == "InvalidRequest"
     assert torch.equal(rig.runner.pipeline.transformer.proj_out.weight, before)
+
+
+def worker_of(rig: RunnerRig) -> DiffusionWorker:
+    """A worker around the rig's runner; it has no device and no group of its own."""
+    worker = object.__new__(DiffusionWorker)
+    worker.model_runner = rig.runner
+    return worker
+
+
+def test_a_worker_reads_new_weights_from_a_file_or_a_folder(rig: RunnerRig, tmp_path: Path) -> None:
+    new = halved(rig)
+    save_file(new, tmp_path / "one.safetensors")
+    assert worker_of(rig).load_weights(path=str(tmp_path)) == sorted(new)
+    assert torch.equal(rig.runner.pipeline.transformer.proj_out.weight, new["transformer.proj_out.weight"])
+    assert worker_of(rig).load_weights(path=str(tmp_path / "one.safetensors")) == sorted(new)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("empty", "found none there"), ("missing.safetensors", "No such file"), ("bad.safetensors", "Error")]
+)
+def test_files_that_are_no_weights_are_refused_by_their_path(rig: RunnerRig, tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.safetensors").write_bytes(b"no weights")
+    with pytest.raises(RequestError, match=f"{name}.*{says}|{says}.*{name}") as refused:
+        worker_of(rig).load_weights(path=str(tmp_path / name))
+    assert refused.value.code == "InvalidRequest"
 
 
 def test_weights_are_not_replaced_under_a_request_that_runs(rig: RunnerRig) -> None:

@@ -51,6 +51,7 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "sleep": {},
     "wake_up": {},
     "profile": {"is_start": bool, "prefix": str},
+    "load_weights": {"path": str},
     "re_init_pipeline": {"pipeline": str},
 }
 

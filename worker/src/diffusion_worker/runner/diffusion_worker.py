@@ -8,13 +8,13 @@ caller's fault and anything else for a fault of the rank.
 import gc
 import os
 import socket
+from pathlib import Path
 
 import msgspec
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from diffusion_worker.config import LoadFormat, WorkerConfig, usable_cores
-from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.config import WorkerConfig, usable_cores
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
 from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
@@ -22,6 +22,7 @@ from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportPro
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import device_of
 from diffusion_worker.runner.profiler import RankProfiler
+from diffusion_worker.runner.weight_loading import read_weights
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -98,6 +99,10 @@ class DiffusionWorker:
         assert self.model_runner.loras is not None
         return self.model_runner.loras.list_adapters()
 
+    def load_weights(self, *, path: str) -> list[str]:
+        """Replace tensors of the loaded model by those of the same names in a safetensors file or folder; returns the names."""
+        return sorted(self.model_runner.load_weights(read_weights(Path(path))))
+
     def sleep(self) -> None:
         """Level 1: give the weights' memory back, keep their mirror. What is left is measured for the reply."""
         self.model_runner.release()
@@ -114,19 +119,7 @@ class DiffusionWorker:
         Raises:
             RequestError: InvalidRequest, the class does not fit; the pipeline of the options is loaded again then.
         """
-        custom = LoadFormat.CUSTOM_PIPELINE if ":" in pipeline else LoadFormat.DEFAULT
-        try:
-            return self._load_anew(msgspec.structs.replace(self._config, pipeline=pipeline, load_format=custom))
-        except ConfigError as error:
-            message = str(error)
-        self._load_anew(self._config)
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"re_init_pipeline: {message}")
-
-    def _load_anew(self, config: WorkerConfig) -> ModelInfo:
-        self.model_runner.drop_all()
-        self.model_runner = DiffusionModelRunner(config, self.device, self.parallel)
-        self.free_memory()
-        return self.model_runner.load_model(lambda done, total: None)
+        return self.model_runner.re_init_pipeline(pipeline)
 
     def profile(self, *, is_start: bool, prefix: str = "") -> str | bool | None:
         """Start a trace (whether one began) or end it (the path of its file, None without one); nothing where profiling is off."""

@@ -108,18 +108,19 @@ class DiffusionModelRunner:
         forget_copies()
         return names
 
-    def re_init_pipeline(self, pipeline_class: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
-        """Serve the model folder by another pipeline class, `module:Class`: the old one is freed before the new one is loaded.
+    def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
+        """Serve the model folder by another pipeline class, one of diffusers by its name or one of yours as `module:Class`.
 
-        Requests that run are dropped, and adapters have to be loaded again. Where the new one cannot be loaded, the old one is.
+        The old one is freed before the new one is loaded; requests that run and adapters go with it. Where the new one cannot
+        be loaded, the old one is loaded again.
 
         Raises:
             RequestError: InvalidRequest with what is wrong with the new one.
         """
         before, freed = self._config, False
-        change = {"pipeline": pipeline_class, "load_format": LoadFormat.CUSTOM_PIPELINE}
+        load_format = LoadFormat.CUSTOM_PIPELINE if ":" in pipeline or "." in pipeline else LoadFormat.DEFAULT
         try:
-            self._config = msgspec.structs.replace(before, **change)
+            self._config = msgspec.structs.replace(before, pipeline=pipeline, load_format=load_format)
             check_pipeline_class(self._config)
             freed = True
             self._free_pipeline()
@@ -139,6 +140,8 @@ class DiffusionModelRunner:
         self._stepper.serve({}, None)
         self.weights = ModelWeights(self._device)
         gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def execute_stepwise(self, tick: Tick) -> StepOutput:
         """Advance every active request by one step.

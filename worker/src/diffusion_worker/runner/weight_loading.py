@@ -2,8 +2,10 @@
 """New weights for a model that is loaded: named tensors in place of its own, without loading anything else again."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.layers import LoRALinear
@@ -38,6 +40,23 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
     for name, values in given.items():
         weights.replace(own[name], values)
     return set(given)
+
+
+def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file, or of all of a folder, by name.
+
+    Raises:
+        RequestError: InvalidRequest, there is no such file or it is no safetensors file.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"path {str(path)!r}: expected safetensors files, found none there")
+    try:
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118 (it is no mapping)
+    except (OSError, SafetensorError) as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"path {str(path)!r}: {error}") from error
 
 
 def _named_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
