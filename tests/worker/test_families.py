@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from families.all import FAMILIES, REPRESENTATIVE
+from families.all import FAMILIES, REPRESENTATIVE, every_family
 from families.checks import check_trio
 from families.family import Family
 from families.family_rig import Asked, FamilyRig, apart
@@ -20,13 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and
 
 OTHER = Asked(seed=2, steps=3, guidance=3.0)
 ONE = Asked(seed=1, steps=2)
-
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-every_family_most_of_them_slow = pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=() if family.name in REPRESENTATIVE else pytest.mark.slow, id=family.name) for family in FAMILIES],
-)
-
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -52,13 +45,13 @@ def test_a_request_alone_is_bit_equal_to_diffusers(family: Family) -> None:
     assert_equal(served, one_alone(family.name))
 
 
-@every_family_most_of_them_slow
+@every_family
 def test_an_exact_request_in_company_is_bit_equal_to_diffusers(family: Family) -> None:
     served, _ = rig_of(family.name).together(Asked(ONE.seed, ONE.steps, exact=True), OTHER)
     assert_equal(served, one_alone(family.name))
 
 
-@every_family_most_of_them_slow
+@every_family
 def test_three_requests_that_join_at_different_times_equal_the_three_alone(family: Family) -> None:
     check_trio(family, FamilyRig(family, family.compared_in))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
-from diffusion_worker.runner import model_runner
+from diffusion_worker.runner import stepper
 from diffusion_worker.runner.pipeline import view_of
 from families import family_rig
 from families.all import FAMILIES
@@ -72,6 +72,6 @@ def test_a_scheduler_that_requests_share_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_output_that_is_given_out_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "split", lambda output, rows: [output] * len(rows))
+    monkeypatch.setattr(stepper, "split", lambda output, rows: [output] * len(rows))
     with pytest.raises(AssertionError):
         check_trio(SIMPLE, FamilyRig(SIMPLE, torch.float64))

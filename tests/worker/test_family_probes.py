@@ -8,7 +8,7 @@ that the model reads from row 0 only would fail this.
 
 import pytest
 
-from families.all import FAMILIES, REPRESENTATIVE
+from families.all import every_family
 from families.checks import check_following, check_sizes
 from families.family import Family
 from families.family_rig import Asked, FamilyRig
@@ -16,13 +16,8 @@ from families.family_rig import Asked, FamilyRig
 # Krea 2 normalises in float32 by weights that are float64 here.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 
-every_family_most_of_them_slow = pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=() if family.name in REPRESENTATIVE else pytest.mark.slow, id=family.name) for family in FAMILIES],
-)
 
-
-@every_family_most_of_them_slow
+@every_family
 def test_what_doubles_with_the_number_of_pictures_is_taken_for_rows(family: Family) -> None:
     if family.doubled is None or not family.shares:
         pytest.skip("no argument makes two pictures" if family.shares else family.reason)
@@ -31,7 +26,7 @@ def test_what_doubles_with_the_number_of_pictures_is_taken_for_rows(family: Fami
         check_sizes(rig, Asked(steps=2, guidance=guidance))
 
 
-@every_family_most_of_them_slow
+@every_family
 def test_every_argument_acts_on_its_own_rows_or_keeps_calls_apart(family: Family) -> None:
     if not family.shares:
         pytest.skip(family.reason)

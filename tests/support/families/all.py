@@ -4,10 +4,21 @@
 import importlib
 from pathlib import Path
 
+import pytest
+
 from families.family import Family
 
-# One of each kind of denoiser and of guidance; the others of the long checks are marked slow.
-REPRESENTATIVE = {"StableDiffusionControlNetPipeline", "StableDiffusion3Pipeline", "FluxPipeline", "WanPipeline"}
+# One of each kind of denoiser, of guidance and of layout of rows. The checks of all others are slow tests.
+REPRESENTATIVE = {
+    "FluxPipeline",
+    "LTXPipeline",
+    "QwenImagePipeline",
+    "StableDiffusion3Pipeline",
+    "StableDiffusionControlNetPipeline",
+    "StableDiffusionXLPipeline",
+    "WanPipeline",
+    "ZImagePipeline",
+}
 
 
 def _modules() -> list[str]:
@@ -17,3 +28,8 @@ def _modules() -> list[str]:
 FAMILIES: list[Family] = [
     family for name in _modules() if name != "all" for family in getattr(importlib.import_module(f"families.{name}"), "FAMILIES", [])
 ]
+
+every_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family.name in REPRESENTATIVE else pytest.mark.slow, id=family.name) for family in FAMILIES],
+)
