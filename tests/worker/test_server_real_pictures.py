@@ -94,6 +94,14 @@ def test_different_requests_at_once_share_model_calls_and_equal_their_pictures_a
     assert calls_together < calls_alone
 
 
+def test_an_exact_request_gives_the_same_bits_in_company(worker: WorkerProcess) -> None:
+    exact = {**REQUESTS[0], "exact": True}
+    alone = worker.image(**REQUESTS[0])
+    with concurrent.futures.ThreadPoolExecutor(len(REQUESTS)) as threads:
+        together = list(threads.map(lambda request: worker.image(**request), [exact, *REQUESTS[1:]]))
+    assert together[0].tobytes() == alone.tobytes()
+
+
 def test_two_ranks_give_the_pictures_of_one(worker: WorkerProcess, worker_of_two: WorkerProcess) -> None:
     for request in REQUESTS:
         assert levels_apart(worker.image(**request), worker_of_two.image(**request)) <= MAX_LEVELS

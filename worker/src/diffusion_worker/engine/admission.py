@@ -26,6 +26,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
     guidance_scale: float | None = None
     lora_scale: float | None = None
+    exact: bool = False
 
 
 def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:

@@ -326,4 +326,5 @@ def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | N
         steps=params.steps,
         guidance_scale=params.guidance_scale,
         lora=use,
+        exact=params.exact,
     )

@@ -41,6 +41,7 @@ class ImagesRequest(BaseModel):
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
     negative_prompt: str | None = None
     lora_scale: Annotated[Finite | None, Field(description="Strength of the adapter in this request.")] = None
+    exact: Annotated[bool, Field(description="Share no model call with other requests: the same bits whoever else is served.")] = False
     response_format: Literal["b64_json"] = "b64_json"
 
     def params(self) -> GenerationParams:
@@ -57,6 +58,7 @@ class ImagesRequest(BaseModel):
             steps=self.num_inference_steps,
             guidance_scale=self.guidance_scale,
             lora_scale=self.lora_scale,
+            exact=self.exact,
         )
 
 
