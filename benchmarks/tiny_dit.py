@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A diffusion transformer of 0.4 million random parameters on the real model runner, for benchmarks of the engine.
+
+On a CPU it has both regimes of a large model on a GPU: at 32 pixels a step is bound by launches and several pictures cost
+little more than one, at 256 pixels by arithmetic and they cost as much as one after another.
+"""
+
+import time
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.messages import Failed, Finished, RequestSpec, Tick, TickDone
+from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
+from diffusion_worker.runner.parallel import CallFailed
+from diffusion_worker.runner.pipeline import view_of
+
+WIDTH = 96
+TEXT_TOKENS = 4
+
+
+class OneRank:
+    """What the runner needs of its group at one rank. Adds up the seconds that its thread computed in the denoiser."""
+
+    world = 1
+
+    def __init__(self) -> None:
+        self.denoise_s = 0.0
+
+    def run(self, call: ModelCall, execute: Any) -> Any:
+        """Run a call here."""
+        started = time.thread_time()
+        try:
+            return execute(call, slice(0, call.rows))
+        except Exception as error:
+            raise CallFailed(str(error)) from error
+        finally:
+            if call.component == "transformer":
+                self.denoise_s += time.thread_time() - started
+
+
+class TinyDevice:
+    """Executes ticks on a model runner, one thread, and reports them as rank 0 does.
+
+    Seconds are those that the thread computed: what else runs on the machine does not count.
+    """
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        config = WorkerConfig(model="tiny", served_name="tiny")
+        self._rank = OneRank()
+        self.runner = DiffusionModelRunner(config, torch.device("cpu"), self._rank)  # type: ignore[arg-type]
+        self.runner.adopt(_pipeline(), torch.float32, lambda done, total: None)
+        self._number = 0
+
+    def execute(self, tick: Tick) -> TickDone:
+        """Run one tick; raises RuntimeError where a request failed, which none may here."""
+        self._rank.denoise_s = 0.0
+        started = time.thread_time()
+        for spec in tick.join:
+            self.runner.join(spec, self._body(spec))
+        output = self.runner.execute_stepwise(Tick(tick.number, [], tick.leave, tick.advance))
+        if output.errors:
+            raise RuntimeError(f"a request failed: {next(iter(output.errors.values())).message}")
+        return TickDone(
+            tick.number,
+            [Finished(name, 0, (1, 1, 3)) for name in output.pictures],
+            [Failed(name, error) for name, error in output.errors.items()],
+            output.rows,
+            output.calls,
+            time.thread_time() - started,
+            self._rank.denoise_s,
+        )
+
+    def run_together(self, specs: list[RequestSpec]) -> list[TickDone]:
+        """Requests that join at once, to the end of all."""
+        reports: list[TickDone] = []
+        names = [spec.request_id for spec in specs]
+        left = set(names)
+        while left:
+            self._number += 1
+            reports.append(self.execute(Tick(self._number, specs if not reports else [], [], names)))
+            left -= {finished.request_id for finished in reports[-1].finished}
+        return reports
+
+    def _body(self, spec: RequestSpec) -> Any:
+        view = view_of(self.runner.pipeline)
+        generator = torch.Generator().manual_seed(spec.seed)
+        text = torch.randn(1, TEXT_TOKENS, WIDTH, generator=generator)
+        pooled = torch.randn(1, WIDTH, generator=generator)
+
+        def body() -> Any:
+            return view(
+                prompt_embeds=text,
+                pooled_prompt_embeds=pooled,
+                guidance_scale=1.0,
+                num_inference_steps=spec.steps,
+                height=spec.height,
+                width=spec.width,
+                generator=generator,
+                output_type="pt",
+                return_dict=False,
+            )[0]
+
+        return body
+
+
+def request(name: str, *, side: int, steps: int, seed: int = 0) -> RequestSpec:
+    """A request for the tiny model, without guidance; `side` is in pixels."""
+    return RequestSpec(request_id=name, prompt="", seed=seed, height=side, width=side, steps=steps, guidance_scale=1.0)
+
+
+def _pipeline() -> StableDiffusion3Pipeline:
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=32,
+        num_attention_heads=WIDTH // 32,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=WIDTH,
+        pooled_projection_dim=WIDTH,
+        pos_embed_max_size=64,
+    )
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 8, 8),
+        latent_channels=4,
+        norm_num_groups=4,
+        shift_factor=0.0,
+        scaling_factor=1.0,
+    )
+    absent = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"))
+    pipeline = StableDiffusion3Pipeline(transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(), **absent)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
