@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
@@ -32,7 +33,7 @@ class OneRank:
             self.before(call)
             return execute(call, slice(0, call.rows))
         except Exception as error:
-            raise CallFailed(str(error)) from error
+            raise CallFailed(str(error), error if isinstance(error, RequestError) else None) from error
 
 
 class RunnerRig:

@@ -10,7 +10,7 @@ import torch
 from diffusion_worker.config import Dtype, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import Tick
-from diffusion_worker.runner.calls import ModelCall, group_key, merge, slice_rows, split
+from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.pipeline import load_pipeline
 from runner_rig import RunnerRig, picture_of_diffusers, request
 from worker_process import DIGITS_MODEL
@@ -126,57 +126,3 @@ def test_load_progress_ends_at_the_whole(rig: RunnerRig) -> None:
     done, total = rig.progress[-1]
     assert done == total == rig.model.weights_bytes
     assert [step for step, _ in rig.progress] == sorted(step for step, _ in rig.progress)
-
-
-def call_of(rows: int, **arguments: Any) -> ModelCall:
-    return ModelCall("transformer", "forward", {"hidden_states": torch.arange(rows * 2.0).reshape(rows, 2)} | arguments)
-
-
-def test_merged_calls_concatenate_rows_and_expand_time_steps() -> None:
-    merged = merge([call_of(2, timestep=torch.tensor(900)), call_of(1, timestep=torch.tensor([7.5]))])
-    assert merged.rows == 3
-    assert merged.arguments["timestep"].tolist() == [900.0, 900.0, 7.5]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "shared"),
-    [
-        ({"guidance": torch.ones(2)}, {"guidance": torch.zeros(2)}, True),
-        ({"img_ids": torch.zeros(5, 3)}, {"img_ids": torch.zeros(5, 3)}, True),
-        ({"img_ids": torch.zeros(5, 3)}, {"img_ids": torch.ones(5, 3)}, False),
-        ({"img_ids": torch.zeros(2, 5, 3)}, {"img_ids": torch.ones(2, 5, 3)}, False),
-        ({"return_dict": False}, {"return_dict": True}, False),
-        ({"height": 32}, {"height": 64}, False),
-        ({"residuals": [torch.ones(2, 4)]}, {"residuals": [torch.zeros(2, 4)]}, True),
-        ({"added": {"time_ids": torch.ones(2, 6)}}, {"added": {"time_ids": torch.zeros(2, 6)}}, True),
-        ({"added": {"scale": torch.ones(3)}}, {"added": {"scale": torch.zeros(3)}}, False),
-    ],
-)
-def test_calls_share_a_group_unless_an_argument_that_has_no_rows_differs(one: Any, other: Any, shared: bool) -> None:
-    assert (group_key(call_of(2, **one)) == group_key(call_of(2, **other))) is shared
-
-
-def test_a_call_with_an_argument_of_an_unknown_kind_runs_alone() -> None:
-    assert group_key(call_of(2, cache=object())) is None
-
-
-def test_rows_of_a_call_are_cut_out_of_every_argument_that_has_rows() -> None:
-    call = call_of(3, mask=torch.tensor([1, 2, 3]), added={"ids": torch.ones(3, 2)}, table_ids=torch.zeros(3, 2))
-    part = slice_rows(call, 1, 3)
-    assert part.rows == 2
-    assert part.arguments["mask"].tolist() == [2, 3]
-    assert part.arguments["added"]["ids"].shape == (2, 2)
-    assert part.arguments["table_ids"].shape == (3, 2)
-
-
-def test_an_output_is_split_wherever_it_has_rows() -> None:
-    first, second = split((torch.arange(3), [torch.ones(3, 2)], None), [1, 2])
-    assert first[0].tolist() == [0]
-    assert second[0].tolist() == [1, 2]
-    assert second[1][0].shape == (2, 2)
-    assert second[2] is None
-
-
-def test_an_output_that_has_no_rows_cannot_be_split() -> None:
-    with pytest.raises(TypeError, match="object"):
-        split(object(), [1, 1])

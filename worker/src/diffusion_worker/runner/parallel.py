@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diffusion_worker.errors import Fault
+from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.runner.calls import ModelCall, slice_rows
 from diffusion_worker.runner.faults import RankFault, require_usable_rank
 from diffusion_worker.runner.row_group import RowGroup
@@ -32,10 +32,16 @@ Prepare = Callable[[ModelCall], ModelCall]
 DecodeTiles = Callable[[ModelCall, Execute], Any]
 
 MESSAGE_BYTES = 2000
+# Marks a refusal on its way between ranks: its code stands between two of these.
+REFUSED = "\x01"
 
 
 class CallFailed(Exception):
-    """Raised on every rank when a model call failed on one; `message` names the rank."""
+    """Raised on every rank when a model call failed on one; the message names the rank, `refusal` is what the rank refused it with."""
+
+    def __init__(self, message: str, refusal: RequestError | None = None) -> None:
+        super().__init__(message)
+        self.refusal = refusal
 
 
 class Parallel:
@@ -113,7 +119,7 @@ class Parallel:
             dist.all_reduce(status, dist.ReduceOp.MAX)
             failed, most, least = status.tolist()
             if failed:
-                raise CallFailed(_message_of(self.world - failed, message))
+                raise _failure(_message_of(self.world - failed, message))
             if most != -least:
                 raise CallFailed(f"a row of the output has {-least} to {most} bytes on different ranks")
         return output
@@ -170,6 +176,14 @@ def _no_way_back(execute: Execute) -> Execute:
             raise RankFault(Fault.COLLECTIVE, words) from error
 
     return run
+
+
+def _failure(words: str) -> CallFailed:
+    """The exception for what `_words` said, here or on another rank."""
+    if not words.startswith(REFUSED):
+        return CallFailed(words)
+    _, code, message = words.split(REFUSED, 2)
+    return CallFailed(message, RequestError(ErrorCode(code), message))
 
 
 def _message_of(rank: int, mine: str) -> str:

@@ -9,7 +9,7 @@ that are pending then; the tick ends when every request is done or has finished 
 import logging
 import traceback
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -34,6 +34,7 @@ CALLS_A_TICK = 8
 
 States = dict[str, DiffusionRequestState]
 Event = tuple[DiffusionRequestState, FiberEvent]
+Failure = TypeVar("Failure", bound=BaseException)
 
 
 class StepOutput(msgspec.Struct):
@@ -118,6 +119,9 @@ class Stepper:
         try:
             parts = self._call(batch)
         except (CallFailed, RequestError, TypeError, ValueError) as error:
+            log.warning(
+                "a call of %s with %d requests failed:\n%s", batch.items[0].call.component, len(batch.items), traceback.format_exc()
+            )
             failure = _without_frames(error)
         else:
             return [(item.state, item.state.resume(answer(item.call, part))) for item, part in zip(batch.items, parts, strict=True)]
@@ -192,7 +196,7 @@ class Stepper:
         pending.append(Pending(state, call, None if self._prompts is None else self._prompts.key(call)))
 
 
-def _without_frames(error: Exception) -> Exception:
+def _without_frames(error: Failure) -> Failure:
     """The error without its tracebacks, whose frames hold the tensors of the failed call."""
     seen: BaseException | None = error
     while seen is not None:
@@ -207,13 +211,14 @@ def _report(broken: Broken) -> ErrorReport:
     """Before its first model call a pipeline only checks its inputs, so a ValueError there is the caller's."""
     error = broken.error
     require_usable_rank(error)
-    refusal = error if isinstance(error, RequestError) else error.__cause__
+    refusal = error.refusal if isinstance(error, CallFailed) else error
     if isinstance(refusal, RequestError):
         return ErrorReport(refusal.code, refusal.message)
     if isinstance(error, ValueError) and not broken.asked:
         return ErrorReport(ErrorCode.INVALID_REQUEST, str(error))
-    log.error("a request failed", exc_info=error)
     words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
-    _without_frames(error if isinstance(error, Exception) else Exception())
     code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.ENGINE_FAILED
+    # As text: a record that held the exception would hold the tensors of its frames.
+    log.error("a request failed:\n%s", "".join(traceback.format_exception(error)))
+    _without_frames(error)
     return ErrorReport(code, words)
