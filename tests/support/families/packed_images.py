@@ -6,6 +6,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.guiders import AdaptiveProjectedMixGuidance
 
 from families.family import Arguments, Family, build_seeded, seeded, tiny_vae
 from families.qwen import small_vae
@@ -79,15 +80,15 @@ def nucleus() -> Any:
     return diffusers.NucleusMoEImagePipeline(transformer, _flow(), small_vae(), None, None)
 
 
-def hunyuan_image() -> Any:
-    """A guidance-distilled model with two texts and their masks."""
+def hunyuan_image(*, guided: bool = False) -> Any:
+    """Two texts and their masks; distilled, or with a guider that keeps a momentum from step to step."""
     transformer = diffusers.HunyuanImageTransformer2DModel(
         in_channels=4,
         out_channels=4,
         num_layers=1,
         num_single_layers=1,
         num_refiner_layers=1,
-        guidance_embeds=True,
+        guidance_embeds=not guided,
         text_embed_dim=16,
         text_embed_2_dim=16,
         rope_axes_dim=(8, 8),
@@ -103,7 +104,9 @@ def hunyuan_image() -> Any:
         sample_size=SIDE,
         scaling_factor=1.5,
     )
-    return diffusers.HunyuanImagePipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae, None, None, None, None, transformer)
+    guider = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=1) if guided else None
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return diffusers.HunyuanImagePipeline(scheduler, vae, None, None, None, None, transformer, guider)
 
 
 def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
@@ -152,6 +155,17 @@ def two_texts(seed: int, steps: int, guidance: float) -> Arguments:
     }
 
 
+def guided_texts(seed: int, steps: int, guidance: float) -> Arguments:
+    """Guidance is the guider's."""
+    both = {name: value for name, value in two_texts(seed, steps, guidance).items() if name != "distilled_guidance_scale"}
+    return both | {
+        "negative_prompt_embeds": seeded(seed + 200, 1, TEXT_TOKENS, 16),
+        "negative_prompt_embeds_mask": torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
+        "negative_prompt_embeds_2": seeded(seed + 300, 1, TEXT_TOKENS, 16),
+        "negative_prompt_embeds_mask_2": torch.ones(1, TEXT_TOKENS, dtype=torch.bool),
+    }
+
+
 def _family(
     kind: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments], *, doubled: Arguments | None = None
 ) -> Family:
@@ -168,4 +182,5 @@ FAMILIES = [
     _family("Krea2Pipeline", "Krea 2", krea2, layered),
     _family("NucleusMoEImagePipeline", "NucleusMoE", nucleus, masked),
     _family("HunyuanImagePipeline", "HunyuanImage", hunyuan_image, two_texts),
+    _family("HunyuanImagePipeline (guider)", "HunyuanImage", lambda: hunyuan_image(guided=True), guided_texts),
 ]

@@ -9,6 +9,7 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
 from families.family import Arguments, Family, build_seeded, mask, picture, seeded
+from families.worded_images import vision_language_model
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
@@ -102,6 +103,13 @@ def pipeline_21() -> Any:
     return diffusers.QwenImage21Pipeline(scheduler, vae, None, FakeProcessor(), transformer)
 
 
+def layered_pipeline() -> Any:
+    """Takes a picture apart; it asks its text encoder for a dtype even where the prompt is given as embeddings."""
+    pipe = pipeline("QwenImageLayeredPipeline", edits=True, use_additional_t_cond=True, use_layer3d_rope=True)
+    pipe.register_modules(text_encoder=vision_language_model())
+    return pipe
+
+
 def text(seed: int, steps: int, guidance: float) -> Arguments:
     """A prompt and a negative prompt: two model calls a step."""
     return {
@@ -150,6 +158,11 @@ def edit_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
     return edit(seed, steps, guidance) | {"mask_image": mask(seed, 32, 32), "strength": 1.0}
 
 
+def layers(seed: int, steps: int, guidance: float) -> Arguments:
+    """A picture to take apart into two; without words the pipeline would describe it first."""
+    return text(seed, steps, guidance) | {"prompt": "a fox", "image": picture(seed, 32, 32), "layers": 2}
+
+
 def text_to_image_21(seed: int, steps: int, guidance: float) -> Arguments:
     """A prompt and a size; 16 pixels a token."""
     return text(seed, steps, guidance) | {"height": 64, "width": 64}
@@ -189,6 +202,7 @@ FAMILIES = [
     _family("QwenImageEditPipeline", edit, edits=True),
     _family("QwenImageEditPlusPipeline", edit_two, edits=True, zero_cond_t=True),
     _family("QwenImageEditInpaintPipeline", edit_inpaint, edits=True),
+    _family("QwenImageLayeredPipeline", layers, make=layered_pipeline),
     _family("QwenImage21Pipeline", text_to_image_21, make=pipeline_21, reason="keys and values of the prompt are cached per request"),
     _family("QwenImage21Pipeline", without_cache, "without cache", make=pipeline_21),
 ]

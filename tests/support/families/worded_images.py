@@ -51,8 +51,8 @@ def _mask_of_the_models_precision(module: Any, args: Any, kwargs: Arguments) -> 
     return args, kwargs | {"attention_mask": kwargs["attention_mask"].to(module.dtype)}
 
 
-def longcat() -> Any:
-    """A vision-language model as text encoder; the text is padded to one length."""
+def vision_language_model() -> Any:
+    """A Qwen 2.5 VL of one layer each."""
     text = {
         "vocab_size": 128,
         "hidden_size": 16,
@@ -63,7 +63,11 @@ def longcat() -> Any:
         "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
     }
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    encoder = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def longcat() -> Any:
+    """A vision-language model as text encoder; the text is padded to one length."""
     transformer = diffusers.LongCatImageTransformer2DModel(
         in_channels=64,
         num_layers=1,
@@ -76,7 +80,7 @@ def longcat() -> Any:
     )
     vae = tiny_vae(16, scaling_factor=1.5, shift_factor=0.1)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    pipeline = diffusers.LongCatImagePipeline(scheduler, vae, encoder, letters(), None, transformer)
+    pipeline = diffusers.LongCatImagePipeline(scheduler, vae, vision_language_model(), letters(), None, transformer)
     pipeline.tokenizer_max_length = 24
     return pipeline
 
