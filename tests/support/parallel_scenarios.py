@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of the parallel tests run; one start of them for many families and kinds."""
 
+import copy
 import functools
 import os
 from typing import Any
@@ -62,7 +63,8 @@ def odd_text(rank: Rank) -> list[str]:
     """A prompt whose length does not divide, beside one whose does: an error of its own, before anything is computed."""
     family = BY_NAME["FluxPipeline"]
     with rank.group(sequence=2) as parallel:
-        runner = runner_of(family, parallel, torch.float32, ranks=rank.world, sequence=2)
+        for _ in range(2):  # another pipeline in the same group, as when a worker takes up another one
+            runner = runner_of(family, parallel, torch.float32, ranks=rank.world, sequence=2)
         for name, tokens in (("odd", 7), ("even", 6)):
             asked = family.request(1, 2, 3.0) | {"prompt_embeds": torch.randn(1, tokens, 16)}
             runner.join(RequestSpec(request_id=name, prompt="", seed=1), functools.partial(family.call, view_of(runner.pipeline), asked))
@@ -105,21 +107,24 @@ def tiles(rank: Rank) -> dict[str, Any]:
             for height, width in ((29, 17), (8, 8), (8, 31)):
                 frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
                 found[f"{kind} {height}x{width}"] = _decoded(parallel, kind, (2, 4, *frames, height, width))
+        found["a copy in float64"] = _decoded(parallel, "AutoencoderKL", (2, 4, 29, 17), copied=True)
         found["two frames"] = _decoded(parallel, "AutoencoderKLQwenImage", (2, 4, 2, 17, 17))
         found["a tile fails"] = _failing_tile(parallel)
     return found
 
 
 @torch.inference_mode()
-def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Whether the picture is equal to that of one rank, and how many times the decoder ran here and there."""
+def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: bool = False) -> dict[str, Any]:
+    """Whether the picture is equal to that of one rank, and how many times the decoder's first layer ran here and there."""
     z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     one, many = _vae(kind), _vae(kind)
     one.enable_tiling()
-    ran_one, ran_many = _count(one.decoder), _count(many.decoder)
     parallel.decode_tiles("vae", VaeTiles(many, parallel).decode)
+    if copied:
+        one, many, z = one.double(), copy.deepcopy(many).double(), z.double()
+    ran_one, ran_many = _count(one.decoder.conv_in), _count(many.decoder.conv_in)
     expected = one.decode(z).sample
-    output = parallel.run(ModelCall("vae", "decode", {"z": z}), lambda call, rows: many.decode(**call.arguments)).sample
+    output = parallel.run(ModelCall("vae", "decode", {"z": z}, many), lambda call, rows: many.decode(**call.arguments)).sample
     close = bool((output - expected).abs().max() < 1e-5)
     return {"equal": torch.equal(output, expected), "close": close, "ran": len(ran_many), "alone": len(ran_one)}
 
@@ -141,7 +146,7 @@ def _failing_tile(parallel: Parallel) -> list[str]:
             if next(failures, False):
                 raise RuntimeError("out of memory")
 
-        vae.decoder.register_forward_pre_hook(fail_once)
+        vae.decoder.conv_in.register_forward_pre_hook(fail_once)
     parallel.decode_tiles("vae", VaeTiles(vae, parallel).decode)
     call = ModelCall("vae", "decode", {"z": torch.randn(1, 4, 17, 17)})
     said = []

@@ -91,6 +91,9 @@ def test_tiles_over_two_ranks_are_bit_for_bit_those_of_one(two: list[dict[str, A
         found = [rank["tiles"][f"{kind} {size}"] for rank in two]
         assert [one["equal"] for one in found] == [True, True]
         assert sum(one["ran"] for one in found) == found[0]["alone"] == tiles
+    if kind == "AutoencoderKL":
+        assert [rank["tiles"]["a copy in float64"]["equal"] for rank in two] == [True, True]
+        assert sum(rank["tiles"]["a copy in float64"]["ran"] for rank in two) == 15
     # One tile: the rows are spread.
     assert [rank["tiles"][f"{kind} 8x8"] for rank in two] == [{"equal": False, "close": True, "ran": 1, "alone": 1}] * 2
 

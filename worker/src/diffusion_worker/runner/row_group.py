@@ -42,6 +42,8 @@ class RowGroup:
             if tensor.dim() == 0 or tensor.shape[0] % count:
                 raise TypeError(f"a module returned {tuple(tensor.shape)} for {count} rows, which cannot be gathered")
         flat = [tensor.contiguous().reshape(count, -1).view(torch.uint8) for tensor in tensors]
+        if len(flat) == 1 and count == max(self._counts(rows)):
+            return flat[0]
         packed = tensors[0].new_zeros(max(self._counts(rows)), sum(part.shape[1] for part in flat), dtype=torch.uint8)
         torch.cat(flat, dim=1, out=packed[:count])
         return packed
@@ -50,7 +52,11 @@ class RowGroup:
         """The output of all `rows` rows, from what each rank packed: one collective, however many tensors there are."""
         count, mine = self._computed(rows), tensors_of(output)
         everything = self.gather_bytes(packed.reshape(-1)).reshape(self.count, *packed.shape)
-        whole = torch.cat([part[:used] for part, used in zip(everything, self._counts(rows), strict=True)])
+        counts = self._counts(rows)
+        if min(counts) == max(counts):
+            whole = everything.reshape(rows, -1)
+        else:
+            whole = torch.cat([part[:used] for part, used in zip(everything, counts, strict=True)])
         widths = [tensor.numel() // count * tensor.element_size() for tensor in mine]
         # A copy of each column: a view at its offset may not be aligned for the tensor's dtype.
         columns = [column.contiguous() for column in torch.split(whole, widths, dim=1)]

@@ -17,6 +17,8 @@ from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.parallel import Execute, Parallel
 
 Shape = tuple[int, ...]
+# A tile, and the options it is decoded with.
+Asked = tuple[torch.Tensor, dict[str, Any]]
 
 
 def _picture_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
@@ -44,24 +46,21 @@ def check_vae(name: str, vae: nn.Module) -> None:
         raise ConfigError(f"--vae-tiling: {kind} ({name}) is not supported, expected one of {', '.join(SHAPES)}")
 
 
-class TileDecoder(nn.Module):
-    """In place of a VAE's decoder: decodes, or notes down what it is asked for, or hands out what was decoded elsewhere."""
+class TileDecoder:
+    """What a VAE's decoder runs instead of its own forward: that, or a note of what it is asked for, or what was decoded elsewhere.
 
-    def __init__(self, real: nn.Module, shape: Callable[[torch.Tensor], Shape]) -> None:
-        super().__init__()
-        self.real = real
+    It goes with the decoder into a copy of the VAE (some pipelines decode in float32), bound to the copy's own forward.
+    """
+
+    def __init__(self, decoder: nn.Module, shape: Callable[[torch.Tensor], Shape]) -> None:
+        self.real = decoder.forward
         self.shape = shape
-        self.asked: list[tuple[torch.Tensor, dict[str, Any]]] | None = None
+        self.asked: list[Asked] | None = None
         self.answers: list[torch.Tensor] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Pipelines look at a decoder's layers."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("real"), name)
+        decoder.forward = self.forward
 
     def forward(self, tile: torch.Tensor, **options: Any) -> torch.Tensor:
+        """One tile [rows, channels, (frames,) height, width]."""
         if self.answers is not None:
             return self.answers.pop(0)
         if self.asked is not None:
@@ -70,43 +69,53 @@ class TileDecoder(nn.Module):
         result: torch.Tensor = self.real(tile, **options)
         return result
 
+    def note_down(self, decode: Callable[[], Any]) -> list[Asked]:
+        """The tiles that a decode asks for."""
+        self.asked = asked = list[Asked]()
+        try:
+            decode()
+        finally:
+            self.asked = None
+        return asked
+
+    def hand_out(self, tiles: list[torch.Tensor], decode: Callable[[], Any]) -> Any:
+        """What a decode makes of these tiles."""
+        self.answers = tiles
+        try:
+            return decode()
+        finally:
+            self.answers = None
+
 
 class VaeTiles:
     """The tiles of one VAE over the ranks."""
 
     def __init__(self, vae: Any, parallel: Parallel) -> None:
         vae.enable_tiling()
-        self._decoder = TileDecoder(vae.decoder, SHAPES[type(vae).__name__](vae))
-        vae.decoder = self._decoder
+        TileDecoder(vae.decoder, SHAPES[type(vae).__name__](vae))
+        self._vae = vae
         self._parallel = parallel
 
     def decode(self, call: ModelCall, execute: Execute) -> Any | None:
         """The picture of all rows; None where it is no larger than a tile, or a video: then the rows are spread."""
         if call.arguments["z"].dim() == 5 and call.arguments["z"].shape[2] > 1:
             return None
+        vae = self._vae if call.module is None else call.module
+        decoder: TileDecoder = vae.decoder.forward.__self__
         rows = slice(0, call.rows)
-        asked = self._parallel.agree(lambda: self._ask(lambda: execute(call, rows)))
+        asked = self._parallel.agree(lambda: decoder.note_down(lambda: execute(call, rows)))
         if len(asked) < 2:
             return None
-        tiles = self._decode(asked)
-        return self._parallel.agree(lambda: self._blend(tiles, lambda: execute(call, rows)))
+        tiles = self._spread(decoder, asked)
+        return self._parallel.agree(lambda: decoder.hand_out(tiles, lambda: execute(call, rows)))
 
-    def _ask(self, decode: Callable[[], Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        asked: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        self._decoder.asked = asked
-        try:
-            decode()
-        finally:
-            self._decoder.asked = None
-        return asked
-
-    def _decode(self, asked: list[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
+    def _spread(self, decoder: TileDecoder, asked: list[Asked]) -> list[torch.Tensor]:
         """All tiles, of which this rank decodes every `world`-th."""
         everybody, dtype = self._parallel.everybody, asked[0][0].dtype
         mine = self._parallel.agree(
-            lambda: [self._decoder.real(tile, **_fresh(options)).to(dtype) for tile, options in asked[everybody.index :: everybody.count]]
+            lambda: [decoder.real(tile, **_fresh(options)).to(dtype) for tile, options in asked[everybody.index :: everybody.count]]
         )
-        shapes = [self._decoder.shape(tile) for tile, _ in asked]
+        shapes = [decoder.shape(tile) for tile, _ in asked]
         sizes = [math.prod(shape) for shape in shapes]
         longest = max(sum(sizes[index :: everybody.count]) for index in range(everybody.count))
         packed = asked[0][0].new_zeros(longest)
@@ -117,17 +126,10 @@ class VaeTiles:
         tiles: dict[int, torch.Tensor] = {}
         for index, part in enumerate(parts):
             numbers = range(index, len(asked), everybody.count)
-            pieces = part[: sum(sizes[number] for number in numbers)].split([sizes[number] for number in numbers])
+            pieces = torch.split(part[: sum(sizes[number] for number in numbers)], [sizes[number] for number in numbers])
             # Copies, each a tensor of its own: blending writes in place.
             tiles |= {number: piece.clone().reshape(shapes[number]) for number, piece in zip(numbers, pieces, strict=True)}
         return [tiles[number] for number in range(len(asked))]
-
-    def _blend(self, tiles: list[torch.Tensor], decode: Callable[[], Any]) -> Any:
-        self._decoder.answers = tiles
-        try:
-            return decode()
-        finally:
-            self._decoder.answers = None
 
 
 def _fresh(options: dict[str, Any]) -> dict[str, Any]:
