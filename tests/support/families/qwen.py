@@ -173,6 +173,14 @@ def without_cache(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_image_21(seed, steps, guidance) | {"use_kv_cache": False}
 
 
+# Two layered pictures of one prompt have one entry of what tells colours from transparency.
+TWO_PROMPTS = {"prompt": ["a fox", "a hare"]} | {
+    f"{kind}prompt_embeds{part}": value
+    for kind in ("", "negative_")
+    for part, value in {"": seeded(7, 2, TEXT_TOKENS, 16), "_mask": torch.ones(2, TEXT_TOKENS, dtype=torch.int64)}.items()
+}
+
+
 def _family(
     kind: str,
     request: Callable[[int, int, float], Arguments],
@@ -190,7 +198,7 @@ def _family(
         output_type="pt",
         shares=not reason,
         reason=reason,
-        doubled={"num_images_per_prompt": 2},
+        doubled=TWO_PROMPTS if kind == "QwenImageLayeredPipeline" else {"num_images_per_prompt": 2},
     )
 
 
