@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P9: how long a rank waits for its next message, and how many messages a tick takes.
+
+The real step loop and the real wire with two rank processes whose ticks take 20 ms of a device's time: they sleep. Beside
+that the round trip of one message to both ranks and back, by this wire and by PUB/SUB with pickle on the same sockets.
+"""
+
+import asyncio
+import multiprocessing
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Coroutine
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+
+from benchmarks.result import Measured
+from diffusion_worker.engine.rank_group import TickReport
+from diffusion_worker.engine.step_loop import StepLoop
+from diffusion_worker.messages import Finished, RequestSpec, Shutdown, Tick, TickDone
+from diffusion_worker.ranks.broadcast import Endpoints, RankEnd, ServerEnd
+
+RANKS = 2
+TICK_S = 0.020
+STEPS = 250
+REQUESTS = 4
+# The first ticks meet cold code at both ends.
+WARM_UP = 20
+ROUND_TRIPS = 500
+DEADLINE_S = 60.0
+
+
+class BenchmarkRanks:
+    """What the step loop needs of a rank group, on the real wire; counts the messages it sends."""
+
+    def __init__(self, wire: ServerEnd) -> None:
+        self.sent = 0
+        self._wire = wire
+
+    def broadcast_tick(self, tick: Tick) -> None:
+        """One message for all ranks."""
+        self.sent += 1
+        self._wire.send(tick)
+
+    async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
+        """Rank 0's answer."""
+        async with asyncio.timeout(min(timeout_s, DEADLINE_S)):
+            message, frames = await self._wire.receive()
+        assert isinstance(message, TickDone)
+        return TickReport(message, frames)
+
+
+def measure() -> Measured:
+    """The worst rank's share of waiting, and the messages of a tick."""
+    waits, messages = _run(_stalls())
+    trips = _run(_round_trips())
+    pickled = _run(_pickled_round_trips())
+    stall = max(statistics.fmean(of_rank) for of_rank in waits) / TICK_S
+    p50_us, pickled_us = (statistics.median(samples) * 1e6 for samples in (trips, pickled))
+    print(f"round trip to {RANKS} ranks, p50: {p50_us:.0f} us, PUB/SUB with pickle: {pickled_us:.0f} us")
+    samples = [{"rank": float(rank), "wait_ms": wait * 1000} for rank, of_rank in enumerate(waits) for wait in of_rank]
+    return Measured(
+        results={
+            "stall_fraction": round(stall, 5),
+            "messages_per_tick": round(messages, 4),
+            "wait_p99_us": round(max(sorted(of_rank)[int(len(of_rank) * 0.99)] for of_rank in waits) * 1e6, 1),
+            "round_trip_p50_us": round(p50_us, 1),
+            "round_trip_pickle_p50_us": round(pickled_us, 1),
+        },
+        targets={"stall_fraction": "<= 0.01", "messages_per_tick": "<= 1"},
+        samples=samples,
+    )
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+class _RankProcesses:
+    """Rank processes of a benchmark, connected; leaving the block collects them."""
+
+    def __init__(self, target: Any, endpoints: Endpoints) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+        self.results: list[Connection] = [receiving for receiving, _ in pipes]
+        self._processes = [
+            context.Process(target=target, args=(rank, endpoints, sending), daemon=True) for rank, (_, sending) in enumerate(pipes)
+        ]
+
+    def __enter__(self) -> "_RankProcesses":
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.join(DEADLINE_S)
+            process.kill()
+
+
+async def _stalls() -> tuple[list[list[float]], float]:
+    """For each rank the seconds that it waited before each tick; and messages a tick."""
+    wire = ServerEnd()
+    try:
+        with _RankProcesses(_ticking_rank, wire.endpoints) as ranks:
+            await wire.wait_for_ranks(RANKS)
+            group = BenchmarkRanks(wire)
+            broken: list[str] = []
+            loop = StepLoop(group, max_batch_size=REQUESTS, tick_timeout_s=DEADLINE_S, broken=broken.append)  # type: ignore[arg-type]
+            stepping = asyncio.create_task(loop.run())
+            specs = [RequestSpec(request_id=str(name), prompt="a red digit seven", seed=name, steps=STEPS) for name in range(REQUESTS)]
+            await asyncio.gather(*(loop.submit(spec) for spec in specs))
+            for spec in specs:
+                loop.forget(spec.request_id)
+            stepping.cancel()
+            wire.send(Shutdown())
+            waits = [await asyncio.to_thread(result.recv) for result in ranks.results]
+            if broken:
+                raise RuntimeError(broken[0])
+            return [of_rank[WARM_UP:-WARM_UP] for of_rank in waits], group.sent / len(waits[0])
+    finally:
+        wire.close()
+
+
+def _ticking_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
+    """Takes 20 ms for each tick and ends requests after their steps; tells how long it waited before each."""
+    waits: list[float] = []
+    left: dict[str, int] = {}
+    with RankEnd(endpoints) as wire:
+        while True:
+            # A message that is there already is not waited for, however long other programs keep this one from its core.
+            there = wire._broadcast.poll(0)
+            started = time.perf_counter()
+            message = wire.receive(lambda count: None)
+            if not isinstance(message, Tick):
+                break
+            waits.append(0.0 if there else time.perf_counter() - started)
+            time.sleep(TICK_S)
+            left |= {spec.request_id: spec.steps or 1 for spec in message.join}
+            advanced = set(left) if message.advance is None else set(message.advance) & set(left)
+            left = {name: steps - (name in advanced) for name, steps in left.items()}
+            done = [name for name, steps in left.items() if steps == 0]
+            left = {name: steps for name, steps in left.items() if steps}
+            if rank == 0:
+                finished = [Finished(name, index, (1, 1, 3)) for index, name in enumerate(done)]
+                wire.send(TickDone(message.number, finished, rows=len(advanced), calls=1, seconds=TICK_S), [memoryview(b"rgb")] * len(done))
+    result.send(waits)
+
+
+async def _round_trips() -> list[float]:
+    """Seconds from a tick's sending to the answers of all ranks, by our wire."""
+    wire = ServerEnd()
+    try:
+        with _RankProcesses(_echoing_rank, wire.endpoints):
+            await wire.wait_for_ranks(RANKS)
+            samples = []
+            for number in range(ROUND_TRIPS):
+                started = time.perf_counter()
+                wire.send(_tick(number))
+                for _ in range(RANKS):
+                    await wire.receive()
+                samples.append(time.perf_counter() - started)
+            wire.send(Shutdown())
+            return samples[WARM_UP:]
+    finally:
+        wire.close()
+
+
+def _tick(number: int) -> Tick:
+    """About 500 bytes: one request joins, eight advance."""
+    spec = RequestSpec(request_id="f" * 32, prompt="a red digit seven " * 6, seed=number, height=1024, width=1024, steps=28)
+    return Tick(number, [spec], [], [f"{name}" * 32 for name in range(8)])
+
+
+def _echoing_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
+    with RankEnd(endpoints) as wire:
+        while isinstance(message := wire.receive(lambda count: None), Tick):
+            wire.send(TickDone(message.number))
+    result.send(rank)
+
+
+async def _pickled_round_trips() -> list[float]:
+    """The same with PUB/SUB and pickle, as a plain loop would do it."""
+    context = zmq.Context()
+    with tempfile.TemporaryDirectory() as folder:
+        endpoints = Endpoints(f"ipc://{folder}/broadcast", f"ipc://{folder}/answers")
+        broadcast, answers = context.socket(zmq.XPUB), context.socket(zmq.PULL)
+        # Else the second rank's subscription, being the same, is not told.
+        broadcast.setsockopt(zmq.XPUB_VERBOSE, 1)
+        broadcast.bind(endpoints.broadcast)
+        answers.bind(endpoints.answers)
+        with _RankProcesses(_pickling_rank, endpoints):
+            for _ in range(RANKS):
+                broadcast.recv()
+            samples = []
+            for number in range(ROUND_TRIPS):
+                started = time.perf_counter()
+                broadcast.send(pickle.dumps(_tick(number)))
+                for _ in range(RANKS):
+                    pickle.loads(answers.recv())
+                samples.append(time.perf_counter() - started)
+            broadcast.send(pickle.dumps(None))
+        context.destroy(linger=0)
+    return samples[WARM_UP:]
+
+
+def _pickling_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
+    context = zmq.Context()
+    answers, broadcast = context.socket(zmq.PUSH), context.socket(zmq.SUB)
+    answers.connect(endpoints.answers)
+    broadcast.subscribe(b"")
+    broadcast.connect(endpoints.broadcast)
+    while (message := pickle.loads(broadcast.recv())) is not None:
+        answers.send(pickle.dumps(TickDone(message.number)))
+    context.destroy(linger=1000)
+    result.send(rank)
