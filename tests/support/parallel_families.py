@@ -81,7 +81,7 @@ def with_heads(family: Family, heads: int) -> Family:
 
 def runner_of(family: Family, parallel: Any, dtype: torch.dtype, **config: Any) -> DiffusionModelRunner:
     """A runner that serves a family's tiny pipeline."""
-    runner = DiffusionModelRunner(WorkerConfig(model="(in memory)", served_name="tiny", **config), torch.device("cpu"), parallel)
+    runner = DiffusionModelRunner(WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config), torch.device("cpu"), parallel)
     pipeline = family.build()
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
@@ -99,7 +99,7 @@ def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, d
         denoiser.proj_out.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
     if any(asked.adapted for asked in requests):
         _load_adapter(runner, family)
-    return Run(_results(family, runner, requests), max(tokens), sum(map(_local_bytes, denoiser.parameters())))
+    return Run(results_of(family, runner, requests), max(tokens), sum(map(_local_bytes, denoiser.parameters())))
 
 
 def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUESTS, **sizes: int) -> Difference:
@@ -126,7 +126,8 @@ def apart(run: Run, expected: Run) -> float:
     return max(float((one - other).abs().max() / max(1.0, float(other.std()))) for one, other in pairs)
 
 
-def _results(family: Family, runner: DiffusionModelRunner, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
+def results_of(family: Family, runner: DiffusionModelRunner, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
+    """What requests get that run together, flat."""
     results: dict[str, torch.Tensor] = {}
     for tick in range(20):
         for number, asked in enumerate(requests):

@@ -4,6 +4,8 @@
 import copy
 import functools
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -16,7 +18,7 @@ from diffusion_worker.runner.parallel import CallFailed, Parallel
 from diffusion_worker.runner.pipeline import view_of
 from diffusion_worker.runner.vae_tiles import VaeTiles
 from families.family import randomise_zeros
-from parallel_families import BY_NAME, REQUESTS, WITH_ADAPTER, Difference, Run, apart, difference, run, runner_of, with_heads
+from parallel_families import BY_NAME, REQUESTS, WITH_ADAPTER, Difference, Run, apart, difference, results_of, run, runner_of, with_heads
 from rank_processes import Rank
 from runner_rig import OneRank
 
@@ -33,7 +35,8 @@ def two(rank: Rank) -> dict[str, Any]:
         found[f"{name} adapter"] = apart(run(BY_NAME[name], OneRank(), WITH_ADAPTER[:1]), run(BY_NAME[name], OneRank(), REQUESTS[:1]))
     for name in SHARDED_FAMILIES:
         found[f"{name} shard"] = _sharded(rank, name)
-    return found | {"tiles": tiles(rank), "an odd text": odd_text(rank)}
+    more = {"tiles": tiles(rank), "an odd text": odd_text(rank), "gradients": gradients(rank), "sleep": sleep_in_parts(rank)}
+    return found | more
 
 
 def four(rank: Rank) -> dict[str, Difference]:
@@ -71,6 +74,33 @@ def odd_text(rank: Rank) -> list[str]:
         outputs = [runner.execute_stepwise(Tick(number)) for number in range(3)]
     errors = {name: f"{error.code}: {error.message}" for output in outputs for name, error in output.errors.items()}
     return [errors["odd"], *(name for output in outputs for name in output.pictures)]
+
+
+def gradients(rank: Rank) -> dict[str, Any]:
+    """Whether models run in inference mode, and whether with gradients, by kind."""
+    found = {}
+    for sizes in ({}, {"shard": 2}, {"sequence": 2}, {"tensor": 2}):
+        with rank.group(**sizes) as parallel:
+            runner = runner_of(BY_NAME["FluxPipeline"], parallel, torch.float32, ranks=rank.world, **sizes)
+            spec = RequestSpec(request_id="r", prompt="", seed=1)
+            runner.join(spec, lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+            found[" ".join(sizes)] = runner.execute_stepwise(Tick(0)).pictures["r"]
+    return found
+
+
+def sleep_in_parts(rank: Rank) -> dict[str, Any]:
+    """Layers over two ranks, from files: whether sleep empties them, and whether a request gets the same afterwards."""
+    family = BY_NAME["FluxPipeline"]
+    with rank.group(tensor=2) as parallel, tempfile.TemporaryDirectory() as folder:
+        family.build().transformer.save_pretrained(Path(folder) / "transformer")
+        runner = runner_of(family, parallel, torch.float32, ranks=rank.world, tensor=2, model=folder)
+        before, awake = results_of(family, runner, REQUESTS), runner.weights.report()
+        runner.weights.release()
+        # On a CPU memory that was given back reads as zero.
+        emptied = not any(parameter.any() for parameter in runner.pipeline.transformer.parameters())
+        runner.weights.restore()
+        same = all(map(torch.equal, before, results_of(family, runner, REQUESTS)))
+    return {"same": same, "awake": awake, "emptied": emptied}
 
 
 # Tiles of a VAE

@@ -106,6 +106,21 @@ def test_an_error_in_a_tile_of_one_rank_is_the_same_error_on_both_and_the_next_p
     assert [rank["tiles"]["a tile fails"] for rank in two] == [["rank 1: RuntimeError: out of memory", "(1, 3, 34, 34)"]] * 2
 
 
+def test_sharded_weights_run_without_gradients_and_all_else_in_inference_mode(two: list[dict[str, Any]]) -> None:
+    inference, no_gradients = (True, False), (False, False)
+    for rank in two:
+        assert rank["gradients"] == {"": inference, "shard": no_gradients, "sequence": inference, "tensor": inference}
+
+
+def test_layers_over_two_ranks_sleep_and_wake_with_the_same_contents_from_their_files(two: list[dict[str, Any]]) -> None:
+    for found in (rank["sleep"] for rank in two):
+        awake = found["awake"]
+        assert found["same"]
+        # The VAE of this pipeline is in no file.
+        assert 0 < awake.mirror_file_bytes < awake.weights_bytes <= awake.weights_resident_bytes
+        assert found["emptied"]
+
+
 def test_a_text_that_cannot_be_split_is_an_error_of_its_request_alone(two: list[dict[str, Any]]) -> None:
     error = "InvalidRequest: expected a number of tokens of the text that is a multiple of --sequence 2, found 7"
     assert [rank["an odd text"] for rank in two] == [[error, "even"]] * 2

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from diffusion_worker.errors import RequestError
 from diffusion_worker.memory.weights import ModelWeights
 
 CPU = torch.device("cpu")
@@ -113,3 +114,25 @@ def test_a_module_without_tensors_needs_no_slab(tmp_path: Path) -> None:
     assert weights.place(nn.Identity(), tmp_path) == 0
     report: Any = weights.report()
     assert (report.weights_bytes, report.mappings) == (0, [])
+
+
+def test_a_part_of_each_tensor_is_placed_and_comes_back_from_the_file_of_the_whole(module: Part, tmp_path: Path) -> None:
+    save(module, tmp_path)
+    before = {name: tensor.chunk(2)[1] if name == "first.weight" else tensor for name, tensor in contents(module).items()}
+    weights = ModelWeights(CPU)
+    placed = weights.place(module, tmp_path, cut=lambda name, whole: whole.chunk(2)[1] if name == "first.weight" else whole)
+    assert placed < 0.6 * 1024 * 1024 * 4
+    report = weights.report()
+    assert report.mirror_file_bytes == report.weights_bytes - module.computed.nbytes
+    weights.release()
+    weights.restore()
+    assert_same(module, before)
+
+
+def test_weights_that_are_left_elsewhere_are_counted_and_refuse_sleep(module: Part) -> None:
+    weights = ModelWeights(CPU)
+    assert weights.leave([module.first.weight]) == 1024 * 1024 * 4
+    report = weights.report()
+    assert report.weights_bytes == report.weights_resident_bytes == 1024 * 1024 * 4
+    with pytest.raises(RequestError, match="sleep: not supported with --shard"):
+        weights.release()
