@@ -47,8 +47,11 @@ class RunnerRig:
         self.progress: list[tuple[int, int]] = []
         self.model: ModelInfo = self.runner.load_model(lambda done, total: self.progress.append((done, total)))
 
-    def run(self, *requests: RequestSpec, joining: list[int] | None = None) -> tuple[Pictures, dict[str, ErrorReport]]:
-        """Run requests to their end; `joining` says at which tick each joins (all at the first one by default)."""
+    def run(self, *requests: RequestSpec, joining: list[int] | None = None, running: int = 0) -> tuple[Pictures, dict[str, ErrorReport]]:
+        """Run requests to their end, and with them the `running` ones that joined before.
+
+        `joining` says at which tick each joins (all at the first one by default).
+        """
         self.parallel.calls.clear()
         at = joining or [0] * len(requests)
         pictures: Pictures = {}
@@ -57,7 +60,7 @@ class RunnerRig:
             output = self.runner.execute_stepwise(Tick(number, [spec for spec, tick in zip(requests, at, strict=True) if tick == number]))
             pictures |= output.pictures
             errors |= output.errors
-            if len(pictures) + len(errors) == len(requests):
+            if len(pictures) + len(errors) == len(requests) + running:
                 return pictures, errors
         raise AssertionError(f"after 1000 ticks only {sorted(pictures)} are done")
 
@@ -83,3 +86,8 @@ def picture_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np
         **{name: value for name, value in given.items() if value is not None},
     ).images[0]
     return np.asarray((image * 255).round(), np.uint8)
+
+
+def levels_apart(one: Any, other: Any) -> int:
+    """The largest difference of two pictures in a colour, of 255."""
+    return int(np.abs(one.astype(int) - other.astype(int)).max())

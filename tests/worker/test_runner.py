@@ -12,7 +12,7 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.pipeline import load_pipeline
-from runner_rig import RunnerRig, picture_of_diffusers, request
+from runner_rig import RunnerRig, levels_apart, picture_of_diffusers, request
 from worker_process import DIGITS_MODEL
 
 
@@ -32,10 +32,6 @@ REQUESTS = [
     request("two", prompt="a blue digit two", seed=2, steps=6, guidance_scale=3.0),
     request("three", prompt="a green digit three", seed=3, steps=3, guidance_scale=7.0, negative_prompt="stripes"),
 ]
-
-
-def levels_apart(one: Any, other: Any) -> int:
-    return int(np.abs(one.astype(int) - other.astype(int)).max())
 
 
 @pytest.mark.parametrize("spec", REQUESTS, ids=lambda spec: spec.request_id)

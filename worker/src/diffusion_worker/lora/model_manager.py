@@ -61,10 +61,16 @@ class DiffusionLoRAManager:
 
     @contextmanager
     def rows(self, uses: list[LoRAUse | None]) -> Iterator[None]:
-        """While a call of the denoiser runs: the adapter of each of its rows. An id that is not loaded is an error."""
+        """While a call of the denoiser runs: the adapter of each of its rows.
+
+        Raises:
+            RequestError: AdapterNotLoaded.
+        """
         if not any(uses):
             yield
             return
+        if missing := sorted({use.lora_int_id for use in uses if use is not None} - self._slots.keys()):
+            raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, f"the adapter of the request is not loaded (id {missing[0]})")
         slots = [None if use is None else self._slots[use.lora_int_id] for use in uses]
         scales = [0.0 if use is None else use.scale for use in uses]
         self._holder.current = RowAdapters(slots, scales, next(self._denoiser.parameters()).device)

@@ -110,9 +110,9 @@ class Parallel:
             found = size(output)
         except Exception as error:
             require_usable_rank(error)
-            message, found = f"rank {self.rank}: {type(error).__name__}: {error}", 0
+            message, found = self._words(error), 0
             if self.world == 1:
-                raise CallFailed(message) from error
+                raise _failure(message) from error
         if self.world > 1:
             # One small collective while nothing fails. The lowest rank that failed has the greatest number.
             status = torch.tensor([self.world - self.rank if message else 0, found, -found])
@@ -123,6 +123,11 @@ class Parallel:
             if most != -least:
                 raise CallFailed(f"a row of the output has {-least} to {most} bytes on different ranks")
         return output
+
+    def _words(self, error: Exception) -> str:
+        if isinstance(error, RequestError):
+            return f"{REFUSED}{error.code}{REFUSED}{error.message}"
+        return f"rank {self.rank}: {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Leave the process group."""
