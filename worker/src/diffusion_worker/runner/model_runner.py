@@ -153,7 +153,7 @@ class DiffusionModelRunner:
             DuplicateRequest: a request joins that runs already; then nothing was changed. Whatever else is raised, the
                 requests of this tick are gone and those of earlier ones are as they were.
         """
-        # Sharded weights are brought together anew for each call, in tensors that inference mode would not let change.
+        # Torch puts sharded weights together without gradients; in inference mode it does too on a CPU, but promises nothing.
         with torch.no_grad() if self._config.shard > 1 else torch.inference_mode():
             return self._advance(tick)
 
