@@ -13,11 +13,14 @@ from diffusers import (
     StableDiffusionControlNetInpaintPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionInstructPix2PixPipeline,
+    StableDiffusionPipeline,
     StableDiffusionUpscalePipeline,
     T2IAdapter,
     UVit2DModel,
     VQModel,
 )
+from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
 from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
 from families.stable_diffusion import pipeline, prompts, text_to_image, tiny_controlnet, tiny_unet
@@ -34,6 +37,19 @@ def _adapted() -> Any:
     unet = tiny_unet(down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"))
     adapter = T2IAdapter(in_channels=3, channels=[16, 32], num_res_blocks=1, downscale_factor=2)
     return pipeline(StableDiffusionAdapterPipeline, unet=unet, adapter=adapter)
+
+
+def _with_ip_adapter() -> Any:
+    """Cross-attention that attends to two tokens of a picture's embedding, too."""
+    unet = tiny_unet()
+    processors = dict(unet.attn_processors)
+    for name in processors:
+        if "attn2" in name:  # all of them are in blocks of 32 channels
+            processors[name] = IPAdapterAttnProcessor2_0(hidden_size=32, cross_attention_dim=32, num_tokens=(2,), scale=0.7)
+    unet.set_attn_processor(processors)
+    unet.encoder_hid_proj = MultiIPAdapterImageProjection([ImageProjection(16, 32, num_image_text_embeds=2)])
+    unet.register_to_config(encoder_hid_dim_type="ip_image_proj")
+    return pipeline(StableDiffusionPipeline, unet=unet)
 
 
 def _upscaler() -> Any:
@@ -103,6 +119,12 @@ def _adapter_picture(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_image(seed, steps, guidance) | {"image": picture(seed)}
 
 
+def _embedded_picture(seed: int, steps: int, guidance: float) -> Arguments:
+    # Where there is guidance, that of no picture comes first.
+    rows = 2 if guidance > 1 else 1
+    return text_to_image(seed, steps, guidance) | {"ip_adapter_image_embeds": [seeded(seed + 400, rows, 1, 16)]}
+
+
 def _small_picture(seed: int, steps: int, guidance: float) -> Arguments:
     return prompts(seed, steps, guidance) | {"image": picture(seed, 16, 16), "noise_level": 10 + seed}
 
@@ -140,6 +162,7 @@ FAMILIES = [
         _inpaint,
     ),
     _family("StableDiffusionAdapterPipeline", _adapted, _adapter_picture),
+    _family("StableDiffusionPipeline (IP-Adapter)", _with_ip_adapter, _embedded_picture),
     _family("StableDiffusionUpscalePipeline", _upscaler, _small_picture),
     Family(
         name="AmusedPipeline",
