@@ -26,7 +26,7 @@ def measured() -> MemoryModel:
     """A device of 1000 MiB where a step needs 100 MiB and 1 MiB for each 1,024 pixels."""
     memory = MemoryModel(1000 * MIB)
     for side in (128, 256, 512):
-        memory.observe(square(side).load, 100 * MIB + side * side * 1024)
+        memory.observe(square(side), 1, 100 * MIB + side * side * 1024)
     return memory
 
 
@@ -48,7 +48,7 @@ def test_guidance_doubles_what_a_picture_needs() -> None:
 def test_nothing_is_refused_where_memory_is_not_known_or_was_measured_at_one_size_only() -> None:
     assert math.isinf(MemoryModel().most_load(0.0))
     once = MemoryModel(1000 * MIB)
-    once.observe(square(64).load, 900 * MIB)  # most of it may be the same for every size
+    once.observe(square(64), 1, 900 * MIB)  # most of it may be the same for every size
     check_memory(GenerationParams(prompt="p", width=2048, height=2048), MODEL, once.most_load(0.0))
 
 
@@ -64,15 +64,29 @@ def test_what_was_out_of_memory_alone_is_refused_for_a_while() -> None:
     assert math.isinf(memory.most_load(100.0 + FORGET_S))
 
 
-def test_the_batch_of_a_class_is_as_large_as_fits_and_never_empty() -> None:
-    assert [measured().batch(square(side), 8, 0.0) for side in (256, 512, 1024)] == [8, 3, 1]
-    assert MemoryModel().batch(square(1024), 8, 0.0) == 8
+def test_the_batch_of_a_class_is_as_large_as_its_own_peaks_let_it_be_and_never_empty() -> None:
+    memory = MemoryModel(1000 * MIB)
+    for side, each in ((256, 64), (512, 256), (1024, 1024)):
+        memory.observe(square(side), 1, (100 + each) * MIB)
+        assert memory.batch(square(side), 8) == 8  # one point is no line
+    memory.observe(square(512), 2, (100 + 2 * 256) * MIB)
+    memory.observe(square(256), 4, (100 + 4 * 64) * MIB)
+    assert [memory.batch(square(side), 16) for side in (256, 512)] == [14, 3]
+    memory.observe(square(1024), 2, (100 + 2 * 1024) * MIB)  # more than there is: measured wrongly, but it went
+    assert memory.batch(square(1024), 8) == 2
+
+
+def test_a_peak_that_decoding_made_counts_for_the_size_of_the_picture() -> None:
+    memory = measured()
+    before = memory.most_load(0.0)
+    memory.observe(square(512), 1, 900 * MIB)  # the last tick of a request, in which nothing is denoised
+    assert square(512).load < memory.most_load(0.0) < before
 
 
 def test_many_measured_sizes_give_the_line_of_their_smallest_and_largest() -> None:
     memory = MemoryModel(10_000 * MIB)
     for side in range(8, 8 * 200, 8):
-        memory.observe(square(side).load, 100 * MIB + side * side * 1024)
+        memory.observe(square(side), 1, 100 * MIB + side * side * 1024)
     assert memory.most_load(0.0) == pytest.approx(9_900 * 1024, rel=1e-6)
 
 

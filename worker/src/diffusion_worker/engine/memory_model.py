@@ -7,14 +7,37 @@ picture that failed alone a short time ago, or than a straight line through the 
 
 import math
 
+import msgspec
+
 from diffusion_worker.engine.request_class import RequestClass
 
 # The decoded picture alone is three channels of float32, and with guidance its load counts twice.
 LEAST_BYTES_PER_PIXEL = 6
 # What failed once may fit later: memory that others held is free again.
 FORGET_S = 600.0
-# So many points keep the line; more would only slow it down.
-POINTS = 64
+# Sizes whose peaks are remembered; more would only slow it down.
+REMEMBERED = 256
+
+
+class Line(msgspec.Struct):
+    """A straight line through the peaks at the smallest and the largest measured amount of something."""
+
+    peaks: dict[float, int] = {}
+
+    def add(self, amount: float, peak_bytes: int) -> None:
+        """A peak at an amount; of those at the same one the highest counts."""
+        self.peaks[amount] = max(peak_bytes, self.peaks.get(amount, 0))
+        if len(self.peaks) > REMEMBERED:
+            inner = sorted(self.peaks)[1:-1]
+            del self.peaks[inner[len(inner) // 2]]
+
+    def most(self, free_bytes: int) -> float:
+        """The amount that fits, never less than what did; infinite where the peaks say nothing."""
+        if not free_bytes or len(self.peaks) < 2:
+            return math.inf
+        low, high = min(self.peaks), max(self.peaks)
+        slope = (self.peaks[high] - self.peaks[low]) / (high - low)
+        return max(high, high + (free_bytes - self.peaks[high]) / slope) if slope > 0 else math.inf
 
 
 class MemoryModel:
@@ -22,19 +45,23 @@ class MemoryModel:
 
     def __init__(self, free_bytes: int = 0) -> None:
         self.free_bytes = free_bytes
-        self._peaks: dict[float, int] = {}
+        # Of requests alone by their load, decoding included; and of each class by the number of its requests in a step.
+        self._alone = Line()
+        self._batches: dict[RequestClass, Line] = {}
         self._failed_load = math.inf
         self._failed_at_s = 0.0
 
-    def observe(self, load: float, peak_bytes: int) -> None:
-        """A step on `load` pixels, all its requests together, held this much at most."""
+    def observe(self, kind: RequestClass, requests: int, peak_bytes: int) -> None:
+        """A step of so many requests of a class held this much at most."""
         if peak_bytes <= 0:
             return
-        self._peaks[load] = max(peak_bytes, self._peaks.get(load, 0))
-        if len(self._peaks) > POINTS:
-            # The ends carry the line.
-            inner = sorted(self._peaks)[1:-1]
-            del self._peaks[inner[len(inner) // 2]]
+        if requests == 1:
+            self._alone.add(kind.load, peak_bytes)
+        line = self._batches.pop(kind, None) or Line()
+        line.add(requests, peak_bytes)
+        self._batches[kind] = line  # the newest last
+        if len(self._batches) > REMEMBERED:
+            del self._batches[next(iter(self._batches))]
 
     def failed(self, load: float, now_s: float) -> None:
         """One request alone, of this load, was out of memory."""
@@ -42,23 +69,14 @@ class MemoryModel:
         self._failed_at_s = now_s
 
     def most_load(self, now_s: float) -> float:
-        """The load over which a step cannot fit, as far as is known."""
-        most = min(self._most_by_peaks(), self.free_bytes / LEAST_BYTES_PER_PIXEL if self.free_bytes else math.inf)
+        """The load of one request over which it cannot fit, as far as is known."""
+        most = min(self._alone.most(self.free_bytes), self.free_bytes / LEAST_BYTES_PER_PIXEL if self.free_bytes else math.inf)
         if now_s - self._failed_at_s >= FORGET_S:
             self._failed_load = math.inf
         return min(most, math.nextafter(self._failed_load, 0)) if math.isfinite(self._failed_load) else most
 
-    def batch(self, kind: RequestClass, demand: int, now_s: float) -> int:
+    def batch(self, kind: RequestClass, demand: int) -> int:
         """How many requests of a class fit in one step; at least one: whether that fits was decided at its admission."""
-        most = self.most_load(now_s)
-        return demand if math.isinf(most) else max(1, min(demand, int(most / kind.load)))
-
-    def _most_by_peaks(self) -> float:
-        """Where the line through the smallest and the largest measured load meets the device's memory."""
-        if not self.free_bytes or len(self._peaks) < 2:
-            return math.inf
-        low, high = min(self._peaks), max(self._peaks)
-        slope = (self._peaks[high] - self._peaks[low]) / (high - low)
-        if slope <= 0:
-            return math.inf
-        return max(high, high + (self.free_bytes - self._peaks[high]) / slope)
+        line = self._batches.get(kind)
+        most = line.most(self.free_bytes) if line else math.inf
+        return demand if math.isinf(most) else max(1, min(demand, int(most)))

@@ -200,7 +200,7 @@ class StepScheduler:
         Those that only have to be decoded take no place in the batch.
         """
         demand = queue.demand(self._max_batch_size)
-        size = self._size(queue.kind, demand, now_s)
+        size = self._size(queue.kind, demand)
         if demand == 0 or self._waits_for_company(queue, demand, now_s):
             return []
         room = RESIDENT_BATCHES * self._max_batch_size - self._resident
@@ -216,11 +216,11 @@ class StepScheduler:
                 room -= not request.joined
         return batch
 
-    def _size(self, kind: RequestClass, demand: int, now_s: float) -> int:
+    def _size(self, kind: RequestClass, demand: int) -> int:
         """The most requests of a class in one step."""
         if demand == 0 or kind.exact:
             return min(demand, 1)
-        fitting = self.memory.batch(kind, demand, now_s)
+        fitting = self.memory.batch(kind, demand)
         curve = self._curves.get(kind)
         return curve.batch(fitting) if curve else fitting
 
@@ -228,7 +228,7 @@ class StepScheduler:
         """Only what has not started waits, and only while more of its class would make the step cheaper."""
         if not self._window_s or queue.started or now_s >= queue.oldest.arrived_s + self._window_s:
             return False
-        return demand < self._size(queue.kind, self._max_batch_size, now_s)
+        return demand < self._size(queue.kind, self._max_batch_size)
 
     def _is_last(self, request: QueuedRequest) -> bool:
         """Whether its next tick is known to be its last, in which it is decoded."""
@@ -261,8 +261,11 @@ class StepScheduler:
 
     def _learn_costs(self, sent: SentTick, done: TickDone, ended: set[str]) -> None:
         """Costs from a tick's report. Those that ended in it were decoded, not denoised."""
+        if sent.kind is None:
+            return
+        self.memory.observe(sent.kind, len(sent.requests), done.peak_bytes)
         batch = sum(request.spec.request_id not in ended for request in sent.requests)
-        if sent.kind is None or batch == 0:
+        if batch == 0:
             return
         curve = self._curves.pop(sent.kind, None) or CostCurve()
         self._curves[sent.kind] = curve  # the newest last
@@ -276,7 +279,6 @@ class StepScheduler:
         elif seconds > 0:
             curve.observe(batch, seconds)
             self._pixel_s = seconds / (batch * sent.kind.load)
-            self.memory.observe(batch * sent.kind.load, done.peak_bytes)
 
     def _learn_length(self, request: QueuedRequest) -> None:
         steps = self._steps(request)
