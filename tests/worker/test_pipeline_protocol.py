@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, SkipLayerGuidance
+from diffusers import DiffusionPipeline, LayerSkipConfig, SkipLayerGuidance
 
 from diffusion_worker.config import LoadFormat
-from diffusion_worker.messages import RequestSpec
+from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import load_pipeline, view_of
 from diffusion_worker.runner.pipeline_view import guiders_of, schedulers_of
 from diffusion_worker.runner.request_state import DiffusionRequestState, Done
@@ -118,13 +118,22 @@ def test_a_pipeline_that_swaps_attention_processors_leaves_them_to_nobody_else()
     assert {name: type(part) for name, part in rig.runner.pipeline.transformer.attn_processors.items()} == processors
 
 
+def test_a_cancelled_request_leaves_no_attention_processor_of_its_own_on_the_model() -> None:
+    rig = RunnerRig(pipeline="StableDiffusion3PAGPipeline")
+    own = rig.runner.pipeline.transformer.attn_processors
+    rig.runner.execute_stepwise(Tick(1, [request("leaves", steps=5)]))
+    assert rig.runner.pipeline.transformer.attn_processors != own
+    rig.runner.execute_stepwise(Tick(2, leave=["leaves"]))
+    assert rig.runner.pipeline.transformer.attn_processors == own
+
+
 @pytest.fixture
 def hooking() -> RunnerRig:
     """The digits model with a guider that puts hooks on the transformer for a part of each step."""
     rig = RunnerRig(pipeline="StableDiffusion3ModularPipeline")
-    guider = SkipLayerGuidance(
-        guidance_scale=5.0, skip_layer_guidance_scale=2.0, skip_layer_guidance_layers=[1], skip_layer_guidance_start=0.0
-    )
+    skipping = {"scale": 2.0, "start": 0.0, "stop": 1.0}
+    layers = LayerSkipConfig(indices=[1], fqn="transformer_blocks", skip_attention=False)
+    guider = SkipLayerGuidance(5.0, skip_layer_config=layers, **{f"skip_layer_guidance_{key}": value for key, value in skipping.items()})
     rig.runner.pipeline.update_components(guider=guider)
     return rig
 
@@ -146,8 +155,9 @@ def test_a_request_that_fails_inside_a_hook_leaves_none_on_the_model(hooking: Ru
     def fail(call: Any) -> None:
         nonlocal made
         made += call.component == "transformer"
-        # The third call of a step is the one that skips a layer.
-        if made == 3 and call.component == "transformer":
+        # Two calls in the first step; from the second on there are three, the last of which skips a layer.
+        if made == 5 and call.component == "transformer":
+            assert hooks_on(hooking.runner.pipeline.transformer)
             raise RuntimeError("no kernel")
 
     hooking.parallel.before = fail

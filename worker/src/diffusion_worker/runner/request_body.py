@@ -54,11 +54,14 @@ class PipelineBody:
             guide(view, self._guidance)
         # The generator is a CPU one: the same seed gives the same noise on every device and rank.
         generator = torch.Generator().manual_seed(self._seed)
+        processors = _attention_processors(self._pipeline) if self.whole else {}
         try:
             return to_pixels(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
         finally:
             if self.whole:
                 _unhook(self._pipeline, view)
+                for module, own in processors.items():
+                    module.set_attn_processor(own)
 
 
 def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
@@ -184,6 +187,12 @@ def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
     except Exception as error:
         message = f"{type(pipeline).__name__}.{method}: {type(error).__name__}: {error}"
         raise RequestError(ErrorCode.ENGINE_FAILED, message) from error
+
+
+def _attention_processors(pipeline: Any) -> dict[Any, dict[str, Any]]:
+    """Those of each model: a class that swaps them puts them back at the end of its call only, not when that fails or is cancelled."""
+    modules = (part for part in pipeline.components.values() if isinstance(part, torch.nn.Module) and hasattr(part, "set_attn_processor"))
+    return {module: dict(module.attn_processors) for module in modules}
 
 
 def _unhook(pipeline: Any, view: Any) -> None:
