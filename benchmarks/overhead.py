@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.result import Measured
 from diffusion_worker.config import WorkerConfig
@@ -54,7 +55,7 @@ def _fastest(rounds: list[dict[str, float]], name: str) -> float:
 
 
 def _one_rank() -> Parallel:
-    return Parallel(rank=0, world=1, device=torch.device("cpu"), store=torch.distributed.HashStore(), timeout_s=60)
+    return Parallel(rank=0, world=1, device=torch.device("cpu"), store=HashStore(), timeout_s=60)
 
 
 def _rounds(name: str, parallel: Parallel) -> list[dict[str, float]]:
@@ -90,7 +91,8 @@ def _larger(small: Any) -> SD3Transformer2DModel:
     """Ten times the parameters, for the same prompts and latents."""
     torch.manual_seed(0)
     config = dict(small.config) | {"num_layers": 6, "num_attention_heads": 8, "attention_head_dim": 48, "caption_projection_dim": 384}
-    return SD3Transformer2DModel.from_config(config).eval()  # type: ignore[no-any-return]
+    made: SD3Transformer2DModel = SD3Transformer2DModel.from_config(config)
+    return made.eval()
 
 
 def _bare(pipeline: Any, size: int) -> None:

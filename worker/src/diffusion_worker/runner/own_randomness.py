@@ -13,7 +13,7 @@ import torch
 
 def _global_generators() -> list[torch.Generator]:
     """The CPU's, and the current accelerator's once that is in use."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 

@@ -40,7 +40,7 @@ FiberEvent = ModelCall | StepBoundary | Done | Broken
 Body = Callable[[], Any]
 
 
-class Fiber(greenlet.greenlet):
+class Fiber(greenlet.greenlet):  # type: ignore[misc]
     """What a body runs in; `called` tells whether it called a model since its last step."""
 
     called = False

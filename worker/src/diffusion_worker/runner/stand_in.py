@@ -17,6 +17,8 @@ from diffusion_worker.runner.calls import ModelCall
 INTERCEPTED_METHODS = frozenset(
     {"forward", "encode", "decode", "generate", "get_image_features", "get_text_features", "get_image_tokens", "quantize", "tiled_decode"}
 )
+# Whoever names one of these goes on from them.
+KEYS_AND_VALUES = frozenset({"use_cache", "past_key_values"})
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
 _copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.Module]] = weakref.WeakKeyDictionary()
@@ -82,6 +84,9 @@ def _bind(method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     arguments = dict(list(bound.items())[1:])
     if rest is not None:
         arguments.update(arguments.pop(rest, {}))
+    if "use_cache" in signature.parameters and not KEYS_AND_VALUES & arguments.keys():
+        # A language model as an encoder would return the keys and values of every layer, which nobody uses.
+        arguments["use_cache"] = False
     return arguments
 
 

@@ -4,6 +4,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ class TickMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[Any, Any]] = []
         self._before = 0
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -27,7 +28,8 @@ class TickMeter:
             yield
             self._seconds += time.perf_counter() - started
             return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record()
         yield
         end.record()
@@ -37,7 +39,8 @@ class TickMeter:
         """Seconds of all denoiser calls; waits for the device."""
         if self._events:
             self._events[-1][1].synchronize()
-        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        on_device_ms: float = sum(begin.elapsed_time(end) for begin, end in self._events)
+        return self._seconds + on_device_ms / 1000
 
     def peak_bytes(self, weights_bytes: int) -> int:
         """The most memory of the device beside `weights_bytes`; 0 on a CPU, where it is not known."""
