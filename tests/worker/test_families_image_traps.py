@@ -129,6 +129,17 @@ def test_the_control_of_z_image_is_padded_to_its_longest_row_so_other_prompt_len
     assert most_rows_together("ZImageControlNetPipeline", {}, {}) == 4
 
 
+def test_z_image_omni_asks_row_0_whether_there_are_references_so_requests_with_and_without_are_kept_apart() -> None:
+    rig = rig_of("ZImageOmniPipeline")
+    assert most_rows_together("ZImageOmniPipeline", {}, {"prompt_embeds": [[seeded(5, 40, 16)]]}) == 4
+    call = rig.denoiser_calls()[0]
+    before, seen = group_key(call), seeded(6, 4, 4, 8)
+    call.arguments["x"] = [[seeded(7, 4, 1, 8, 8), *row] for row in call.arguments["x"]]
+    call.arguments["siglip_feats"] = [[seen, None] for _ in call.arguments["siglip_feats"]]
+    assert before is not None
+    assert group_key(call) not in (None, before)
+
+
 def test_ernie_pads_texts_itself_so_only_one_padded_length_shares_a_call() -> None:
     longer, shorter = (
         {"prompt_embeds": [seeded(5, 9, 16)]},

@@ -75,6 +75,16 @@ def control(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
 
 
+def control_image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
+    """A picture to start from beside the one to follow."""
+    return image_to_image(seed, steps, guidance) | {"control_image": picture(seed + 1, SIDE, SIDE)}
+
+
+def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
+    """A part anew, following another picture."""
+    return inpaint(seed, steps, guidance) | {"control_image": picture(seed + 1, SIDE, SIDE)}
+
+
 def kontext(seed: int, steps: int, guidance: float) -> Arguments:
     """A reference picture; sizes are kept as they are given."""
     return text_to_image(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE), "max_area": SIDE * SIDE, "_auto_resize": False}
@@ -109,6 +119,10 @@ FAMILIES = [
     _family("FluxFillPipeline", inpaint, in_channels=16 + 16 + 16),
     _family("FluxControlPipeline", control, in_channels=32),
     _family("FluxControlNetPipeline", control, with_controlnet=True),
+    _family("FluxControlImg2ImgPipeline", control_image_to_image, in_channels=32),
+    _family("FluxControlInpaintPipeline", control_inpaint, in_channels=32),
+    _family("FluxControlNetImg2ImgPipeline", control_image_to_image, with_controlnet=True),
+    _family("FluxControlNetInpaintPipeline", control_inpaint, with_controlnet=True),
     _family("FluxKontextPipeline", kontext),
     _family("FluxKontextInpaintPipeline", kontext_inpaint),
 ]

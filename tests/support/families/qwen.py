@@ -64,13 +64,15 @@ def _vae_config(halvings: int) -> dict[str, Any]:
     }
 
 
-def pipeline(kind: str, *, edits: bool = False, with_controlnet: bool = False, **config: Any) -> Any:
+def pipeline(kind: str, *, edits: bool = False, with_controlnet: bool = False, mask_channels: int = 0, **config: Any) -> Any:
     """A pipeline of the class `kind` on a transformer of two blocks and packed latents of 4 channels."""
     parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
     if edits:
         parts["processor"] = None
     if with_controlnet:
-        parts["controlnet"] = diffusers.QwenImageControlNetModel(in_channels=16, out_channels=4, **SHAPE)
+        parts["controlnet"] = diffusers.QwenImageControlNetModel(
+            in_channels=16, out_channels=4, extra_condition_channels=mask_channels, **SHAPE
+        )
     return getattr(diffusers, kind)(
         transformer=diffusers.QwenImageTransformer2DModel(in_channels=16, out_channels=4, **SHAPE, **config),
         vae=PatchVae() if edits else small_vae(),
@@ -143,6 +145,11 @@ def control(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
 
 
+def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
+    """A part anew."""
+    return control(seed, steps, guidance) | {"control_mask": mask(seed, SIDE, SIDE)}
+
+
 def edit(seed: int, steps: int, guidance: float) -> Arguments:
     """A picture to change."""
     return text(seed, steps, guidance) | {"image": picture(seed, 32, 32), "height": EDIT_SIDE, "width": EDIT_SIDE}
@@ -207,6 +214,7 @@ FAMILIES = [
     _family("QwenImageImg2ImgPipeline", image_to_image),
     _family("QwenImageInpaintPipeline", inpaint),
     _family("QwenImageControlNetPipeline", control, with_controlnet=True),
+    _family("QwenImageControlNetInpaintPipeline", control_inpaint, with_controlnet=True, mask_channels=4),
     _family("QwenImageEditPipeline", edit, edits=True),
     _family("QwenImageEditPlusPipeline", edit_two, edits=True, zero_cond_t=True),
     _family("QwenImageEditInpaintPipeline", edit_inpaint, edits=True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny Z-Image pipelines: text to image, image to image, inpaint and ControlNet. Rows come as lists, one item each."""
+"""Tiny Z-Image pipelines: text to image, image to image, inpaint, ControlNet and Omni. Rows come as lists, one item each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +14,17 @@ TEXT_TOKENS = 6
 SHAPE = {"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
 
 
-def pipeline(kind: str, *, with_controlnet: bool = False) -> Any:
+def pipeline(kind: str, *, with_controlnet: bool = False, sees: bool = False) -> Any:
     """A pipeline of the class `kind` on a transformer of two layers."""
     transformer = diffusers.ZImageTransformer2DModel(
         n_layers=2, in_channels=4, cap_feat_dim=16, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32], **SHAPE
     )
-    parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
+    parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None} | (dict.fromkeys(("siglip", "siglip_processor")) if sees else {})
     if with_controlnet:
+        # To inpaint, it sees the control, the mask and the masked picture.
+        channels = 4 + 1 + 4 if "Inpaint" in kind else 4
         parts["controlnet"] = diffusers.ZImageControlNetModel(
-            control_layers_places=[0], control_refiner_layers_places=[0], control_in_dim=4, **SHAPE
+            control_layers_places=[0], control_refiner_layers_places=[0], control_in_dim=channels, **SHAPE
         )
     return getattr(diffusers, kind)(
         transformer=transformer,
@@ -60,6 +62,18 @@ def control(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
 
 
+def omni(seed: int, steps: int, guidance: float) -> Arguments:
+    """Rows are lists again: the prompt in as many parts as there are reference pictures and one, here none."""
+    texts = {name: [value] for name, value in text_to_image(seed, steps, guidance).items() if name.endswith("embeds")}
+    return text_to_image(seed, steps, guidance) | texts
+
+
+def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
+    """A part anew, following another picture."""
+    pictures = {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE), "control_image": picture(seed + 1, SIDE, SIDE)}
+    return text_to_image(seed, steps, guidance) | pictures
+
+
 def _family(kind: str, request: Callable[[int, int, float], Arguments], **parts: Any) -> Family:
     return Family(
         kind,
@@ -67,7 +81,8 @@ def _family(kind: str, request: Callable[[int, int, float], Arguments], **parts:
         build_seeded(lambda: pipeline(kind, **parts)),
         request,
         output_type="pt",
-        doubled={"num_images_per_prompt": 2},
+        # The pictures to inpaint are not repeated, so it fails at two.
+        doubled=None if kind == "ZImageControlNetInpaintPipeline" else {"num_images_per_prompt": 2},
     )
 
 
@@ -76,4 +91,6 @@ FAMILIES = [
     _family("ZImageImg2ImgPipeline", image_to_image),
     _family("ZImageInpaintPipeline", inpaint),
     _family("ZImageControlNetPipeline", control, with_controlnet=True),
+    _family("ZImageControlNetInpaintPipeline", control_inpaint, with_controlnet=True),
+    _family("ZImageOmniPipeline", omni, sees=True),
 ]
