@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny CogVideoX pipelines and ConsisID, which is built on it. Prompts are embeddings."""
+"""Tiny CogVideoX pipelines. Prompts are embeddings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,13 +77,21 @@ def video_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     return arguments
 
 
+def follow_video(seed: int, steps: int, guidance: float) -> Arguments:
+    """A video to follow; its length is the result's."""
+    video = [picture(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
+    arguments = text_to_video(seed, steps, guidance) | {"control_video": video}
+    del arguments["num_frames"]
+    return arguments
+
+
 def _family(kind: str, request: Callable[[int, int, float], Arguments], variant: str = "", **parts: Any) -> Family:
     return Family(
         f"{kind} ({variant})" if variant else kind,
         "CogVideoX",
         build_seeded(lambda: pipeline(kind, **parts)),
         request,
-        doubled=of_two_prompts(request, pictures="Image" in kind),
+        doubled=of_two_prompts(request, pictures="Image" in kind or "Control" in kind),
     )
 
 
@@ -92,4 +100,5 @@ FAMILIES = [
     _family("CogVideoXPipeline", text_to_video, "DPM", scheduler=diffusers.CogVideoXDPMScheduler),
     _family("CogVideoXImageToVideoPipeline", image_to_video, in_channels=8),
     _family("CogVideoXVideoToVideoPipeline", video_to_video),
+    _family("CogVideoXFunControlPipeline", follow_video, in_channels=8),
 ]

@@ -44,10 +44,10 @@ class FakeSafetyChecker:
         return frames
 
 
-def first() -> Any:
-    """Cosmos 1, text to world."""
-    return diffusers.CosmosTextToWorldPipeline(
-        transformer=diffusers.CosmosTransformer3DModel(**TRANSFORMER),
+def first(kind: str, **shape: Any) -> Any:
+    """Cosmos 1."""
+    return getattr(diffusers, kind)(
+        transformer=diffusers.CosmosTransformer3DModel(**TRANSFORMER | shape),
         vae=diffusers.AutoencoderKLCosmos(
             latent_channels=4,
             encoder_block_out_channels=(8, 8, 8, 8),
@@ -103,7 +103,8 @@ def _family(name: str, family: str, make: Callable[[], Any], request: Callable[[
 
 
 FAMILIES = [
-    _family("CosmosTextToWorldPipeline", "Cosmos", first, text_to_world),
+    _family("CosmosTextToWorldPipeline", "Cosmos", lambda: first("CosmosTextToWorldPipeline"), text_to_world),
+    _family("CosmosVideoToWorldPipeline", "Cosmos", lambda: first("CosmosVideoToWorldPipeline", in_channels=5), picture_to_world),
     _family("Cosmos2TextToImagePipeline", "Cosmos 2", lambda: second("Cosmos2TextToImagePipeline"), text_to_picture),
     _family("Cosmos2VideoToWorldPipeline", "Cosmos 2", lambda: second("Cosmos2VideoToWorldPipeline", in_channels=5), picture_to_world),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 
 from families import wan
-from families.family import Arguments, Family, build_seeded
+from families.family import Arguments, Family, build_seeded, picture
 from families.two_rows import of_two_prompts
 
 # Its picture tokens too are found by counting 512 text tokens from the end.
@@ -24,9 +24,9 @@ def image_to_video_pipeline() -> Any:
     return pipeline("SkyReelsV2ImageToVideoPipeline", shape=WITH_PICTURE_TOKENS, **wan.tiny_image_encoder())
 
 
-def frame_by_frame() -> Any:
+def frame_by_frame(kind: str) -> Any:
     """Diffusion forcing: every latent frame has a time of its own, and the frame rate is told to the transformer."""
-    return pipeline("SkyReelsV2DiffusionForcingPipeline", shape=wan.TRANSFORMER | {"inject_sample_info": True})
+    return pipeline(kind, shape=wan.TRANSFORMER | {"inject_sample_info": True})
 
 
 def forced(seed: int, steps: int, guidance: float) -> Arguments:
@@ -34,14 +34,24 @@ def forced(seed: int, steps: int, guidance: float) -> Arguments:
     return wan.text_to_video(seed, steps, guidance) | {"prompt": None, "fps": 24}
 
 
+def forced_from_picture(seed: int, steps: int, guidance: float) -> Arguments:
+    """The first frame as well."""
+    return forced(seed, steps, guidance) | {"image": picture(seed, wan.SIDE, wan.SIDE)}
+
+
 def _family(kind: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments]) -> Family:
     # With frame rates diffusers can make one video at a time only.
-    doubled = None if request is forced else of_two_prompts(request)
+    doubled = None if "Forcing" in kind else of_two_prompts(request)
     return Family(kind, "SkyReels V2", build_seeded(make), request, output_type="pt", doubled=doubled)
 
 
 FAMILIES = [
     _family("SkyReelsV2Pipeline", lambda: pipeline("SkyReelsV2Pipeline"), wan.text_to_video),
     _family("SkyReelsV2ImageToVideoPipeline", image_to_video_pipeline, wan.image_tokens_to_video),
-    _family("SkyReelsV2DiffusionForcingPipeline", frame_by_frame, forced),
+    _family("SkyReelsV2DiffusionForcingPipeline", lambda: frame_by_frame("SkyReelsV2DiffusionForcingPipeline"), forced),
+    _family(
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline",
+        lambda: frame_by_frame("SkyReelsV2DiffusionForcingImageToVideoPipeline"),
+        forced_from_picture,
+    ),
 ]

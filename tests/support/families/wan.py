@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny Wan pipelines, 2.1 and 2.2, and those built on Wan's transformer: ChronoEdit. Prompts are embeddings."""
+"""Tiny Wan pipelines, 2.1 and 2.2, and those built on Wan: ChronoEdit, Lucy Edit and AnyFlow. Prompts are embeddings."""
 
 from collections.abc import Callable
 from typing import Any
 
 import diffusers
+import torch
 import transformers
 
 from families.family import Arguments, Family, build_seeded, picture, seeded
@@ -96,6 +97,13 @@ def chrono_edit() -> Any:
     return pipeline("ChronoEditPipeline", transformer=transformer, **tiny_image_encoder())
 
 
+def any_flow() -> Any:
+    """A distilled pipeline whose transformer is also told the time it goes to."""
+    shape = {name: value for name, value in TRANSFORMER.items() if name != "rope_max_seq_len"}
+    transformer = diffusers.AnyFlowTransformer3DModel(**shape, rope_max_seq_len=32)
+    return pipeline("AnyFlowPipeline", transformer=transformer, scheduler=diffusers.FlowMapEulerDiscreteScheduler())
+
+
 def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """A prompt, a size and a number of frames."""
     return {
@@ -107,6 +115,12 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
         "width": SIDE,
         "num_frames": FRAMES,
     }
+
+
+def distilled(seed: int, steps: int, guidance: float) -> Arguments:
+    """A negative prompt only with guidance: AnyFlow makes rows of it in any case."""
+    arguments = text_to_video(seed, steps, guidance)
+    return arguments if guidance > 1 else arguments | {"negative_prompt_embeds": None}
 
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
@@ -129,6 +143,11 @@ def video_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     return arguments
 
 
+def edited_video(seed: int, steps: int, guidance: float) -> Arguments:
+    """A video to change."""
+    return text_to_video(seed, steps, guidance) | {"video": _video(seed)}
+
+
 def controlled_video(seed: int, steps: int, guidance: float) -> Arguments:
     """A video to follow."""
     return text_to_video(seed, steps, guidance) | {"video": _video(seed), "conditioning_scale": 0.7}
@@ -139,16 +158,19 @@ def _video(seed: int) -> list[Any]:
 
 
 def _family(
-    name: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments], output_type: str = "pt"
+    name: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments], *, single: str = ""
 ) -> Family:
+    """A family; `single` says why it runs in float32 only."""
     return Family(
         name,
         family,
         build_seeded(make),
         request,
-        output_type=output_type,
-        # VACE cannot prepare two videos.
-        doubled=None if "VACE" in name else of_two_prompts(request),
+        output_type="pt",
+        # VACE cannot prepare two videos, and AnyFlow's prompts depend on guidance.
+        doubled=None if "VACE" in name or "AnyFlow" in name else of_two_prompts(request, pictures="Lucy" in name),
+        reason=single,
+        **({"compared_in": torch.float32, "tolerance": 1e-4} if single else {}),
     )
 
 
@@ -172,4 +194,12 @@ FAMILIES = [
         image_to_video,
     ),
     _family("ChronoEditPipeline", "ChronoEdit", chrono_edit, image_tokens_to_video),
+    _family(
+        "LucyEditPipeline",
+        "Lucy Edit",
+        lambda: pipeline("LucyEditPipeline", shape=TRANSFORMER | {"in_channels": 8}),
+        edited_video,
+        single="the pipeline hands the transformer float32 whatever its weights are",
+    ),
+    _family("AnyFlowPipeline", "AnyFlow", any_flow, distilled),
 ]
