@@ -5,6 +5,7 @@ A pipeline says by its signature (a modular one by the inputs of its blocks) wha
 is refused with the name of the field. Custom pipelines may say more, see `docs/custom-pipelines.md`.
 """
 
+import functools
 import inspect
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -41,10 +42,9 @@ class PipelineBody:
         self._seed = seed
         self._guidance = guidance
         self.batch_key: Hashable = _ask(pipeline, "worker_batch_key", arguments)
-        kind: Any = type(pipeline)
         self.whole = (
             bool(_ask(pipeline, "worker_runs_whole", arguments))
-            or why_exclusive(kind) is not None
+            or why_exclusive(_type(pipeline)) is not None
             or any(map(hooks_models, guiders_of(pipeline).values()))
         )
 
@@ -98,12 +98,25 @@ def call_view(view: Any, arguments: Arguments) -> Any:
     return made if isinstance(made, np.ndarray | torch.Tensor) else made[0]
 
 
-def inputs_of(pipeline: Any) -> dict[str, Any]:
+def inputs_of(pipeline: Any) -> Mapping[str, Any]:
     """What the pipeline's call takes, with its defaults (None where there is none)."""
-    if isinstance(pipeline, diffusers.ModularPipeline):
-        return {item.name: item.default for item in pipeline._blocks.inputs if item.name is not None}
-    parameters = inspect.signature(type(pipeline).__call__).parameters.values()
+    return _inputs_of_blocks(pipeline._blocks) if isinstance(pipeline, diffusers.ModularPipeline) else _inputs_of_call(_type(pipeline))
+
+
+# Found once: a modular pipeline asks all its blocks, each time.
+@functools.lru_cache(maxsize=8)
+def _inputs_of_blocks(blocks: Any) -> Mapping[str, Any]:
+    return {item.name: item.default for item in blocks.inputs if item.name is not None}
+
+
+@functools.cache
+def _inputs_of_call(kind: Any) -> Mapping[str, Any]:
+    parameters = inspect.signature(kind.__call__).parameters.values()
     return {item.name: None if item.default is item.empty else item.default for item in parameters if item.name != "self"}
+
+
+def _type(pipeline: Any) -> Any:
+    return type(pipeline)
 
 
 def first_output(pipeline: Any) -> str:
@@ -191,7 +204,7 @@ def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
 
 def _attention_processors(pipeline: Any) -> dict[Any, dict[str, Any]]:
     """Those of each model: a class that swaps them puts them back at the end of its call only, not when that fails or is cancelled."""
-    modules = (part for part in pipeline.components.values() if isinstance(part, torch.nn.Module) and hasattr(part, "set_attn_processor"))
+    modules: list[Any] = [part for part in pipeline.components.values() if hasattr(part, "set_attn_processor")]
     return {module: dict(module.attn_processors) for module in modules}
 
 
