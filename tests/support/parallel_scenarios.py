@@ -23,13 +23,24 @@ from rank_processes import Rank
 from runner_rig import OneRank
 
 SEQUENCE_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline")
+# Ways to use them with other arguments: reference pictures, a time for each token, a second denoiser.
+MORE_SEQUENCE_FAMILIES = (
+    "FluxKontextPipeline",
+    "Flux2Pipeline (two references)",
+    "QwenImageEditPipeline",
+    "WanPipeline (a time for each token)",
+    "WanPipeline (two experts)",
+    "LTXImageToVideoPipeline",
+)
 TENSOR_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline")
 SHARDED_FAMILIES = (*SEQUENCE_FAMILIES, "StableDiffusionPipeline")
 
 
 def two(rank: Rank) -> dict[str, Any]:
     """Every kind over two ranks, every family."""
-    found: dict[str, Any] = {f"{name} sequence": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
+    found: dict[str, Any] = {
+        f"{name} sequence": difference(rank, BY_NAME[name], sequence=2) for name in (*SEQUENCE_FAMILIES, *MORE_SEQUENCE_FAMILIES)
+    }
     for name in TENSOR_FAMILIES:
         found[f"{name} tensor"] = difference(rank, BY_NAME[name], WITH_ADAPTER, tensor=2)
         found[f"{name} adapter"] = apart(run(BY_NAME[name], OneRank(), WITH_ADAPTER[:1]), run(BY_NAME[name], OneRank(), REQUESTS[:1]))
@@ -39,15 +50,37 @@ def two(rank: Rank) -> dict[str, Any]:
     return found | more
 
 
-def four(rank: Rank) -> dict[str, Difference]:
+def four(rank: Rank) -> dict[str, Any]:
     """Kinds beside rows, over all four ranks, and two kinds at once."""
-    found = {f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
+    found: dict[str, Any] = {f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
     for name in TENSOR_FAMILIES:
         found[f"{name} tensor 2 x rows 2"] = difference(rank, BY_NAME[name], tensor=2)
         found[f"{name} tensor 4"] = difference(rank, with_heads(BY_NAME[name], 4), WITH_ADAPTER, tensor=4)
     found["QwenImagePipeline sequence 4"] = difference(rank, with_heads(BY_NAME["QwenImagePipeline"], 4), sequence=4)
     found["QwenImagePipeline sequence 2 x shard 2"] = difference(rank, BY_NAME["QwenImagePipeline"], sequence=2, shard=2)
     found["FluxPipeline shard 2 x rows 2"] = difference(rank, BY_NAME["FluxPipeline"], WITH_ADAPTER, shard=2)
+    return found | {"places": places(rank)}
+
+
+def places(rank: Rank) -> dict[str, Any]:
+    """The dimensions of the mesh by kind, this rank's place in it, and which rows of four it computes there."""
+    found = {}
+    for sizes in ({"sequence": 2}, {"tensor": 2}, {"shard": 2}, {"sequence": 2, "shard": 2}, {"tensor": 4}, {"tensor": 3}):
+        try:
+            with rank.group(**sizes) as parallel:
+                ran: list[int] = []
+
+                def execute(call: ModelCall, rows: slice, ran: list[int] = ran) -> torch.Tensor:
+                    ran.extend(range(rows.start, rows.stop))
+                    return call.arguments["x"]
+
+                parallel.compute_together("transformer", lambda call: call)
+                x = torch.arange(4.0).reshape(4, 1)
+                assert torch.equal(parallel.run(ModelCall("transformer", "forward", {"x": x}), execute), x)
+                assert parallel.mesh is not None
+                found[str(sizes)] = (dict(zip(parallel.mesh.mesh_dim_names or (), parallel.mesh.shape, strict=True)), ran)
+        except ValueError as error:
+            found[str(sizes)] = str(error)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rank_processes
-from parallel_scenarios import SEQUENCE_FAMILIES, SHARDED_FAMILIES, TENSOR_FAMILIES
+from parallel_scenarios import MORE_SEQUENCE_FAMILIES, SEQUENCE_FAMILIES, SHARDED_FAMILIES, TENSOR_FAMILIES
 
 # A start of rank processes imports torch and diffusers for ten seconds.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -29,7 +29,7 @@ def four() -> list[dict[str, Any]]:
     return rank_processes.run("parallel_scenarios:four", world=4)
 
 
-@pytest.mark.parametrize("family", SEQUENCE_FAMILIES)
+@pytest.mark.parametrize("family", [*SEQUENCE_FAMILIES, *MORE_SEQUENCE_FAMILIES])
 def test_tokens_over_two_ranks_give_what_one_rank_gives(two: list[dict[str, Any]], family: str) -> None:
     for found in (rank[f"{family} sequence"] for rank in two):
         assert found.apart <= TOLERANCE
@@ -83,6 +83,20 @@ def test_tokens_over_four_ranks_and_beside_sharded_weights_give_what_one_rank_gi
         assert (both.tokens, both.weights < 0.53) == (0.5, True)
         assert rank["FluxPipeline shard 2 x rows 2"].apart <= TOLERANCE
         assert rank["FluxPipeline shard 2 x rows 2"].weights < 0.53
+
+
+def test_the_ranks_are_the_product_of_all_sizes_and_only_those_of_one_group_compute_the_same_rows(four: list[dict[str, Any]]) -> None:
+    each = [rank["places"] for rank in four]
+    expected = {
+        "{'sequence': 2}": ({"rows": 2, "shard": 1, "ring": 1, "ulysses": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        "{'tensor': 2}": ({"rows": 2, "shard": 1, "tensor": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        "{'shard': 2}": ({"rows": 2, "shard": 2}, [[0], [1], [2], [3]]),
+        "{'sequence': 2, 'shard': 2}": ({"rows": 1, "shard": 2, "ring": 1, "ulysses": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        "{'tensor': 4}": ({"rows": 1, "shard": 1, "tensor": 4}, [[0, 1, 2, 3]] * 4),
+    }
+    for sizes, (mesh, rows) in expected.items():
+        assert [places[sizes] for places in each] == [(mesh, ran) for ran in rows]
+    assert {places["{'tensor': 3}"] for places in each} == {"4 ranks are no multiple of tensor 3 x sequence 1 x shard 1"}
 
 
 @pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"])

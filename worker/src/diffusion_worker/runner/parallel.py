@@ -62,6 +62,8 @@ class Parallel:
         sequence: int = 1,
         shard: int = 1,
     ) -> None:
+        if world % (tensor * sequence * shard):
+            raise ValueError(f"{world} ranks are no multiple of tensor {tensor} x sequence {sequence} x shard {shard}")
         self.rank = rank
         self.world = world
         self.device = device
@@ -151,9 +153,7 @@ class Parallel:
 
 def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard: int) -> DeviceMesh | None:
     """The ranks as rows x shard x tensor or ring x ulysses (diffusers' names for a sequence); None if there are rows only."""
-    rows, rest = divmod(world, tensor * sequence * shard)
-    if rest:
-        raise ValueError(f"{world} ranks are no multiple of tensor {tensor} x sequence {sequence} x shard {shard}")
+    rows = world // (tensor * sequence * shard)
     if tensor > 1:
         return init_device_mesh(device.type, (rows, shard, tensor), mesh_dim_names=("rows", "shard", "tensor"))
     if sequence > 1:

@@ -96,7 +96,8 @@ FAMILIES = {
         lambda config: config.patch_size,
         # Diffusers' plan splits the text too, and then fails on its mask, which has all heads.
         plan={
-            "": {"hidden_states": _tokens_in(1, 3)},
+            # With a picture to start from each token has a time of its own.
+            "": {"hidden_states": _tokens_in(1, 3), "timestep": _tokens_in(1, 2)},
             "rope": {0: _tokens_out_of(1, 3), 1: _tokens_out_of(1, 3)},
             "proj_out": _GATHERED,
         },
