@@ -47,6 +47,13 @@ MAKES = {
 NOT = {
     "VersatileDiffusionPipeline": "has no call of its own; its parts are pipelines of their own",
 }
+# What is stepped and shares less than others do.
+SHARES = {
+    "Flux2KleinKVPipeline": "requests with reference pictures share no calls: each caches their keys and values",
+    "GlmImagePipeline": "requests with reference pictures share no calls: each caches their keys and values",
+    "OmniGenPipeline": "only prompts of one length share calls, requests with pictures none",
+    "QwenImage21Pipeline": "calls are shared with use_kv_cache=False only: else each request caches keys and values of its prompt",
+}
 
 INTRODUCTION = """\
 # Pipelines
@@ -100,7 +107,7 @@ def _how(name: str, found: Any, makes: str) -> tuple[str, str]:
     if makes not in ("image", "video"):
         return "not", f"makes {makes}; the worker serves pictures and videos"
     whole = why_whole(found)
-    return ("whole", whole) if whole else ("stepped", "")
+    return ("whole", whole) if whole else ("stepped", SHARES.get(name, ""))
 
 
 def _takes(found: Any) -> str:
