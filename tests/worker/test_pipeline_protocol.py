@@ -34,6 +34,16 @@ class Wrong(StableDiffusion3Pipeline):
             raise ValueError("steps: expected 3")
         return arguments["no such argument"]
 
+class PassingOn(StableDiffusion3Pipeline):
+    def __call__(self, *args, prompt="nothing", **kwargs):
+        return super().__call__(*args, prompt=prompt.replace("red", "blue"), **kwargs)
+
+class Bare(StableDiffusion3Pipeline):
+    worker_makes = "video"
+
+    def __call__(self, prompt, generator, output_type):
+        return [[frame for frame in super().__call__([prompt] * 2, generator=generator, output_type="np", num_inference_steps=1).images]]
+
 class Combined(DiffusionPipeline):
     def __init__(self, transformer, scheduler, vae, text_encoder, tokenizer, text_encoder_2, tokenizer_2):
         super().__init__()
@@ -92,6 +102,24 @@ def test_what_a_pipeline_raises_when_it_is_asked_about_a_request_is_that_request
     _, errors = rig_of("Wrong").run(request("refused", steps=4), request("failed", steps=3))
     assert (errors["refused"].code, errors["refused"].message) == ("InvalidRequest", "steps: expected 3")
     assert (errors["failed"].code, errors["failed"].message) == ("EngineFailed", "Wrong.worker_runs_whole: KeyError: 'no such argument'")
+
+
+def test_a_class_that_passes_its_arguments_on_takes_what_the_class_takes_that_it_extends(rig_of: Any) -> None:
+    rig = rig_of("PassingOn")
+    assert rig.model.kind == "image"
+    pictures, errors = rig.run(request("one", prompt="a red digit two"))
+    assert not errors
+    np.testing.assert_array_equal(pictures["one"], plain(RunnerRig(), request("same", prompt="a blue digit two")))
+    _, errors = rig.run(request("one", frames=3))
+    assert errors["one"].message.startswith("frames: PassingOn takes no such argument")
+
+
+def test_a_class_says_itself_what_it_makes_where_that_cannot_be_read(rig_of: Any) -> None:
+    rig = rig_of("Bare")
+    assert rig.model.kind == "video"
+    pictures, errors = rig.run(request("one", height=None, width=None, steps=None))
+    assert not errors
+    assert pictures["one"].shape == (2, 64, 64, 3)
 
 
 def test_a_pipeline_made_of_others_shares_calls_through_them(rig_of: Any) -> None:

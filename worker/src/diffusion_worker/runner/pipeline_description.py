@@ -6,7 +6,7 @@ Families name the same things differently, so several names are asked for each a
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import diffusers
@@ -32,7 +32,9 @@ KINDS = {
 
 
 def kind_of(pipeline_class: Any) -> str:
-    """`image`, `video`, `audio` or `other`: by the name of what the class returns first."""
+    """`image`, `video`, `audio` or `other`: what a custom class says, or the name of what the class returns first."""
+    if said := getattr(pipeline_class, "worker_makes", None):
+        return str(said)
     return KINDS.get(_result_name(pipeline_class) or "", "other")
 
 
@@ -53,7 +55,8 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
     """
     kind = kind_of(type(pipeline))
     if kind not in ("image", "video"):
-        raise ConfigError(f"--pipeline: {type(pipeline).__name__} makes neither pictures nor videos, and nothing else is served")
+        found = "makes neither pictures nor videos, and nothing else is served"
+        raise ConfigError(f"--pipeline: {type(pipeline).__name__} {found}; a custom class says what it makes by worker_makes")
     if impossible := why_impossible(type(pipeline)):
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")
     takes = inputs_of(pipeline)
@@ -84,13 +87,18 @@ def _result_name(pipeline_class: Any) -> str | None:
     if issubclass(pipeline_class, diffusers.ModularPipeline):
         names = [output.name for output in blocks_of(pipeline_class).outputs]
         return next((name for name in ("images", "videos", "audios") if name in names), None)
-    source = source_of(pipeline_class.__call__)
-    if "ImagePipelineOutput(" in source:
-        return "images"
-    # `return SomeOutput(images=…)`, or before that an output type of this name.
-    returned = re.findall(r"(?:return|output =)\s+\w*Output\w*\(\s*(\w+)", source)
     inner = (_result_name(part) for part in inner_classes(pipeline_class))
-    return next((name for name in [*returned, *inner] if name in KINDS), None)
+    return next((name for name in (*_returned(pipeline_class), *inner) if name in KINDS), None)
+
+
+def _returned(pipeline_class: Any) -> Iterator[str]:
+    """The first field of what the class returns, or of what the class that it extends does."""
+    for call in (vars(parent)["__call__"] for parent in pipeline_class.__mro__ if "__call__" in vars(parent)):
+        source = source_of(call)
+        if "ImagePipelineOutput(" in source:
+            yield "images"
+        # `return SomeOutput(images=…)`, or before that an output type of this name.
+        yield from re.findall(r"(?:return|output =)\s+\w*Output\w*\(\s*(\w+)", source)
 
 
 def blocks_of(pipeline_class: Any) -> Any:

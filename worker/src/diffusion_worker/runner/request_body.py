@@ -94,8 +94,8 @@ def call_view(view: Any, arguments: Arguments) -> Any:
     if isinstance(view, diffusers.ModularPipeline):
         return view(**given, output=first_output(view))
     made = view(**given, **({"return_dict": False} if "return_dict" in takes else {}))
-    # Stable Video Diffusion returns its frames as they are.
-    return made if isinstance(made, np.ndarray | torch.Tensor) else made[0]
+    # Outputs and tuples have the result first; Stable Video Diffusion returns its frames as they are.
+    return made if isinstance(made, np.ndarray | torch.Tensor | list) else made[0]
 
 
 def inputs_of(pipeline: Any) -> Mapping[str, Any]:
@@ -111,8 +111,15 @@ def _inputs_of_blocks(blocks: Any) -> Mapping[str, Any]:
 
 @functools.cache
 def _inputs_of_call(kind: Any) -> Mapping[str, Any]:
-    parameters = inspect.signature(kind.__call__).parameters.values()
-    return {item.name: None if item.default is item.empty else item.default for item in parameters if item.name != "self"}
+    """Also what a class passes on: one that takes `**kwargs` has the arguments of the class it extends."""
+    found: Arguments = {}
+    for call in (vars(parent)["__call__"] for parent in kind.__mro__ if "__call__" in vars(parent)):
+        items = list(inspect.signature(call).parameters.values())[1:]
+        named = [item for item in items if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+        found = {item.name: None if item.default is item.empty else item.default for item in named} | found
+        if len(named) == len(items):
+            break
+    return found
 
 
 def _type(pipeline: Any) -> Any:
