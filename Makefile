@@ -10,8 +10,9 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 GOAL ?=
+SOAK ?=
 
-.PHONY: help preflight venv lint test test-fast demo cluster cluster-down digits bench
+.PHONY: help preflight venv lint test test-fast demo cluster cluster-down digits bench soak
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,3 +52,6 @@ digits: venv ## train the model and the adapters of examples/digits again
 
 bench: venv ## one benchmark (GOAL=P4) or all of them
 	@$(PY) -m benchmarks $(GOAL)
+
+soak: venv ## 10,000 generated requests on a real worker, then 1,000 while its ranks are killed (SOAK="--minutes 5")
+	@PYTHONPATH=. $(PY) tests/support/soak.py $(SOAK)

@@ -58,7 +58,8 @@ def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_
         assert worker.wait_exit(10) == -signal.SIGKILL
         wait_until_gone(worker, pids)
         assert running.result(10) is None
-        assert list(tmp_path.iterdir()) == []
+        # Not what torch keeps for itself there.
+        assert [path for path in tmp_path.iterdir() if path.name.startswith(("diffusion-worker", "pymp"))] == []
 
 
 def test_a_terminated_worker_finishes_its_picture_and_leaves_no_process() -> None:

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make soak`: thousands of generated requests against a real worker of two ranks, and again while its ranks are killed.
+
+    python tests/support/soak.py [--requests 10000] [--kill-requests 1000] [--kill-every 20] [--minutes 60] [--seed 1]
+
+Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
+request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
+before the requests are, it says how many there were.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from PIL import Image
+
+from soak_traffic import Request, pool, traffic
+from worker_process import DIGITS, WorkerProcess, descendants, process_exists
+
+CLIENTS = 12
+ANSWER_TIMEOUT_S = 180.0
+PICTURES = 60
+MOST_STEPS = 12
+# One level of 255: a batch of another size rounds its sums in another order.
+TOLERANCE = 1
+# What a process may grow by after the first tenth of the requests: arenas, caches of compiled patterns, log buffers.
+GROWTH_BYTES = 96 * 2**20
+GROWTH_DESCRIPTORS = 8
+
+
+@dataclass
+class Outcome:
+    """What one run came to."""
+
+    seed: int
+    asked: int = 0
+    answered: int = 0
+    given_up: int = 0
+    refused_as_they_should: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    replayed: int = 0
+    restarts: int = 0
+    losses: Counter[str] = field(default_factory=Counter)
+    worst_difference: int = 0
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """All of it, as one line of JSON."""
+        return json.dumps(self.__dict__ | {"seconds": round(self.seconds, 1)})
+
+
+class Soak:
+    """Traffic on one worker. Failures with a code count as wrong unless ranks are being killed."""
+
+    def __init__(self, worker: WorkerProcess, *, seed: int, pictures: int) -> None:
+        self.worker = worker
+        self.outcome = Outcome(seed)
+        self._bodies = pool(seed, pictures, most_steps=MOST_STEPS)
+        self._alone: list[Any] = []
+        self._killing = False
+
+    def make_alone(self) -> None:
+        """Every picture of the pool without company: what all others are compared with."""
+        self._alone = [_pixels(self.worker.images(**body).json()) for body in self._bodies]
+
+    async def run(self, count: int, *, bad: float, aborted: float, limit_s: float, kill_every_s: float | None = None) -> None:
+        """Send the requests from a dozen clients until all are answered or the time is over."""
+        started = time.monotonic()
+        restarts, replayed = self._told()
+        waiting = iter(traffic(self.outcome.seed, count, self._bodies, bad=bad, aborted=aborted))
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)) as session:
+
+            async def client() -> None:
+                for request in waiting:
+                    if time.monotonic() - started > limit_s:
+                        return
+                    await self._ask(session, request)
+
+            killer = asyncio.create_task(self._kill_ranks(kill_every_s)) if kill_every_s else None
+            self._killing = killer is not None
+            await asyncio.gather(*(client() for _ in range(CLIENTS)))
+            if killer is not None:
+                killer.cancel()
+                await asyncio.gather(killer, return_exceptions=True)
+        after_restarts, after_replayed = self._told()
+        self.outcome.restarts, self.outcome.replayed = after_restarts - restarts, after_replayed - replayed
+        self.outcome.seconds = time.monotonic() - started
+
+    async def _ask(self, session: aiohttp.ClientSession, request: Request) -> None:
+        self.outcome.asked += 1
+        url = f"{self.worker.url}/v1/images/generations"
+        try:
+            async with asyncio.timeout(request.gone_after_s), session.post(url, json=request.body) as response:
+                status, document = response.status, await response.json()
+        except TimeoutError:
+            if request.gone_after_s is None:
+                self.outcome.wrong.append(f"no answer within {ANSWER_TIMEOUT_S:g} s: {request.body}")
+            else:
+                self.outcome.given_up += 1
+            return
+        except aiohttp.ClientError as error:
+            self.outcome.wrong.append(f"{type(error).__name__}: {error}")
+            return
+        self._judge(request, status, document)
+
+    def _judge(self, request: Request, status: int, document: dict[str, Any]) -> None:
+        outcome = self.outcome
+        if status == 200 and request.status == 200 and request.picture is not None:
+            difference = _difference(_pixels(document), self._alone[request.picture])
+            outcome.answered += 1
+            outcome.worst_difference = max(outcome.worst_difference, difference)
+            if difference > TOLERANCE:
+                outcome.wrong.append(f"a picture differs by {difference} levels from the one made alone: {request.body}")
+        elif status == request.status:
+            outcome.refused_as_they_should += 1
+        else:
+            outcome.failed[str(document.get("code"))] += 1
+            if not self._killing or document.get("code") != "RankFailed":
+                outcome.wrong.append(f"expected {request.status}, found {status} {document}")
+
+    async def _kill_ranks(self, every_s: float) -> None:
+        """A random rank at a random moment of every interval; one in four is stopped, not killed."""
+        rng = random.Random(self.outcome.seed)
+        while True:
+            at = rng.uniform(0.0, every_s)
+            await asyncio.sleep(at)
+            pids = [rank["pid"] for rank in self.worker.state()["ranks"] if rank["pid"]]
+            if pids:
+                number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL
+                try:
+                    os.kill(rng.choice(pids), number)
+                    self.outcome.losses[number.name] += 1
+                except ProcessLookupError:
+                    pass  # its group is being ended already
+            await asyncio.sleep(every_s - at)
+
+    def _told(self) -> tuple[int, int]:
+        metrics = self.worker.get("/metrics").text.splitlines()
+        values = {line.split()[0]: float(line.split()[-1]) for line in metrics if not line.startswith("#")}
+        return tuple(int(values[f"diffusion_worker_{name}_total"]) for name in ("rank_group_restarts", "pictures_replayed"))  # type: ignore[return-value]
+
+    # --- what is left ---------------------------------------------------------------------------------------------------
+
+    def footprint(self) -> dict[int, tuple[int, int]]:
+        """Resident bytes and open descriptors of every process of the worker."""
+        pids = [self.worker.pid, *descendants(self.worker.pid)]
+        return {pid: (_resident_bytes(pid), len(list(Path(f"/proc/{pid}/fd").iterdir()))) for pid in pids}
+
+    def check_nothing_left(self, before: dict[int, tuple[int, int]]) -> None:
+        """No request, no row, no memory, no descriptor, no process more than before."""
+        self.worker.wait_for(lambda: self.worker.state()["state"] == "ready" and self.worker.state()["inFlight"] == 0, what="idle")
+        state, after = self.worker.state(), self.footprint()
+        for what, found in {"queued": state["queued"], **{a["name"]: a["refs"] for a in state["adapters"]}}.items():
+            if found:
+                self.outcome.wrong.append(f"{what}: {found} are left")
+        if len(after) != len(before):
+            self.outcome.wrong.append(f"processes: {len(before)} before, {len(after)} after")
+        for pid in before.keys() & after.keys():
+            (resident, descriptors), (now, open_now) = before[pid], after[pid]
+            if now - resident > GROWTH_BYTES:
+                self.outcome.wrong.append(f"pid {pid} grew by {(now - resident) / 2**20:.0f} MiB")
+            if open_now - descriptors > GROWTH_DESCRIPTORS:
+                self.outcome.wrong.append(f"pid {pid} has {open_now - descriptors} descriptors more")
+
+    def check_end(self, folder: Path) -> None:
+        """The worker ends with 0, all its processes with it, and leaves no folder."""
+        pids = [self.worker.pid, *descendants(self.worker.pid)]
+        code = self.worker.terminate()
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in pids if process_exists(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.02)  # the fork server ends when it notices
+        # Not what torch keeps for itself there.
+        folders = sorted(path.name for path in folder.iterdir() if path.name.startswith(("diffusion-worker", "pymp")))
+        if code or left or folders:
+            self.outcome.wrong.append(f"end: exit code {code}, processes {left}, folders {folders}")
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _pixels(document: dict[str, Any]) -> Any:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(document["data"][0]["b64_json"])))).astype(int)
+
+
+def _difference(one: Any, other: Any) -> int:
+    return 255 if one.shape != other.shape else int(np.abs(one - other).max())
+
+
+async def run_both(
+    folder: Path, *, seed: int, requests: int, kill_requests: int, kill_every_s: float, limit_s: float, pictures: int = PICTURES
+) -> list[Outcome]:
+    """The soak, then the same worker with its ranks being killed; `folder` is for the worker's temporary files."""
+    loras = {name: DIGITS / "loras" / name for name in ("stripes", "frame")}
+    with WorkerProcess(ranks=2, loras=loras, options=("--max-restarts=100000",), env={"TMPDIR": str(folder)}) as worker:
+        worker.wait_ready()
+        soak = Soak(worker, seed=seed, pictures=pictures)
+        soak.make_alone()
+        await soak.run(max(1, requests // 10), bad=0.1, aborted=0.1, limit_s=limit_s / 20)
+        warm, before = soak.outcome, soak.footprint()
+        soak.outcome = peaceful = Outcome(seed + 1, asked=warm.asked, wrong=warm.wrong)
+        await soak.run(requests - requests // 10, bad=0.1, aborted=0.1, limit_s=limit_s / 2)
+        soak.check_nothing_left(before)
+        soak.outcome = killed = Outcome(seed + 2)
+        await soak.run(kill_requests, bad=0.05, aborted=0.0, limit_s=limit_s / 2, kill_every_s=kill_every_s)
+        soak.check_nothing_left(before)
+        soak.check_end(folder)
+    return [peaceful, killed]
+
+
+def main() -> int:
+    """Run, print, judge."""
+    options = argparse.ArgumentParser(description="Soak a real worker of two ranks.")
+    options.add_argument("--requests", type=int, default=10_000)
+    options.add_argument("--kill-requests", type=int, default=1_000)
+    options.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS")
+    options.add_argument("--minutes", type=float, default=60.0)
+    options.add_argument("--seed", type=int, default=1)
+    asked = options.parse_args()
+    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
+    folder.mkdir()
+    try:
+        outcomes = asyncio.run(
+            run_both(
+                folder,
+                seed=asked.seed,
+                requests=asked.requests,
+                kill_requests=asked.kill_requests,
+                kill_every_s=asked.kill_every,
+                limit_s=asked.minutes * 60,
+            )
+        )
+    finally:
+        shutil.rmtree(folder)
+    for name, outcome, wanted in zip(("soak", "killed ranks"), outcomes, (asked.requests, asked.kill_requests), strict=True):
+        cut = "" if outcome.asked >= wanted else f" (the time was over after {outcome.asked} of {wanted} requests)"
+        print(f"{name}{cut}: {outcome.line()}")
+    return 1 if any(outcome.wrong for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
