@@ -9,7 +9,7 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
 from families.family import Arguments, Family, build_seeded, mask, picture, seeded
-from families.worded_images import vision_language_model
+from families.worded_images import PROMPTS, letters, vision_language_model
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
@@ -112,6 +112,13 @@ def layered_pipeline() -> Any:
     return pipe
 
 
+def worded_pipeline() -> Any:
+    """Qwen-Image with its text encoder: prompts keep their own lengths."""
+    pipe = pipeline("QwenImagePipeline")
+    pipe.register_modules(text_encoder=vision_language_model(), tokenizer=letters())
+    return pipe
+
+
 def text(seed: int, steps: int, guidance: float) -> Arguments:
     """A prompt and a negative prompt: two model calls a step."""
     return {
@@ -127,6 +134,12 @@ def text(seed: int, steps: int, guidance: float) -> Arguments:
 def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     """A prompt and a size."""
     return text(seed, steps, guidance) | {"height": SIDE, "width": SIDE}
+
+
+def words(seed: int, steps: int, guidance: float) -> Arguments:
+    """Prompts of one length, and one for all to avoid."""
+    size = {"height": SIDE, "width": SIDE, "num_inference_steps": steps, "true_cfg_scale": guidance}
+    return size | {"prompt": f"{PROMPTS[seed % 3]:24}", "negative_prompt": "blurry"}
 
 
 def image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
@@ -211,6 +224,7 @@ def _family(
 
 FAMILIES = [
     _family("QwenImagePipeline", text_to_image),
+    _family("QwenImagePipeline", words, "words", make=worded_pipeline),
     _family("QwenImageImg2ImgPipeline", image_to_image),
     _family("QwenImageInpaintPipeline", inpaint),
     _family("QwenImageControlNetPipeline", control, with_controlnet=True),

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines of families that take their prompts as words only: OmniGen and LongCat-Image, with a tokenizer of letters."""
+"""Tiny image pipelines whose prompts are words: a tokenizer of letters and tiny text encoders before the denoiser.
+
+OmniGen and LongCat-Image take nothing else; Flux and Qwen-Image as the images API calls them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +11,7 @@ import diffusers
 import tokenizers
 import transformers
 
+from families import flux
 from families.family import Arguments, Family, build_seeded, tiny_vae
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
@@ -85,6 +89,21 @@ def longcat() -> Any:
     return pipeline
 
 
+def worded_flux() -> Any:
+    """Flux with CLIP and T5, which know no masks: prompts are padded to one length."""
+    pipe = flux.pipeline("FluxPipeline")
+    clip = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    t5 = {"vocab_size": 128, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    pipe.register_modules(
+        text_encoder=transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip, eos_token_id=1)),
+        text_encoder_2=transformers.T5EncoderModel(transformers.T5Config(**t5)),
+        tokenizer=letters(),
+        tokenizer_2=letters(),
+    )
+    pipe.tokenizer_max_length = 24
+    return pipe
+
+
 def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     """A prompt in words, of another length for another seed, and a size."""
     return {
@@ -106,11 +125,17 @@ def as_written(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_image(seed, steps, guidance) | {"enable_prompt_rewrite": False, "negative_prompt": "blurry"}
 
 
-def _family(kind: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments]) -> Family:
-    return Family(kind, family, build_seeded(make), request, output_type="pt", doubled={"num_images_per_prompt": 2})
+def short(seed: int, steps: int, guidance: float) -> Arguments:
+    """The words for CLIP, which take 24 letters, and for T5."""
+    return text_to_image(seed, steps, guidance) | {"max_sequence_length": 32}
+
+
+def _family(name: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments]) -> Family:
+    return Family(name, family, build_seeded(make), request, output_type="pt", doubled={"num_images_per_prompt": 2})
 
 
 FAMILIES = [
     _family("OmniGenPipeline", "OmniGen", omnigen, of_one_length),
+    _family("FluxPipeline (words)", "Flux", worded_flux, short),
     _family("LongCatImagePipeline", "LongCat-Image", longcat, as_written),
 ]
