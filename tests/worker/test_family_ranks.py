@@ -20,7 +20,11 @@ def test_rows_on_ranks_of_their_own_equal_the_call_of_all_rows(family: Family) -
         together = merge([call, others[component]]) if key is not None and key == group_key(others[component]) else call
         if together.rows == 1:
             continue  # one rank makes it
-        whole = split(rig.execute(together), [1] * together.rows)
+        try:
+            whole = split(rig.execute(together), [1] * together.rows)
+        except TypeError:  # it returns a cache for one request: such calls are made one by one
+            assert family.reason, f"{component} returns what cannot be split"
+            continue
         for row, expected in enumerate(whole):
             part = rig.execute(slice_rows(together, row, row + 1))
             assert apart(as_tensor(part), as_tensor(expected)) <= family.tolerance, f"{component}: row {row} of {together.rows}"
