@@ -55,8 +55,25 @@ def view_of(pipeline: Any) -> Any:
     view = copy.copy(pipeline)
     # Past the pipeline's own __setattr__, which would register the parts in the shared config.
     view.__dict__.update(parts)
+    view.__class__ = _class_of_views(type(pipeline))
     _share_with_inner(view, {id(getattr(pipeline, name)): part for name, part in parts.items()})
     return view
+
+
+@functools.cache
+def _class_of_views(kind: Any) -> Any:
+    """The pipeline's class, which knows the device: diffusers walks over all modules whenever it asks for it, some times a request."""
+
+    def device(self: Any) -> torch.device:
+        weights = (weight for part in modules_of(self).values() for weight in part.parameters())
+        return next((weight.device for weight in weights), torch.device("cpu"))
+
+    def remembered(self: Any) -> torch.device:
+        if "_device_of_view" not in self.__dict__:
+            self.__dict__["_device_of_view"] = device(self)
+        return self.__dict__["_device_of_view"]  # type: ignore[no-any-return]
+
+    return type(kind.__name__, (kind,), {"_execution_device": property(remembered), "__module__": kind.__module__})
 
 
 def _share_with_inner(view: Any, parts: dict[int, Any]) -> None:
