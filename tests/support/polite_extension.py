@@ -37,3 +37,15 @@ class Polite:
     def pipeline_name(self) -> str:
         """The class of the pipeline that is served."""
         return type(self.model_runner.pipeline).__name__
+
+
+class EarlyDeath:
+    """Ends the process of rank 1 before it has loaded."""
+
+    _rank: int
+
+    def load_model(self, report: Any) -> Any:
+        """Never returns on rank 1, and on the others only when their server gives them up."""
+        if self._rank == 1:
+            os._exit(9)
+        time.sleep(600)

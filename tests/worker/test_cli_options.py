@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker import cli
+from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError
 from worker_process import DIGITS, DIGITS_MODEL
 
@@ -49,6 +50,13 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["--max-loras=1", *(f"--lora={name}={DIGITS / 'loras' / 'stripes'}" for name in "ab")], "--max-loras is 1"),
         (["--served-name=two words"], "--served-name"),
         (["--desired=/nowhere.json"], "--desired"),
+        (["--max-restarts=-1"], "--max-restarts"),
+        (["--rendezvous-address=here"], "--rendezvous-address: expected HOST:PORT"),
+        (["--rendezvous-address=:80"], "--rendezvous-address"),
+        (["--rendezvous-address=10.0.0.1:65536"], "--rendezvous-address"),
+        (["--worker-extension=module.Class"], "--worker-extension: expected MODULE:CLASS"),
+        (["--worker-extension=../x:Y"], "--worker-extension"),
+        (["--profile-dir=/nowhere"], "--profile-dir: expected a folder that can be written to"),
         (["--no-such-option"], "--no-such-option"),
     ],
 )
@@ -90,3 +98,15 @@ def test_the_command_line_and_the_server_import_no_torch() -> None:
         "print(sorted({'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_options_of_the_ranks_reach_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[WorkerConfig] = []
+    monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
+    options = ["--max-restarts=7", "--rendezvous-address=10.0.0.1:29500", "--worker-extension=a.b:C", f"--profile-dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", f"--model={DIGITS_MODEL}", *options])
+    with pytest.raises(SystemExit):
+        cli.main()
+    [config] = started
+    assert (config.max_restarts, config.rendezvous_host, config.rendezvous_port) == (7, "10.0.0.1", 29500)
+    assert (config.worker_extension, config.profile_dir) == ("a.b:C", str(tmp_path))

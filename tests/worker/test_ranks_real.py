@@ -246,6 +246,20 @@ async def test_every_rank_writes_a_trace_of_its_own(tmp_path: Path) -> None:
         assert all(is_trace(path) for path in paths)
 
 
+async def test_a_rank_that_dies_before_it_has_loaded_is_told_with_its_exit_code() -> None:
+    executor = RankExecutor(
+        WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", ranks=2, worker_extension="polite_extension:EarlyDeath")
+    )
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(GroupFailed, match=r"rank 1 \(pid \d+\) exited with code 9"):
+                await executor.start()
+        pids = pids_of(executor)
+    finally:
+        await executor.stop()
+    assert [pid for pid in pids if process_exists(pid)] == []
+
+
 async def test_an_extension_that_cannot_be_imported_is_a_configuration_error() -> None:
     executor = RankExecutor(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", worker_extension="nothing:There"))
     try:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker's life: two listeners and the engine in one event loop, from the first answer to the exit code.
 
-The listeners answer while the ranks load. SIGTERM ends it with 0 after the running requests; a lost group, with 70, after they
-were answered with an error. Nothing here waits without end: a watchdog thread ends the process where the loop does not.
+The listeners answer while the ranks load, or are started again. SIGTERM ends it with 0 after the running requests; a group
+lost for good, with 70, after they were answered with an error. Nothing here waits without end: a watchdog thread ends the
+process where the loop does not.
 """
 
 import asyncio
