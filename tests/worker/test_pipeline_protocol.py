@@ -12,9 +12,10 @@ from diffusers import DiffusionPipeline, LayerSkipConfig, SkipLayerGuidance
 from diffusion_worker.config import LoadFormat
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import load_pipeline, view_of
-from diffusion_worker.runner.pipeline_view import guiders_of, schedulers_of
+from diffusion_worker.runner.pipeline_view import guide, guiders_of, schedulers_of
 from diffusion_worker.runner.request_state import DiffusionRequestState, Done
 from families.all import FAMILIES
+from families.modular import wan22
 from runner_rig import RunnerRig, picture_of_diffusers, request
 
 SAYING = """
@@ -210,6 +211,16 @@ def test_a_view_has_schedulers_and_guiders_of_its_own_and_shares_the_rest() -> N
         assert getattr(view, name).config == part.config, name
     assert set(view.components) == set(pipeline.components)
     assert isinstance(view.transformer, type(pipeline.transformer))
+
+
+def test_the_guidance_of_a_request_reaches_every_guider_of_its_view_and_no_other() -> None:
+    pipeline = wan22()
+    before = [guider.guidance_scale for guider in guiders_of(pipeline).values()]
+    view = view_of(pipeline)
+    assert guide(view, 2.5)
+    assert [guider.guidance_scale for guider in guiders_of(view).values()] == [2.5, 2.5]
+    assert [guider.guidance_scale for guider in guiders_of(pipeline).values()] == before
+    assert [guider.guidance_scale for guider in guiders_of(view_of(pipeline)).values()] == before
 
 
 class Stepless(DiffusionPipeline):

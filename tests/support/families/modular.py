@@ -14,6 +14,8 @@ import torch
 from diffusion_worker.runner.pipeline_view import guide, silence
 from diffusion_worker.runner.request_body import inputs_of
 from families.family import Arguments, Family, build_seeded, seeded
+from families.wan import TRANSFORMER as WAN_TRANSFORMER
+from families.wan import flow_unipc
 
 MASK = torch.ones(1, 8, dtype=torch.long)
 
@@ -222,6 +224,40 @@ def ideogram4_request(seed: int, steps: int, guidance: float) -> Arguments:
     }
 
 
+def wan22() -> Any:
+    """Two experts, each with a guider of its own."""
+    # Without a VAE the pipeline makes latents of 16 channels.
+    shape = WAN_TRANSFORMER | {"in_channels": 16, "out_channels": 16}
+    experts = [diffusers.WanTransformer3DModel(**shape) for _ in range(2)]
+    pipeline = only_denoising(diffusers.Wan22ModularPipeline, transformer=experts[0], transformer_2=experts[1])
+    pipeline.update_components(scheduler=flow_unipc(), boundary_ratio=0.7)
+    return pipeline
+
+
+def qwen_image() -> Any:
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    return only_denoising(diffusers.QwenImageModularPipeline, transformer=transformer)
+
+
+def qwen_image_request(seed: int, steps: int, guidance: float) -> Arguments:
+    return steps_and_size(seed, steps) | {
+        "guidance": guidance,
+        "prompt_embeds": seeded(seed, 1, 8, 16),
+        "prompt_embeds_mask": MASK,
+        "negative_prompt_embeds": seeded(seed + 100, 1, 8, 16),
+        "negative_prompt_embeds_mask": MASK,
+    }
+
+
 FAMILIES = [
     family("StableDiffusion3ModularPipeline", "SD 3", stable_diffusion_3, stable_diffusion_3_request),
     family("AnimaModularPipeline", "Anima", anima, anima_request),
@@ -230,5 +266,6 @@ FAMILIES = [
     family("Flux3DistilledModularPipeline", "Flux 3", lambda: flux3(distilled=True), flux3_distilled_request),
     family("Krea2ModularPipeline", "Krea 2", krea2, krea2_request),
     family("ErnieImageModularPipeline", "Ernie Image", ernie_image, ernie_image_request),
+    family("QwenImageModularPipeline", "Qwen-Image", qwen_image, qwen_image_request),
     family("Ideogram4ModularPipeline", "Ideogram 4", ideogram4, ideogram4_request),
 ]
