@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from diffusion_worker.runner.calls import group_key
+from diffusion_worker.runner.calls import group_key, slice_rows
 from families import flux, flux2, latent_images, packed_images, qwen, worded_images, z_image
 from families.family import Arguments, Family, picture, seeded
 from families.family_rig import Asked, FamilyRig, apart
@@ -127,6 +127,19 @@ def test_the_control_of_z_image_is_padded_to_its_longest_row_so_other_prompt_len
     longer = {"prompt_embeds": [seeded(5, 40, 16)]}
     assert most_rows_together("ZImageControlNetPipeline", {}, longer) == 2
     assert most_rows_together("ZImageControlNetPipeline", {}, {}) == 4
+
+
+def test_rows_of_z_image_with_control_stay_on_one_rank_because_what_the_control_adds_is_as_long_as_its_longest_row() -> None:
+    rig = rig_of("ZImageControlNetPipeline")
+    rig.together(Asked(1, 2, 5.0, changes={"negative_prompt_embeds": [seeded(5, 40, 16)]}))
+    control, denoiser = rig.denoiser_calls()[:2]
+    assert control.whole
+    assert denoiser.whole
+    with pytest.raises(RuntimeError, match="must match"):
+        rig.execute(slice_rows(denoiser, 0, 1))
+    plain = rig_of("ZImagePipeline")
+    plain.together(Asked(1, 2, 5.0, changes={"negative_prompt_embeds": [seeded(5, 40, 16)]}))
+    assert not plain.denoiser_calls()[0].whole
 
 
 def test_z_image_omni_asks_row_0_whether_there_are_references_so_requests_with_and_without_are_kept_apart() -> None:

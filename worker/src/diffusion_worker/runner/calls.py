@@ -71,14 +71,26 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows of the call: the first dimension (or length) of its leading tensor (or list of tensors)."""
-        value = self.arguments[_leading(self.arguments)]
-        return int(value.shape[0]) if isinstance(value, torch.Tensor) else len(value)
+        """Rows of the call: the first dimension (or length) of its leading tensor (or list of tensors); 1 without any."""
+        value = self._led_by()
+        return 1 if value is None else int(value.shape[0]) if isinstance(value, torch.Tensor) else len(value)
 
     @property
     def listed(self) -> bool:
         """Whether the rows are the entries of a list."""
-        return not isinstance(self.arguments[_leading(self.arguments)], torch.Tensor)
+        return isinstance(self._led_by(), list | tuple)
+
+    def _led_by(self) -> Any:
+        try:
+            return self.arguments[_leading(self.arguments)]
+        except ValueError:
+            return None
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its rows can be computed apart: not where a ControlNet's part is padded to the longest row of a list."""
+        given = (name for name, value in self.arguments.items() if value is not None)
+        return not (self.listed and any("controlnet" in name for name in (self.component, *given)))
 
     @property
     def denoises(self) -> bool:
