@@ -139,7 +139,7 @@ class Stepper:
         """Each request's part of what the module returned."""
         call = batch.merged()
         # Who has the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
-        if any(item.state.exact or item.state.whole for item in batch.items):
+        if any(item.state.exact or item.state.whole for item in batch.items) or (call.denoises and not call.divisible):
             call = msgspec.structs.replace(call, whole=True)
         self._output.calls += 1
         if call.denoises:
