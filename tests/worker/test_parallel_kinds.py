@@ -140,5 +140,11 @@ def test_a_text_that_cannot_be_split_is_an_error_of_its_request_alone(two: list[
     assert [rank["an odd text"] for rank in two] == [[error, "even"]] * 2
 
 
+def test_one_rank_decodes_all_tiles() -> None:
+    (found,) = rank_processes.run("parallel_scenarios:tiles", world=1)
+    assert found["AutoencoderKL 29x17"] == {"equal": True, "close": True, "ran": 15, "alone": 15}
+    assert found["a tile fails"] == ["rank 0: RuntimeError: out of memory", "(1, 3, 34, 34)"]
+
+
 def test_a_rank_that_fails_between_collectives_ends_and_the_one_that_waits_for_it_too() -> None:
     rank_processes.run("parallel_scenarios:left_in_a_collective", exit_codes=(70, 70))

@@ -46,6 +46,16 @@ def test_a_picture_of_many_tiles_comes_out_whole_after_a_sleep(split_worker: Wor
     assert split_worker.image(**asked).tobytes() == before.tobytes()
 
 
+def test_a_size_that_the_model_refuses_on_all_ranks_is_an_error_of_its_request_and_the_ranks_live_on(split_worker: WorkerProcess) -> None:
+    ranks, before = split_worker.rank_pids(), split_worker.image(**REQUEST)
+    # The model has positions for 32 x 32 tokens of 8 pixels.
+    answer = split_worker.images(**REQUEST, size="512x512")
+    assert answer.status_code == 500
+    assert "pos_embed_max_size" in answer.text
+    assert split_worker.image(**REQUEST).tobytes() == before.tobytes()
+    assert split_worker.rank_pids() == ranks
+
+
 def test_a_size_whose_tokens_cannot_be_shared_is_refused_by_name(split_worker: WorkerProcess) -> None:
     # 8 pixels a token: 5 x 5 of them.
     answer = split_worker.images(**REQUEST, size="40x40")

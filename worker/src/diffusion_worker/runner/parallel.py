@@ -6,7 +6,8 @@ outputs is exchanged. The ranks are one mesh: rows x shard x (sequence or tensor
 compute the same rows together; all others compute rows of their own.
 
 An exception on one rank becomes the same exception on all of them, so that no rank waits in a collective for one that has
-left. Inside a collective of sequence, tensor or shard that is not possible: there the rank has to go, and the group with it.
+left. Where ranks compute a call together (sequence, tensor, shard) that holds only if all of them fail alike, as with a
+size that the model refuses; one that fails alone has left the others in a collective, and has to go, and the group with it.
 """
 
 from collections.abc import Callable
@@ -32,6 +33,8 @@ Prepare = Callable[[ModelCall], ModelCall]
 DecodeTiles = Callable[[ModelCall, Execute], Any]
 
 MESSAGE_BYTES = 2000
+# Ranks that run the same code on the same sizes fail within milliseconds of each other.
+SAME_FAILURE_S = 2.0
 # Marks a refusal on its way between ranks: its code stands between two of these.
 REFUSED = "\x01"
 
@@ -72,6 +75,11 @@ class Parallel:
         self.everybody = RowGroup(rank, world, None)
         self.mesh = _mesh(device, world, tensor=tensor, sequence=sequence, shard=shard)
         self._rows = _row_group(rank, world, together=tensor * sequence)
+        # Who waits for whom inside a call: neighbours, by the order of the mesh's dimensions.
+        joint = tensor * sequence * shard
+        self._peers = range(rank // joint * joint, rank // joint * joint + joint)
+        self._store = store
+        self._joint_calls = 0
         self._together: dict[str, Prepare] = {}
         self._sharded: set[str] = set()
         self._tiled: dict[str, DecodeTiles] = {}
@@ -96,14 +104,14 @@ class Parallel:
             RankFault: on this rank only; it has to end.
         """
         if call.method == "forward" and call.component in self._together:
-            return self._spread(self._together[call.component](call), _no_way_back(execute), self._rows, agree=False)
+            return self._spread(self._together[call.component](call), self._jointly(execute), self._rows)
         if call.method == "decode" and call.component in self._tiled:
             output = self._tiled[call.component](call, execute)
             if output is not None:
                 return output
         if call.method == "forward" and call.component in self._sharded:
-            return self._spread(call, _no_way_back(execute), self.everybody, agree=False)
-        return self._spread(call, execute, self.everybody, agree=True)
+            return self._spread(call, self._jointly(execute), self.everybody)
+        return self._spread(call, execute, self.everybody)
 
     def agree(self, run: Callable[[], T], *, size: Callable[[T], int] = lambda output: 0) -> T:
         """Run, and raise `CallFailed` on all ranks if it raised on any, or if `size` of its result differs between them."""
@@ -135,7 +143,7 @@ class Parallel:
         """Leave the process group."""
         dist.destroy_process_group()
 
-    def _spread(self, call: ModelCall, execute: Execute, group: RowGroup, *, agree: bool) -> Any:
+    def _spread(self, call: ModelCall, execute: Execute, group: RowGroup) -> Any:
         rows = call.rows
         spread = group.count > 1 and rows > 1 and not call.whole
         mine = group.part(rows) if spread else slice(0, rows)
@@ -146,9 +154,36 @@ class Parallel:
             return output, group.pack(output, rows)
 
         if not spread:
-            return self.agree(lambda: execute(call, mine)) if agree else execute(call, mine)
-        output, packed = self.agree(compute, size=lambda found: found[1].shape[1]) if agree else compute()
+            return self.agree(lambda: execute(call, mine))
+        output, packed = self.agree(compute, size=lambda found: found[1].shape[1])
         return group.gather(output, packed, rows)
+
+    def _jointly(self, execute: Execute) -> Execute:
+        """The same, for a call with collectives inside: a rank that raises alone has left the others waiting."""
+        self._joint_calls += 1
+
+        def run(call: ModelCall, rows: slice) -> Any:
+            try:
+                return execute(call, rows)
+            except Exception as error:
+                require_usable_rank(error)
+                self._require_same_failure(call, error)
+                raise
+
+        return run
+
+    def _require_same_failure(self, call: ModelCall, error: Exception) -> None:
+        """Raises RankFault unless all ranks that compute this call together fail with the same words: then none waits for another."""
+        words = f"{type(error).__name__}: {error}"
+        keys = [f"failure-{self._joint_calls}-{peer}" for peer in self._peers]
+        self._store.set(f"failure-{self._joint_calls}-{self.rank}", words)
+        try:
+            self._store.wait(keys, timedelta(seconds=SAME_FAILURE_S))
+            alike = len({self._store.get(key) for key in keys}) == 1
+        except dist.DistError:
+            alike = False
+        if not alike:
+            raise RankFault(Fault.COLLECTIVE, f"{call.component}: {words}, and not on all ranks that compute it together") from error
 
 
 def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard: int) -> DeviceMesh | None:
@@ -168,19 +203,6 @@ def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
     # Every rank has to take part in making every group.
     groups = [dist.new_group(list(range(place, world, together))) for place in range(together)]
     return RowGroup(rank // together, world // together, groups[rank % together])
-
-
-def _no_way_back(execute: Execute) -> Execute:
-    """The same, for a call with collectives inside: a rank that raises has left the others waiting."""
-
-    def run(call: ModelCall, rows: slice) -> Any:
-        try:
-            return execute(call, rows)
-        except Exception as error:
-            words = f"{call.component}: {type(error).__name__} between collectives of the group: {error}"
-            raise RankFault(Fault.COLLECTIVE, words) from error
-
-    return run
 
 
 def _failure(words: str) -> CallFailed:
