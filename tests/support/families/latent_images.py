@@ -163,7 +163,7 @@ def _family(kind: str, family: str, make: Callable[[], Any], request: Callable[[
 FAMILIES = [
     _family("CogView4Pipeline", "CogView4", cogview4, text_to_image),
     _family("GlmImagePipeline", "GLM-Image", glm_image, with_prior),
-    _family("ErnieImagePipeline", "ErnieImage", ernie, listed),
+    _family("ErnieImagePipeline", "Ernie Image", ernie, listed),
     _family("PRXPipeline", "PRX", prx, masked),
     _family("BriaFibo2Pipeline", "Bria Fibo 2", fibo2, bundled),
     _family("BriaFibo2Pipeline", "Bria Fibo 2", fibo2, edit, "edit"),
