@@ -178,9 +178,9 @@ class StepScheduler:
         if not batches:
             return []
         overdue = [(queue, batch) for queue, batch in batches if self._is_overdue(queue, now_s)]
-        for queue in self._queues.values():
-            if not any(queue is other for other, _ in overdue):
-                queue.credit_s = 0.0
+        patient = self._queues.keys() - {queue.kind for queue, _ in overdue}
+        for kind in patient:
+            self._queues[kind].credit_s = 0.0
         owed = [(queue, batch) for queue, batch in overdue if queue.credit_s >= self._cost_s(batch)]
         if owed:
             queue, batch = max(owed, key=lambda pair: pair[0].credit_s)
