@@ -55,8 +55,10 @@ def test_a_call_with_an_argument_of_an_unknown_kind_runs_alone() -> None:
     assert group_key(call_of(2, added={"cache": object(), "rows": torch.ones(2, 1)})) is None
 
 
-def test_a_call_without_rows_runs_alone() -> None:
-    assert group_key(ModelCall("transformer", "forward", {"timestep": torch.tensor([1.0]), "scale": 1.0})) is None
+def test_a_call_without_rows_runs_alone_as_one_row() -> None:
+    call = ModelCall("transformer", "forward", {"timestep": torch.tensor([1.0]), "scale": 1.0})
+    assert group_key(call) is None
+    assert (call.rows, call.listed) == (1, False)
 
 
 def test_a_method_that_nobody_knows_to_work_by_rows_runs_alone() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Tick
-from diffusion_worker.runner.model_runner import DuplicateRequest, UnknownRequest
+from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest, UnknownRequest
 from diffusion_worker.runner.pipeline import load_pipeline
 from diffusion_worker.runner.request_state import mark_step
 from diffusion_worker.runner.stand_in import StandIn
@@ -281,3 +281,9 @@ def test_a_tick_says_how_long_the_denoisers_took(rig: RunnerRig) -> None:
     assert 0 < output.denoise_seconds < 60
     assert output.peak_bytes == 0
     rig.runner.drop_all()
+
+
+def test_steps_are_supported_by_what_has_a_scheduler_and_by_nothing_before_it_is_loaded(rig: RunnerRig) -> None:
+    assert rig.runner.supports_step_mode()
+    empty = DiffusionModelRunner(rig.config, torch.device("cpu"), rig.parallel)  # type: ignore[arg-type]
+    assert not empty.supports_step_mode()

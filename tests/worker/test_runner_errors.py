@@ -122,6 +122,29 @@ def test_a_request_whose_adapter_went_is_refused_and_never_the_base_model(rig: R
     assert list(pictures) == ["plain"]
 
 
+def test_a_request_that_cannot_even_be_prepared_fails_alone(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(pipeline: Any, spec: Any) -> Any:
+        if spec.request_id == "odd":
+            raise KeyError("a custom pipeline's mistake")
+        return make_body(pipeline, spec)
+
+    monkeypatch.setattr("diffusion_worker.runner.model_runner.make_body", prepare)
+    pictures, errors = rig.run(request("odd"), request("good"))
+    assert errors["odd"].code == ErrorCode.ENGINE_FAILED
+    assert list(pictures) == ["good"]
+
+
+def test_a_merge_that_does_not_fit_in_memory_is_made_one_by_one(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def merge(calls: list[ModelCall]) -> ModelCall:
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return calls[0]
+
+    monkeypatch.setattr("diffusion_worker.runner.input_batch.merge", merge)
+    pictures, errors = rig.run(request("a"), request("b"))
+    assert (sorted(pictures), errors) == (["a", "b"], {})
+
+
 @pytest.mark.slow
 def test_a_request_that_fails_on_one_rank_fails_on_all_with_its_code_and_the_others_go_on() -> None:
     first, second = rank_processes.run("runner_scenarios:one_rank_refuses")

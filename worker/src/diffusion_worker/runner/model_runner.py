@@ -14,7 +14,8 @@ from diffusion_worker.config import LoadFormat, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.memory.weights import ModelWeights
-from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
+from diffusion_worker.messages import ModelInfo, RequestSpec, Tick
+from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.kinds import ParallelKinds
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import (
@@ -31,7 +32,7 @@ from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.request_body import Pixels
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
-from diffusion_worker.runner.stepper import StepOutput, Stepper
+from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
 from diffusion_worker.runner.tick_meter import TickMeter
 from diffusion_worker.runner.weight_loading import replace_weights
 
@@ -165,8 +166,7 @@ class DiffusionModelRunner:
         for request_id in tick.leave:
             self._drop(request_id)
         try:
-            for spec in tick.join:
-                self._admit(spec, output)
+            self._admit(tick.join, output)
             # A tick may have been sent before the server knew of the last one's ends: it may name requests that are gone.
             chosen = [state for name, state in self._states.items() if tick.advance is None or name in tick.advance]
             self._stepper.advance(chosen, output, meter)
@@ -178,11 +178,19 @@ class DiffusionModelRunner:
         output.peak_bytes = meter.peak_bytes(self._weights_bytes)
         return output
 
-    def _admit(self, spec: RequestSpec, output: StepOutput) -> None:
-        try:
-            self.join(spec, make_body(self.pipeline, spec))
-        except RequestError as error:
-            output.errors[spec.request_id] = ErrorReport(error.code, error.message)
+    def _admit(self, joining: list[RequestSpec], output: StepOutput) -> None:
+        """Add requests, but for those that some rank refuses."""
+        if not joining:
+            return
+        refused = {}
+        for spec in joining:
+            try:
+                self.join(spec, make_body(self.pipeline, spec))
+            except Exception as error:
+                refused[spec.request_id] = report_of(error, asked=False)
+        output.errors |= failures_of_all(self._parallel, refused)
+        for request_id in output.errors:
+            self._drop(request_id)
 
     def execute_model(self, spec: RequestSpec) -> Pixels:
         """Run one request from its begin to its end, while no other runs.

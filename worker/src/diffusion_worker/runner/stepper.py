@@ -118,7 +118,9 @@ class Stepper:
         """Call the module once for all; if that fails, once for each, so that only the guilty request sees its error."""
         try:
             parts = self._call(batch)
-        except (CallFailed, RequestError, TypeError, ValueError) as error:
+        except (CallFailed, RequestError, TypeError, ValueError, torch.OutOfMemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError) and self._parallel.world > 1:
+                raise  # merging failed here, and the other ranks are in the call already
             log.warning(
                 "a call of %s with %d requests failed:\n%s", batch.items[0].call.component, len(batch.items), traceback.format_exc()
             )
@@ -167,7 +169,7 @@ class Stepper:
 
     def _take(self, events: list[Event], pending: list[Pending]) -> list[Pending]:
         """Sort what the requests stopped at; returns the pending calls with theirs added."""
-        broken = {state.spec.request_id: _report(event) for state, event in events if isinstance(event, Broken)}
+        broken = {state.spec.request_id: report_of(event.error, asked=event.asked) for state, event in events if isinstance(event, Broken)}
         failures = failures_of_all(self._parallel, broken)
         for state, event in events:
             request_id = state.spec.request_id
@@ -207,14 +209,13 @@ def _without_frames(error: Failure) -> Failure:
     return error
 
 
-def _report(broken: Broken) -> ErrorReport:
-    """Before its first model call a pipeline only checks its inputs, so a ValueError there is the caller's."""
-    error = broken.error
+def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
+    """What the caller is told. Before its first model call (`asked`) a pipeline only checks its inputs: a ValueError is the caller's."""
     require_usable_rank(error)
     refusal = error.refusal if isinstance(error, CallFailed) else error
     if isinstance(refusal, RequestError):
         return ErrorReport(refusal.code, refusal.message)
-    if isinstance(error, ValueError) and not broken.asked:
+    if isinstance(error, ValueError) and not asked:
         return ErrorReport(ErrorCode.INVALID_REQUEST, str(error))
     words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
     code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.ENGINE_FAILED
