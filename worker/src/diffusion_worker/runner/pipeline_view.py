@@ -55,7 +55,8 @@ def view_of(pipeline: Any) -> Any:
     view = copy.copy(pipeline)
     # Past the pipeline's own __setattr__, which would register the parts in the shared config.
     view.__dict__.update(parts)
-    view.__class__ = _class_of_views(type(pipeline))
+    kind: Any = type(pipeline)
+    view.__class__ = _class_of_views(kind)
     _share_with_inner(view, {id(getattr(pipeline, name)): part for name, part in parts.items()})
     return view
 
