@@ -54,9 +54,9 @@ LENGTHS = [
     ("WanPipeline", "num_frames", 9),
     ("LTXPipeline", "num_frames", 9),
     ("CogVideoXPipeline", "num_frames", 17),
-    ("SanaVideoPipeline", "frames", 9),
-    ("LattePipeline", "video_length", 1),
-    ("HunyuanVideoPipeline", "num_frames", 9),
+    pytest.param("SanaVideoPipeline", "frames", 9, marks=pytest.mark.slow),
+    pytest.param("LattePipeline", "video_length", 1, marks=pytest.mark.slow),
+    pytest.param("HunyuanVideoPipeline", "num_frames", 9, marks=pytest.mark.slow),
 ]
 
 

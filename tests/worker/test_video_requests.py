@@ -11,7 +11,8 @@ from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import load_pipeline
 from diffusion_worker.runner.request_body import PipelineBody
 from families import svd, wan
-from families.family import build_seeded, picture
+from families.family import build_seeded
+from families.family_rig import FamilyRig
 from families.texts import tiny_tokenizer, tiny_umt5
 from runner_rig import RunnerRig, request
 
@@ -77,10 +78,9 @@ def test_a_single_frame_is_a_video_of_one_frame(rig: RunnerRig) -> None:
 
 def test_a_pipeline_that_returns_its_frames_bare_gives_all_of_them() -> None:
     # Asked for no output object, Stable Video Diffusion returns no tuple either.
-    rig = RunnerRig()
-    pipeline = build_seeded(svd.pipeline)()
-    arguments = {name: value for name, value in svd.image_to_video(1, 2, 3.0).items() if name != "image"}
-    rig.runner.adopt(pipeline, torch.float32, lambda done, total: None)
-    rig.runner.join(video("moves"), PipelineBody(pipeline, arguments | {"image": picture(1, 16, 16)}, seed=1))
+    (family,) = svd.FAMILIES
+    rig = FamilyRig(family)
+    arguments = family.request(1, 2, 3.0)
+    rig.runner.join(video("moves"), PipelineBody(rig.pipeline, arguments, seed=1))
     outputs = [rig.runner.execute_stepwise(Tick(number)) for number in range(3)]
     assert outputs[-1].pictures["moves"].shape == (2, 16, 16, 3)
