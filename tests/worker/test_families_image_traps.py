@@ -194,3 +194,30 @@ def test_omnigen_says_by_row_numbers_where_pictures_go_so_requests_with_pictures
     assert group_key(call) is not None
     call.arguments["input_image_sizes"] = {0: [[3, 7]]}
     assert group_key(call) is None
+
+
+def test_bria_makes_one_table_of_positions_for_both_prompts_so_other_proportions_are_kept_apart() -> None:
+    assert most_rows_together("BriaPipeline", sized(32, 16), sized(16, 32)) == 2
+    assert most_rows_together("BriaPipeline", sized(32, 16), sized(32, 16)) == 4
+
+
+def test_hunyuan_image_sorts_each_rows_texts_by_its_own_masks() -> None:
+    def texts(valid: int, written: int) -> Arguments:
+        return {"prompt_embeds_mask": torch.arange(6)[None] < valid, "prompt_embeds_mask_2": torch.arange(6)[None] < written}
+
+    assert most_rows_together("HunyuanImagePipeline", texts(3, 6), texts(6, 2), texts(1, 1)) == 3
+
+
+def test_cogview4_takes_crops_and_sizes_row_by_row_and_latents_of_one_shape() -> None:
+    cropped = {"original_size": (64, 32), "crops_coords_top_left": (4, 8)}
+    assert most_rows_together("CogView4Pipeline", {}, cropped) == 2
+    assert most_rows_together("CogView4Pipeline", sized(32, 16), sized(16, 32)) == 1
+
+
+def test_prx_gives_each_row_its_own_time_and_mask() -> None:
+    masked = {"prompt_attention_mask": torch.arange(6)[None] < 2}
+    assert most_rows_together("PRXPipeline", {"num_inference_steps": 2}, {"num_inference_steps": 5} | masked) == 4
+
+
+def test_longcat_pads_prompts_to_one_length_so_all_of_them_share_calls() -> None:
+    assert most_rows_together("LongCatImagePipeline", {"prompt": "a fox"}, {"prompt": "two birds on a roof"}) == 2

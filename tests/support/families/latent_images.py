@@ -20,11 +20,11 @@ def _flow() -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
-def cogview4() -> Any:
+def cogview4(kind: str = "CogView4Pipeline", *, in_channels: int = 4) -> Any:
     """Sizes and crops as rows of numbers; two calls a step."""
     transformer = diffusers.CogView4Transformer2DModel(
         patch_size=2,
-        in_channels=4,
+        in_channels=in_channels,
         out_channels=4,
         num_layers=2,
         attention_head_dim=16,
@@ -36,7 +36,7 @@ def cogview4() -> Any:
         sample_size=16,
         rope_axes_dim=(8, 8),
     )
-    return diffusers.CogView4Pipeline(None, None, tiny_vae(scaling_factor=1.5, shift_factor=0.1), transformer, _flow())
+    return getattr(diffusers, kind)(None, None, tiny_vae(scaling_factor=1.5, shift_factor=0.1), transformer, _flow())
 
 
 def glm_image() -> Any:
@@ -115,6 +115,11 @@ def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     }
 
 
+def control(seed: int, steps: int, guidance: float) -> Arguments:
+    """A picture to follow."""
+    return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
+
+
 def with_prior(seed: int, steps: int, guidance: float) -> Arguments:
     """The tokens of the picture beside the prompt."""
     tokens = torch.randint(0, 32, (1, 16), generator=torch.Generator().manual_seed(seed))
@@ -162,6 +167,7 @@ def _family(kind: str, family: str, make: Callable[[], Any], request: Callable[[
 
 FAMILIES = [
     _family("CogView4Pipeline", "CogView4", cogview4, text_to_image),
+    _family("CogView4ControlPipeline", "CogView4", lambda: cogview4("CogView4ControlPipeline", in_channels=8), control),
     _family("GlmImagePipeline", "GLM-Image", glm_image, with_prior),
     _family("ErnieImagePipeline", "Ernie Image", ernie, listed),
     _family("PRXPipeline", "PRX", prx, masked),
