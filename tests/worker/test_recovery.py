@@ -231,6 +231,18 @@ async def test_a_sleep_during_which_the_group_is_lost_is_finished_by_the_next_on
     assert document["lastOperation"] == {"operationId": "op-1", "kind": "sleep", "error": None}
 
 
+async def test_a_sleep_that_the_next_group_refuses_is_told_as_failed_and_the_model_serves(edge: Edge) -> None:
+    edge.ranks.calling.clear()
+    await edge.operate("sleep", operationId="op-1")
+    await edge.wait_state(state="sleeping")
+    edge.ranks.method_errors["sleep"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory to map")
+    edge.ranks.die(KILLED)
+    edge.ranks.calling.set()
+    document = await restarted(edge, operation=None)
+    assert document["lastOperation"]["error"]["code"] == "RankFailed"
+    assert (await edge.images(prompt="p")).status_code == 200
+
+
 async def test_a_drain_during_which_the_group_is_lost_waits_for_the_replayed_requests(edge: Edge) -> None:
     (task,) = await asked(edge)
     await edge.operate("sleep", operationId="op-1")

@@ -31,7 +31,6 @@ from diffusion_worker.engine.documents import (
     ProfileCall,
     ProfileDocument,
     SleepCall,
-    SleepMode,
     SleepPolicy,
     StateDocument,
 )
@@ -40,6 +39,7 @@ from diffusion_worker.engine.operations import Operations, read_desired
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
+from diffusion_worker.engine.sleeping import Sleeper
 from diffusion_worker.engine.step_loop import StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
@@ -87,6 +87,7 @@ class Engine:
             call_timeout_s=config.rank_timeout_s,
             failed=self._fail,
         )
+        self._sleeper = Sleeper(self.life, self._steps, self._loader, self._supervisor, call_timeout_s=config.rank_timeout_s)
 
     @property
     def state(self) -> EngineState:
@@ -113,7 +114,7 @@ class Engine:
         self.life.enter(EngineState.READY)
         self._supervisor.begin()
         if desired.sleep.policy is SleepPolicy.ASLEEP:
-            await self._sleep_now(SleepCall(operation_id=f"policy-{self.boot_id}"))
+            await self._sleeper.sleep(SleepCall(operation_id=f"policy-{self.boot_id}"))
         self.life.loaded = True
 
     async def run_until_failure(self) -> str:
@@ -208,7 +209,7 @@ class Engine:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with --shard {self.config.shard}")
         if call.level != "HostMemory":
             raise RequestError(ErrorCode.INVALID_REQUEST, f"level: expected HostMemory, found {call.level!r}", details={"field": "level"})
-        return self._begin(call, "sleep", EngineState.ASLEEP, lambda: self._sleep_now(call))
+        return self._begin(call, "sleep", EngineState.ASLEEP, lambda: self._sleeper.sleep(call))
 
     def wake(self, call: OperationCall) -> bool:
         """Start waking up; False when the model is awake already.
@@ -216,7 +217,7 @@ class Engine:
         Raises:
             RequestError: WrongBoot, Conflict with another operation, Starting.
         """
-        return self._begin(call, "wake", EngineState.READY, lambda: self._wake_now(call))
+        return self._begin(call, "wake", EngineState.READY, lambda: self._sleeper.wake(call))
 
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Load an adapter on all ranks or none; see `AdapterLoader.put` for its errors."""
@@ -260,38 +261,6 @@ class Engine:
             log.error("engine failed: %s", reason)
             self._lost.set()
             self._steps.end(GroupFailed(reason))
-
-    # --- sleep and wake -------------------------------------------------------------------------------------------------
-
-    async def _sleep_now(self, call: SleepCall) -> None:
-        """A group that is lost meanwhile is started again first, and then goes on draining or is put to sleep."""
-        self.life.enter(EngineState.DRAINING)
-        try:
-            drain_s = call.deadline_seconds if call.mode is SleepMode.WAIT else 0.0
-            await self._steps.drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
-            await self._supervisor.settled()
-            self.life.enter(EngineState.SLEEPING)
-            await self._loader.call_all("sleep", timeout_s=self.config.rank_timeout_s)
-        except GroupFailed:
-            await self._supervisor.settled()
-        except RequestError:
-            self.life.enter(EngineState.READY)
-            raise
-        else:
-            self.life.enter(EngineState.ASLEEP)
-
-    async def _wake_now(self, call: OperationCall) -> None:
-        """A group that is lost meanwhile is started again, and then is awake."""
-        self.life.enter(EngineState.WAKING)
-        try:
-            await self._loader.call_all("wake_up", timeout_s=call.deadline_seconds)
-        except GroupFailed:
-            await self._supervisor.settled()
-        except RequestError:
-            self.life.enter(EngineState.ASLEEP)
-            raise
-        else:
-            self.life.enter(EngineState.READY)
 
     def _begin(self, call: OperationCall, kind: str, goal: EngineState, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Start an operation unless it runs (True) or there is nothing left to do (False)."""
