@@ -11,11 +11,9 @@ from families.family import Family
 # One of each kind of denoiser, of guidance and of layout of rows. The checks of all others are slow tests.
 REPRESENTATIVE = {
     "FluxPipeline",
-    "LTXPipeline",
     "QwenImagePipeline",
     "StableDiffusion3Pipeline",
     "StableDiffusionControlNetPipeline",
-    "StableDiffusionXLPipeline",
     "WanPipeline",
     "ZImagePipeline",
 }
