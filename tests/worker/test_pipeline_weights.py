@@ -23,16 +23,29 @@ from worker_process import DIGITS
 STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS / "loras" / "stripes"))
 
 
-@pytest.fixture
-def rig() -> Iterator[RunnerRig]:
-    """A runner of the test's own; its slabs go with it, as the kernel counts neighbouring ones as one."""
-    rig = RunnerRig()
-    yield rig
+def forget(rig: RunnerRig) -> None:
+    """Let go of a rig's slabs: the kernel counts neighbouring ones as one."""
     rig.runner.drop_all()
     rig.runner.weights = ModelWeights(torch.device("cpu"))
     rig.runner.pipeline = None
     rig.parallel.calls.clear()
     gc.collect()
+
+
+@pytest.fixture
+def rig() -> Iterator[RunnerRig]:
+    """A runner of the test's own."""
+    rig = RunnerRig()
+    yield rig
+    forget(rig)
+
+
+@pytest.fixture(scope="module")
+def steady() -> Iterator[RunnerRig]:
+    """A runner that tests leave as it is."""
+    rig = RunnerRig()
+    yield rig
+    forget(rig)
 
 
 def halved(rig: RunnerRig) -> dict[str, torch.Tensor]:
@@ -70,13 +83,13 @@ def test_new_weights_stay_over_sleep_and_wake(rig: RunnerRig) -> None:
     ],
 )
 def test_weights_of_unknown_names_or_other_shapes_are_refused_and_nothing_is_changed(
-    rig: RunnerRig, name: str, shape: tuple[int, ...], says: str
+    steady: RunnerRig, name: str, shape: tuple[int, ...], says: str
 ) -> None:
-    before = rig.runner.pipeline.transformer.proj_out.weight.clone()
+    before = steady.runner.pipeline.transformer.proj_out.weight.clone()
     with pytest.raises(RequestError, match=says) as refused:
-        rig.runner.load_weights([("transformer.proj_out.weight", before * 0), (name, torch.zeros(shape))])
+        steady.runner.load_weights([("transformer.proj_out.weight", before * 0), (name, torch.zeros(shape))])
     assert refused.value.code == "InvalidRequest"
-    assert torch.equal(rig.runner.pipeline.transformer.proj_out.weight, before)
+    assert torch.equal(steady.runner.pipeline.transformer.proj_out.weight, before)
 
 
 def worker_of(rig: RunnerRig) -> DiffusionWorker:
@@ -97,11 +110,11 @@ def test_a_worker_reads_new_weights_from_a_file_or_a_folder(rig: RunnerRig, tmp_
 @pytest.mark.parametrize(
     ("name", "says"), [("empty", "found none there"), ("missing.safetensors", "No such file"), ("bad.safetensors", "Error")]
 )
-def test_files_that_are_no_weights_are_refused_by_their_path(rig: RunnerRig, tmp_path: Path, name: str, says: str) -> None:
+def test_files_that_are_no_weights_are_refused_by_their_path(steady: RunnerRig, tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.safetensors").write_bytes(b"no weights")
     with pytest.raises(RequestError, match=f"{name}.*{says}|{says}.*{name}") as refused:
-        worker_of(rig).load_weights(path=str(tmp_path / name))
+        worker_of(steady).load_weights(path=str(tmp_path / name))
     assert refused.value.code == "InvalidRequest"
 
 
