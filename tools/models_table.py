@@ -7,7 +7,6 @@ Everything but the reasons below is found by looking at the classes: what they m
 
 import collections
 import importlib
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import click
 import diffusers
 
 from diffusion_worker.runner.pipeline_description import blocks_of, kind_of
-from diffusion_worker.runner.step_support import why_impossible, why_whole
+from diffusion_worker.runner.step_support import missing_libraries, why_impossible, why_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -61,8 +60,8 @@ INTRODUCTION = """\
 Every pipeline that diffusers {version} exports, and how the worker runs it. Made by `python -m tools.models_table`; do not edit.
 
 **stepped**: requests with other prompts, seeds, steps, guidance and conditioning share model calls and advance step by step.
-**whole**: a request does not share its steps. One whose class changes the shared model runs while nobody else advances; one that
-steps no scheduler runs from start to end in one tick.
+**whole**: a request does not step with others. One whose class changes the shared model runs while nobody else advances; one that
+steps no scheduler advances by single model calls instead, which it shares where it can.
 **not**: the worker refuses it at start, with the reason.
 
 *tested* means that a tiny model of the class runs through the engine in the tests: alone bit-equal to diffusers, in company equal up
@@ -91,8 +90,7 @@ def row_of(name: str, tested: frozenset[str]) -> Row:
     """What there is to say of one exported class."""
     found = getattr(diffusers, name)
     if not issubclass(found, diffusers.DiffusionPipeline | diffusers.ModularPipeline):
-        missing = [library for library in found._backends if importlib.util.find_spec(library) is None]
-        return Row(name, "", "", "not", f"needs {' and '.join(missing)}, which the worker does not have", "")
+        return Row(name, "", "", "not", f"needs {' and '.join(missing_libraries(found))}, which the worker does not have", "")
     kind = kind_of(found)
     makes = MAKES.get(name, kind)
     runs, why = _how(name, found, makes)

@@ -88,6 +88,11 @@ def test_options_of_loading_that_cannot_work_are_refused_at_start_without_torch(
     assert says in str(error.value)
 
 
+def test_a_class_that_needs_a_library_that_is_not_there_names_the_library() -> None:
+    with pytest.raises(ConfigError, match="--pipeline: OnnxStableDiffusionPipeline needs onnx, which the worker does not have"):
+        load_pipeline(config_of(pipeline="OnnxStableDiffusionPipeline"), torch.float32)
+
+
 @pytest.fixture
 def without_weights(tmp_path: Path) -> Path:
     """The digits model with no weights file in it."""

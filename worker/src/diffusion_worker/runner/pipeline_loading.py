@@ -18,6 +18,7 @@ from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.runner.dummy_weights import build_dummy_modules
 from diffusion_worker.runner.pipeline_view import modules_of, silence
+from diffusion_worker.runner.step_support import missing_libraries
 
 
 def device_of(local_rank: int) -> torch.device:
@@ -76,6 +77,8 @@ def _pipeline_class(config: WorkerConfig, index: dict[str, Any]) -> Any:
         return found
     name = str(index["_class_name"] if config.pipeline == "auto" else config.pipeline)
     found = getattr(diffusers, name, None)
+    if missing := missing_libraries(found):
+        raise ConfigError(f"--pipeline: {name} needs {' and '.join(missing)}, which the worker does not have")
     if not _is_pipeline(found):
         raise ConfigError(f"model {config.model!r}: {name!r} is no pipeline of diffusers {diffusers.__version__}")
     return found

@@ -32,8 +32,8 @@ NO_NEGATIVE_PROMPT = " "
 class PipelineBody:
     """Runs the pipeline once; returns uint8 [height, width, 3], or [frames, height, width, 3] of a video.
 
-    Requests of another `batch_key` never share a model call with this one; one that is `whole` runs from start to end in
-    one tick, and nobody else's call runs meanwhile.
+    Requests of another `batch_key` never share a model call with this one; one that is `whole` has the model for
+    itself from its first step to its end: nobody else advances meanwhile.
     """
 
     def __init__(self, pipeline: Any, arguments: Arguments, *, seed: int, guidance: float | None = None) -> None:

@@ -6,6 +6,7 @@ One that swaps a model's attention processors or hooks it for the length of its 
 """
 
 import functools
+import importlib.util
 import inspect
 import linecache
 import re
@@ -25,6 +26,11 @@ HARMLESS = frozenset({"QwenImage21Pipeline"})
 NEEDS_GRADIENTS = ("StableDiffusionAttendAndExcitePipeline", "StableDiffusionPix2PixZeroPipeline")
 # Methods that are no part of a call, or only run when somebody else calls them.
 NO_PART_OF_A_CALL = frozenset({"__init__", "invert"})
+
+
+def missing_libraries(found: Any) -> list[str]:
+    """What diffusers would need for a class that it only has a placeholder of; nothing for a real class."""
+    return [library for library in getattr(found, "_backends", ()) if importlib.util.find_spec(library) is None]
 
 
 @functools.cache
