@@ -39,7 +39,8 @@ def first_calls(rig: FamilyRig, asked: Asked) -> dict[str, ModelCall]:
     rig.together(asked)
     found: dict[str, ModelCall] = {}
     for call in rig.denoiser_calls():
-        found.setdefault(call.component, call)
+        # Merged already, it may be one whose rows have to stay on one rank.
+        found.setdefault(call.component, msgspec.structs.replace(call, whole=False))
     return found
 
 
