@@ -19,13 +19,13 @@ from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import denoiser_of, view_of
-from families import flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan
+from families import flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images
 from families.family import Family, as_tensor, in_float64, randomise_zeros
 from peft_adapters import write_adapter
 from rank_processes import Rank
 from runner_rig import OneRank
 
-MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan)
+MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images)
 # Latents: decoding has nothing to do with these kinds.
 BY_NAME = {family.name: replace(family, output_type="latent") for module in MODULES for family in module.FAMILIES}
 ADAPTER = 7
@@ -160,7 +160,9 @@ def _load_adapter(runner: DiffusionModelRunner, family: Family) -> None:
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers inside a model's blocks."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and "blocks" in name}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ("blocks" in name or "layers" in name)
+    }
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

@@ -33,7 +33,8 @@ MORE_SEQUENCE_FAMILIES = (
     "LTXImageToVideoPipeline",
 )
 TENSOR_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline")
-SHARDED_FAMILIES = (*SEQUENCE_FAMILIES, "StableDiffusionPipeline")
+# Roles of OmniGen's arguments are found by the name of its model's class, which sharding changes.
+SHARDED_FAMILIES = (*SEQUENCE_FAMILIES, "StableDiffusionPipeline", "OmniGenPipeline")
 
 
 def two(rank: Rank) -> dict[str, Any]:

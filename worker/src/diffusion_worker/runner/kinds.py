@@ -95,6 +95,8 @@ class ParallelKinds:
                 sequence.check_model(name, module, config.sequence)
             if config.tensor > 1:
                 tensor.check_model(name, module, config.tensor)
+            if config.shard > 1:
+                sharding.check_model(name, module)
         for option, size in (("--sequence", config.sequence), ("--tensor", config.tensor), ("--shard", config.shard)):
             if size > 1 and not self._denoisers:
                 raise ConfigError(f"{option}: {type(self._pipeline).__name__} has none of the components {', '.join(DENOISERS)}")

@@ -6,13 +6,19 @@ memory; rows are still spread over these ranks, so that they do not all compute 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from diffusion_worker.errors import ConfigError
+
 # Components by what their names hold. A VAE is called by `decode`, past the hooks, and small.
 SHARDED = ("transformer", "unet", "controlnet", "prior", "text_encoder")
+
+# Models that use weights of a block outside its call, where they are not together.
+WHOLE_BLOCKS = {"DiTTransformer2DModel": "it computes its condition with a layer of its first block"}
 
 
 def is_sharded(component: str) -> bool:
@@ -20,12 +26,23 @@ def is_sharded(component: str) -> bool:
     return any(word in component for word in SHARDED)
 
 
+def check_model(name: str, model: nn.Module) -> None:
+    """Raises ConfigError for a model that cannot be sharded."""
+    kind = type(model).__name__
+    if kind in WHOLE_BLOCKS:
+        raise ConfigError(f"--shard: {kind} ({name}) is not supported: {WHOLE_BLOCKS[kind]}")
+
+
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Leave this rank its part of the weights: block by block, then what is in none. `mesh` is the shard dimension."""
+    own = type(model)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     # Without this the weights of the root would stay whole after the first call.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    # The model has another class now. What is known of models goes by the name of their class, the roles of arguments too.
+    made: Any = type(model)
+    made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
