@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,30 @@ async def test_nothing_of_the_wire_can_be_found_once_all_ranks_are_connected() -
                 assert (await server.receive())[0] == TickDone(7)
     finally:
         server.close()
+
+
+async def test_a_folder_of_a_killed_server_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old, young = tmp_path / "diffusion-worker-old", tmp_path / "diffusion-worker-young"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "lock").touch()
+    living = ServerEnd()
+    for folder in (old, living.folder):
+        os.utime(folder, (0, 0))
+    other = ServerEnd()
+    try:
+        assert entries(tmp_path) == sorted([young, living.folder, other.folder])
+    finally:
+        living.close()
+        other.close()
+    assert entries(tmp_path) == [young]
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
 
 
 # The worker's extension

@@ -5,8 +5,12 @@ The server waits for every rank's subscription before it sends anything, and no 
 dropped. Frames after the first are pictures, sent without a copy. What is no message is counted and never acted on.
 """
 
+import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +23,26 @@ import zmq.asyncio
 from diffusion_worker.messages import ToRank, ToServer, decode_to_rank, decode_to_server, encode
 
 SUBSCRIBED = b"\x01"
+FOLDER_PREFIX = "diffusion-worker-"
+LOCK = "lock"
+# A server locks its folder right after it made it.
+ABANDONED_S = 60.0
 # What msgspec raises for bytes that are no message.
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def remove_abandoned_folders(place: Path) -> None:
+    """Remove the folders of servers that were killed before they had a rank to do it; a living server holds a lock in its own."""
+    for folder in place.glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another server removes it too, or holds it
+            if time.time() - folder.stat().st_mtime < ABANDONED_S:
+                continue
+            lock = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 class Endpoints(msgspec.Struct, frozen=True):
@@ -34,7 +56,10 @@ class ServerEnd:
     """The server's side, on its event loop. The sockets live in a folder that only this user can enter."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="diffusion-worker-"))
+        remove_abandoned_folders(Path(tempfile.gettempdir()))
+        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        self._lock: int | None = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.dropped = 0
         self.endpoints = Endpoints(broadcast=f"ipc://{self.folder / 'broadcast'}", answers=f"ipc://{self.folder / 'answers'}")
         self._context = zmq.asyncio.Context()
@@ -52,6 +77,9 @@ class ServerEnd:
     def hide(self) -> None:
         """Remove the sockets' names once every rank is connected: nobody else finds them, and no death leaves them behind."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def send(self, message: ToRank) -> None:
         """Queue a message for every rank."""
