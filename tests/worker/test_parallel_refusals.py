@@ -13,12 +13,12 @@ from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner import sequence
 from diffusion_worker.runner.kinds import ParallelKinds
 from diffusion_worker.runner.pipeline import modules_of
-from families import dit, flux, flux2, stable_diffusion, stable_diffusion_3, wan
+from families import dit, flux, flux2, stable_diffusion, stable_diffusion_3, wan, z_image
 from families.family import Family
 from runner_rig import OneRank
 
 BY_NAME: dict[str, Family] = {
-    family.name: family for module in (dit, flux, flux2, stable_diffusion, stable_diffusion_3, wan) for family in module.FAMILIES
+    family.name: family for module in (dit, flux, flux2, stable_diffusion, stable_diffusion_3, wan, z_image) for family in module.FAMILIES
 }
 
 
@@ -41,6 +41,7 @@ def kinds_of(pipeline: Any, **sizes: Any) -> ParallelKinds:
         ("FluxControlNetPipeline", {"sequence": 2}, "--sequence: FluxControlNetPipeline is not supported: a ControlNet adds"),
         ("Flux2KleinKVPipeline", {"sequence": 2}, "--sequence: Flux2KleinKVPipeline is not supported: it caches keys and values"),
         ("DiTPipeline", {"shard": 2}, r"--shard: DiTTransformer2DModel \(transformer\) is not supported: it computes its condition"),
+        ("ZImageControlNetPipeline", {"shard": 2}, "--shard: ZImageControlNetPipeline is not supported: .* share layers"),
         ("WanPipeline", {"vae_tiling": True}, r"--vae-tiling: AutoencoderKLWan \(vae\) is not supported, expected one of AutoencoderKL"),
     ],
 )

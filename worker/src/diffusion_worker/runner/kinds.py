@@ -102,6 +102,8 @@ class ParallelKinds:
                 raise ConfigError(f"{option}: {type(self._pipeline).__name__} has none of the components {', '.join(DENOISERS)}")
         if config.sequence > 1:
             self._check_sequence()
+        if config.shard > 1:
+            self._check_shared_layers()
         if config.vae_tiling:
             if "vae" not in self._modules:
                 raise ConfigError(f"--vae-tiling: {type(self._pipeline).__name__} has no component vae")
@@ -119,6 +121,15 @@ class ParallelKinds:
         splits_text = any(sequence.FAMILIES[type(model).__name__].text for model in self._denoisers.values())
         if splits_text and isinstance(text, int) and text % size:
             raise ConfigError(f"--sequence {size}: the text of {kind} has {text} tokens, which is no multiple of {size}")
+
+    def _check_shared_layers(self) -> None:
+        """A layer is sharded with one model, so it cannot be a part of two."""
+        owners: dict[int, str] = {}
+        for name, module in self._modules.items():
+            for parameter in module.parameters() if sharding.is_sharded(name) else ():
+                owner = owners.setdefault(id(parameter), name)
+                if owner != name:
+                    raise ConfigError(f"--shard: {type(self._pipeline).__name__} is not supported: {owner} and {name} share layers")
 
     def _token_pixels(self) -> int:
         """Pixels of a token's side."""
