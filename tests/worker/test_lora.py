@@ -83,7 +83,7 @@ def test_after_adapters_were_removed_the_base_is_bit_equal_to_the_untouched_mode
 def test_a_request_for_an_adapter_that_was_unloaded_fails_and_is_never_the_base(rig: RunnerRig) -> None:
     pictures, errors = rig.run(request("stale", lora=LoRAUse(99, 1.0)))
     assert pictures == {}
-    assert errors["stale"].code == "EngineFailed"
+    assert errors["stale"].code == "AdapterNotLoaded"
 
 
 def test_a_fourth_adapter_finds_no_slot_and_changes_nothing(rig: RunnerRig) -> None:
