@@ -19,7 +19,14 @@ async def edge() -> AsyncIterator[Edge]:
 
 async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: Edge) -> None:
     document = (await edge.data.get("/openapi.json")).json()
-    assert sorted(document["paths"]) == ["/healthz", "/metrics", "/readyz", "/v1/images/generations", "/v1/models", "/v1/requests/{request_id}"]
+    assert sorted(document["paths"]) == [
+        "/healthz",
+        "/metrics",
+        "/readyz",
+        "/v1/images/generations",
+        "/v1/models",
+        "/v1/requests/{request_id}",
+    ]
     body = document["components"]["schemas"]["ImagesRequest"]
     assert (body["required"], body["additionalProperties"]) == (["prompt"], False)
     assert set(body["properties"]) >= {"prompt", "model", "n", "size", "seed", "num_inference_steps", "guidance_scale", "response_format"}

@@ -15,7 +15,7 @@ from worker_process import DIGITS, WorkerProcess, process_exists
 pytestmark = pytest.mark.slow
 
 SHORT = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4}
-LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 60}
+LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 120}
 STRIPES = DIGITS / "loras" / "stripes"
 
 
@@ -59,12 +59,13 @@ def test_a_rank_lost_in_the_middle_of_pictures_costs_time_and_no_picture(worker:
     replayed = worker.get("/metrics").text
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         running = [threads.submit(worker.image, **{**LONG, "seed": seed}) for seed in range(2)]
-        worker.wait_for(lambda: worker.state()["inFlight"] == 2, what="working")
+        # Together or one after the other, as the scheduler finds it best.
+        worker.wait_for(lambda: worker.state()["inFlight"] > 0, what="working")
         lose(worker, rank, number)
         # In company a sum is rounded in another order.
         for seed, found in enumerate(running):
             assert all(abs(a - b) <= 1 for a, b in zip(found.result(60).tobytes(), alone[seed], strict=True))
-    # One of them may have been done before its rank was lost.
+    # One of them may have been done before its rank was lost, or not yet begun.
     assert count(worker.get("/metrics").text, "pictures_replayed_total") > count(replayed, "pictures_replayed_total")
 
 
