@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from diffusion_worker.errors import RequestError
+from diffusion_worker.memory.slabs import HUGE_PAGE, HostSlab, resident_bytes
 from diffusion_worker.memory.weights import ModelWeights
 
 CPU = torch.device("cpu")
@@ -107,6 +108,15 @@ def test_a_file_that_is_replaced_while_the_model_sleeps_changes_nothing(module: 
     save(Part().requires_grad_(False), tmp_path)
     weights.restore()
     assert_same(module, before)
+
+
+def test_slabs_that_lie_side_by_side_are_counted_apart() -> None:
+    slabs = [HostSlab(HUGE_PAGE) for _ in range(16)]
+    for slab in slabs:
+        slab.bytes.fill_(1)
+    for slab in slabs[::2]:
+        slab.release()
+    assert [resident_bytes([slab]) for slab in slabs] == [0, HUGE_PAGE] * 8
 
 
 def test_a_module_without_tensors_needs_no_slab(tmp_path: Path) -> None:

@@ -34,8 +34,10 @@ class HostSlab:
 
     def __init__(self, size: int) -> None:
         length = -(-size // HUGE_PAGE) * HUGE_PAGE
-        self._mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        # Some addresses more, never touched, of another kind: without them the kernel joins slabs that lie side by side
+        # into one mapping, and what it counts for one is what the other holds.
+        self._mapping = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping.madvise(mmap.MADV_HUGEPAGE, 0, length)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.address_range: AddressRange | None = (whole.data_ptr(), whole.data_ptr() + length)
         self.bytes = whole[:size]
@@ -77,7 +79,7 @@ def resident_bytes(slabs: list[Slab]) -> int:
 
 
 def _rss(ranges: list[AddressRange]) -> int:
-    """Rss of this process's mappings that overlap one of the ranges; the kernel may have joined neighbours into one."""
+    """Rss of this process's mappings that overlap one of the ranges."""
     total, inside = 0, False
     with Path("/proc/self/smaps").open() as lines:
         for line in lines:
