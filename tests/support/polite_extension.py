@@ -49,3 +49,15 @@ class EarlyDeath:
         if self._rank == 1:
             os._exit(9)
         time.sleep(600)
+
+
+class Stuck:
+    """Hangs in every step, on rank 1."""
+
+    _rank: int
+
+    def execute_stepwise(self, tick: Any) -> Any:
+        """Never returns on rank 1; the others wait for it where they need its rows."""
+        if self._rank == 1:
+            time.sleep(600)
+        return super().execute_stepwise(tick)  # type: ignore[misc]

@@ -130,6 +130,15 @@ async def test_a_rank_that_never_answers_a_call_is_taken_for_lost() -> None:
         assert await picture(executor)
 
 
+async def test_a_rank_that_hangs_in_a_step_loses_the_group_at_the_steps_deadline_with_the_rank_and_the_phase_named() -> None:
+    async with ranks(worker_extension="polite_extension:Stuck") as executor:
+        executor.broadcast_tick(Tick(1, [request("a")]))
+        with pytest.raises(GroupFailed, match=r"step 1 of 3 was not finished within 1 s: rank 0, which answers for all, said nothing"):
+            await executor.next_report(1.0, phase="step 1 of 3")
+        loss = await executor.failed()
+        assert loss.fault is Fault.STALLED
+
+
 async def test_every_way_of_losing_a_rank_is_noticed_at_once_and_the_next_generation_makes_the_same_picture() -> None:
     async with ranks(worker_extension="polite_extension:Polite") as executor:
         before = await picture(executor)

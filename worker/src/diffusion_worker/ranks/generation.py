@@ -117,7 +117,8 @@ class Generation:
                 left_s = since + timeout_s - time.monotonic()
         finally:
             waiting.cancel()
-        self.lose(f"{phase} was not finished within {timeout_s:.3g} s", Fault.STALLED)
+        silent = "rank 0, which answers for all, said nothing"
+        self.lose(f"{phase} was not finished within {timeout_s:.3g} s: {silent}", Fault.STALLED)
         raise GroupFailed(self.loss.result().reason)
 
     async def call(
