@@ -5,9 +5,9 @@
 them together; the best N of 1 to 16 is what the scheduler is held against, with a queue of requests of other lengths that is
 never empty, once it has seen what steps of that size cost.
 `vs_serial_saturated`: pictures of 192 pixels, whose steps are bound by arithmetic, all there from the start, against one at a time.
-Both count rows of steps per second that the thread computed, on the real runner. Decoding is left out of the first: it cannot be
-shared by requests that end at different steps, which costs nothing where it is bound by arithmetic, as with any real
-decoder, and 13 % here, where that of the tiny model is bound by launches. `vs_static_batch_decoded` has it, for the record.
+Both count rows of steps per second that the thread computed, on the real runner. Decoding is left out of the first: requests that end
+at different steps decode alone, which is dear for a decoder that is bound by launches, as the tiny model's is, and should be
+nothing for one that is bound by arithmetic (not measured). `vs_static_batch_decoded` is the same with it, for the record.
 
 What a machine with two cores cannot show: the same on a GPU, where launches cost more and the batch that pays is larger.
 """
