@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,7 +40,7 @@ def cli() -> None:
 @click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the memory for weights.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large pictures in tiles, spread over the ranks.")
 @click.option("--lora", "loras", multiple=True, metavar="NAME=PATH", help="An adapter to load at start: its name and its peft folder.")
-@click.option("--desired", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
+@click.option("--desired", "desired_path", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
 @click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
 @click.option("--load-format", type=click.Choice([kind.value for kind in LoadFormat]), default=LoadFormat.DEFAULT.value, show_default=True)
@@ -58,80 +59,51 @@ def cli() -> None:
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
 @click.option("--control-port", type=PORT, default=8001, show_default=True, help="State, sleep, wake, adapters; 0 takes a free one.")
-@click.option("--control-token-file", metavar="FILE", help="Its bearer token; without one the control port is on 127.0.0.1 only.")
+@click.option(
+    "--control-token-file",
+    "control_token_path",
+    metavar="FILE",
+    help="Its bearer token; without one the control port is on 127.0.0.1 only.",
+)
 @click.option("--max-restarts", type=click.IntRange(0, 100_000), default=5, show_default=True, help="Of lost ranks, in ten minutes.")
 @click.option("--rendezvous-address", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where ranks meet.")
 @click.option("--worker-extension", metavar="MODULE:CLASS", help="A class mixed into every rank's worker.")
 @click.option("--profile-dir", metavar="PATH", help="A folder for the traces of POST /v1/profile; without it there are none.")
-@click.option("--startup-timeout-seconds", type=SECONDS, default=1800.0, show_default=True)
+@click.option("--startup-timeout-seconds", "startup_timeout_s", type=SECONDS, default=1800.0, show_default=True)
 @click.option(
     "--tick-timeout-seconds",
+    "tick_timeout_s",
     type=SECONDS,
     help="A rank that works on a step for longer has failed; by default after three times what its request was measured to take.",
 )
-@click.option("--drain-timeout-seconds", type=SECONDS, default=25.0, show_default=True, help="For running requests after SIGTERM.")
+@click.option(
+    "--drain-timeout-seconds", "drain_timeout_s", type=SECONDS, default=25.0, show_default=True, help="For running requests after SIGTERM."
+)
 def serve(
     *,
-    model: str,
-    served_name: str | None,
-    ranks: int,
-    tensor: int,
-    sequence: int,
-    shard: int,
-    vae_tiling: bool,
-    loras: tuple[str, ...],
-    desired: str | None,
-    dtype: str,
-    pipeline: str,
-    load_format: str,
-    max_batch_size: int,
-    exact: bool,
-    prompt_cache_size: int,
-    max_loras: int,
-    max_lora_rank: int,
     host: str,
     port: int,
     control_port: int,
-    control_token_file: str | None,
-    max_restarts: int,
+    served_name: str | None,
+    dtype: str,
+    load_format: str,
+    loras: tuple[str, ...],
     rendezvous_address: str,
-    worker_extension: str | None,
-    profile_dir: str | None,
-    startup_timeout_seconds: float,
-    tick_timeout_seconds: float | None,
     batch_window_milliseconds: int,
-    drain_timeout_seconds: float,
+    **fields: Any,
 ) -> None:
     """Serve a model: pictures on one port, control on another."""
     rendezvous_host, rendezvous_port = parse_address(rendezvous_address)
     config = WorkerConfig(
-        model=model,
-        served_name=served_name or served_name_of(model),
-        ranks=ranks,
-        tensor=tensor,
-        sequence=sequence,
-        shard=shard,
-        vae_tiling=vae_tiling,
+        served_name=served_name or served_name_of(fields["model"]),
         dtype=Dtype(dtype),
-        pipeline=pipeline,
         load_format=LoadFormat(load_format),
-        max_batch_size=max_batch_size,
-        exact=exact,
-        prompt_cache_size=prompt_cache_size,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
         preload_loras=parse_loras(loras),
-        desired_path=desired,
-        control_token_path=control_token_file,
-        max_restarts=max_restarts,
         rendezvous_host=rendezvous_host,
         rendezvous_port=rendezvous_port,
-        worker_extension=worker_extension,
-        profile_dir=profile_dir,
-        startup_timeout_s=startup_timeout_seconds,
-        tick_timeout_s=tick_timeout_seconds,
         batch_window_s=batch_window_milliseconds / 1000,
-        drain_timeout_s=drain_timeout_seconds,
+        # All other options are named as the fields they set.
+        **fields,
     )
     check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
