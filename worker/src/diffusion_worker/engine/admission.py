@@ -6,7 +6,7 @@ import math
 import msgspec
 
 from diffusion_worker.config import RequestLimits
-from diffusion_worker.engine.request_class import RequestClass
+from diffusion_worker.engine.request_class import RequestClass, is_guided
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo
 
@@ -56,8 +56,7 @@ def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -
     width, height = params.width or model.default_width, params.height or model.default_height
     if not width or not height or math.isinf(most_load):
         return
-    guided = params.guidance_scale is None or params.guidance_scale > 1
-    kind = RequestClass(height, width, model.default_frames, guided=guided, exact=False)
+    kind = RequestClass(height, width, model.default_frames, guided=is_guided(params.guidance_scale), exact=False)
     if kind.load > most_load:
         most_pixels = int(width * height * most_load / kind.load)
         _refuse("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")

@@ -47,12 +47,17 @@ class RequestClass(msgspec.Struct, frozen=True):
         return f"{size}, {self.frames} frames" if self.frames else size
 
 
+def is_guided(guidance_scale: float | None) -> bool:
+    """Whether guidance doubles the calls. Without a scale it is assumed: most pipelines have it on."""
+    return guidance_scale is None or guidance_scale > 1
+
+
 def class_of(spec: RequestSpec, defaults: Defaults) -> RequestClass:
-    """The class of a request. Without a guidance scale, guidance is assumed: most pipelines have it on."""
+    """The class of a request."""
     return RequestClass(
         height=spec.height or defaults.height,
         width=spec.width or defaults.width,
         frames=spec.frames or defaults.frames,
-        guided=spec.guidance_scale is None or spec.guidance_scale > 1,
+        guided=is_guided(spec.guidance_scale),
         exact=spec.exact,
     )
