@@ -8,6 +8,7 @@ sleep gives memory back. A test holds the steps, loads slowly, breaks an adapter
 import asyncio
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -112,7 +113,7 @@ class FakeRankGroup:
             raise error
         return await self.start()
 
-    def broadcast_tick(self, tick: Tick) -> None:
+    def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Queue one tick."""
         self._check()
         self._ticks.put_nowait(tick)

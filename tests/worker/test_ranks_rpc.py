@@ -64,7 +64,7 @@ class FakeWorker:
     def free_memory(self) -> None:
         self.freed += 1
 
-    def execute_stepwise(self, tick: Tick) -> StepOutput:
+    def execute_stepwise(self, tick: Tick, frames: Any = ()) -> StepOutput:
         self.ticks.append(tick.number)
         return StepOutput()
 
@@ -77,7 +77,7 @@ class FakeWire:
         self.sent: list[Any] = []
 
     def receive(self, on_dropped: Any) -> Any:
-        return self.messages.pop(0)
+        return self.messages.pop(0), []
 
     def send(self, message: Any, frames: Any = None) -> None:
         self.sent.append(message)
@@ -281,7 +281,7 @@ def test_a_rank_drops_what_is_no_message_and_acts_on_the_next_one(broadcaster: t
         sender.send(frame)
     sender.send_multipart([TICK, TICK])
     sender.send(TICK)
-    assert rank.receive(told.append) == decode_to_rank(TICK)
+    assert rank.receive(told.append) == (decode_to_rank(TICK), [])
     assert rank.dropped - before == len(junk) + 1
     assert told == list(range(before + 1, rank.dropped + 1))
 
@@ -323,7 +323,7 @@ async def test_nothing_of_the_wire_can_be_found_once_all_ranks_are_connected() -
             server.hide()
             assert not server.folder.exists()
             server.send(Tick(7))
-            assert await asyncio.to_thread(rank.receive, lambda count: None) == Tick(7)
+            assert await asyncio.to_thread(rank.receive, lambda count: None) == (Tick(7), [])
             rank.send(TickDone(7))
             async with asyncio.timeout(10):
                 assert (await server.receive())[0] == TickDone(7)

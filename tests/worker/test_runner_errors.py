@@ -123,7 +123,7 @@ def test_a_request_whose_adapter_went_is_refused_and_never_the_base_model(rig: R
 
 
 def test_a_request_that_cannot_even_be_prepared_fails_alone(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(pipeline: Any, spec: Any) -> Any:
+    def prepare(pipeline: Any, spec: Any, **_: Any) -> Any:
         if spec.request_id == "odd":
             raise KeyError("a custom pipeline's mistake")
         return make_body(pipeline, spec)

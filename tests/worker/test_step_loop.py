@@ -2,7 +2,7 @@
 """The loop that drives the ranks: ticks sent ahead, deadlines from measured times, aborts, replays. Over a fake rank group."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from diffusion_worker.engine.rank_group import TickReport
 from diffusion_worker.engine.scheduler import Wave
-from diffusion_worker.engine.step_loop import MAX_REPLAYS, TICKS_AHEAD, Frame, StepLoop
+from diffusion_worker.engine.step_loop import MAX_REPLAYS, TICKS_AHEAD, Outcome, StepLoop
 from diffusion_worker.engine.wave_limit import FACTOR, FLOOR_OF_NEW_CLASS_S, FLOOR_S, UNMEASURED_S, wave_limit_s
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
@@ -30,8 +30,8 @@ class WatchedRanks(FakeRankGroup):
         self._reported = 0
         self._seconds = seconds
 
-    def broadcast_tick(self, tick: Tick) -> None:
-        super().broadcast_tick(tick)
+    def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
+        super().broadcast_tick(tick, frames)
         self.ticks.append(tick)
         self.most_ahead = max(self.most_ahead, len(self.ticks) - self._reported)
 
@@ -67,7 +67,7 @@ async def running(ranks: WatchedRanks, **settings: Any) -> AsyncIterator[StepLoo
         assert ranks.loss is not None or broken == []
 
 
-async def settled(outcome: "asyncio.Future[Frame]") -> Frame:
+async def settled(outcome: "asyncio.Future[Outcome]") -> Outcome:
     async with asyncio.timeout(DEADLINE_S):
         return await outcome
 
@@ -84,8 +84,8 @@ async def test_requests_of_different_sizes_get_their_own_pictures() -> None:
         specs = [spec("a"), spec("b", height=32, seed=2), spec("c", steps=7), spec("d", guidance_scale=1.0)]
         outcomes = [loop.submit(item) for item in specs]
         frames = [await settled(outcome) for outcome in outcomes]
-    for item, (pixels, height, width) in zip(specs, frames, strict=True):
-        assert (bytes(pixels), height, width) == (fake_pixels(item), item.height, item.width)
+    for item, made in zip(specs, frames, strict=True):
+        assert (bytes(made.pixels), made.height, made.width) == (fake_pixels(item), item.height, item.width)
 
 
 async def test_ticks_are_sent_ahead_but_never_more_than_two() -> None:
@@ -149,7 +149,7 @@ async def test_running_requests_are_made_again_first_after_a_loss_and_fail_with_
         assert refused.value.code is ErrorCode.RANK_FAILED
     ranks.stepping.set()
     task = asyncio.create_task(loop.run())
-    assert bytes((await settled(outcomes["c"]))[0]) == fake_pixels(spec("c", steps=30))
+    assert bytes((await settled(outcomes["c"])).pixels) == fake_pixels(spec("c", steps=30))
     task.cancel()
 
 
@@ -165,7 +165,7 @@ async def test_a_request_that_was_replayed_has_the_picture_of_its_seed() -> None
     await ranks.restart()
     loop.lost(ErrorCode.RANK_FAILED, "lost")
     task = asyncio.create_task(loop.run())
-    assert bytes((await settled(outcome))[0]) == fake_pixels(spec("a", seed=7, steps=30))
+    assert bytes((await settled(outcome)).pixels) == fake_pixels(spec("a", seed=7, steps=30))
     task.cancel()
 
 

@@ -11,7 +11,21 @@ from typing import Any
 
 import click
 
-from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, check_kinds, read_model_index, served_name_of, split_import_path
+from diffusion_worker.config import (
+    Compile,
+    Dtype,
+    LoadFormat,
+    Offload,
+    Quantization,
+    RequestDefaults,
+    RequestLimits,
+    StepCache,
+    WorkerConfig,
+    check_kinds,
+    read_model_index,
+    served_name_of,
+    split_import_path,
+)
 from diffusion_worker.engine.documents import SleepPolicy
 from diffusion_worker.engine.operations import read_desired
 from diffusion_worker.errors import ConfigError
@@ -19,6 +33,7 @@ from diffusion_worker.errors import ConfigError
 MAX_RANKS = 64
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 ADAPTER_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 EXTENSION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PORT = click.IntRange(0, 65535)
 KIND_SIZE = click.IntRange(1, 16)
@@ -54,6 +69,24 @@ def cli() -> None:
 )
 @click.option("--exact", is_flag=True, help="Every request's model calls run alone: bit-equal to diffusers at one rank.")
 @click.option("--prompt-cache-size", type=click.IntRange(0, 65_536), default=32, show_default=True, help="Encoded prompts kept; 0: none.")
+@click.option("--compile", type=click.Choice([kind.value for kind in Compile]), default=Compile.NONE.value, show_default=True)
+@click.option("--offload", type=click.Choice([kind.value for kind in Offload]), default=Offload.NONE.value, show_default=True)
+@click.option(
+    "--quantization", type=click.Choice([kind.value for kind in Quantization]), default=Quantization.NONE.value, show_default=True
+)
+@click.option("--step-cache", type=click.Choice([kind.value for kind in StepCache]), default=StepCache.NONE.value, show_default=True)
+@click.option("--warmup-steps", type=click.IntRange(0, 200), default=1, show_default=True, help="Of a request before ready; 0: none.")
+@click.option("--warmup-size", "warmup_sizes", multiple=True, metavar="WIDTHxHEIGHT", help="A size to warm up; by default the model's.")
+@click.option("--default-steps", type=click.IntRange(1, 10_000), help="Of requests that do not say; by default the pipeline's own.")
+@click.option("--default-guidance-scale", type=click.FloatRange(0, 100), help="Of requests that do not say.")
+@click.option("--default-size", metavar="WIDTHxHEIGHT", help="Of requests that do not say.")
+@click.option("--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Of one request.")
+@click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Of one picture.")
+@click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Pictures of one request.")
+@click.option("--max-frames", type=click.IntRange(1, 10_000), default=257, show_default=True, help="Of one video.")
+@click.option("--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True)
+@click.option("--api-key-file", "api_key_path", metavar="FILE", help="The data port then wants its content as a bearer token.")
+@click.option("--ui/--no-ui", default=True, show_default=True, help="The page at / of the data port.")
 @click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters loaded at once.")
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option("--host", default="0.0.0.0", show_default=True)
@@ -90,6 +123,19 @@ def serve(
     loras: tuple[str, ...],
     rendezvous_address: str,
     batch_window_milliseconds: int,
+    compile: str,
+    offload: str,
+    quantization: str,
+    step_cache: str,
+    warmup_sizes: tuple[str, ...],
+    default_steps: int | None,
+    default_guidance_scale: float | None,
+    default_size: str | None,
+    max_steps: int,
+    max_pixels: int,
+    max_images: int,
+    max_frames: int,
+    max_prompt_characters: int,
     **fields: Any,
 ) -> None:
     """Serve a model: pictures on one port, control on another."""
@@ -102,6 +148,19 @@ def serve(
         rendezvous_host=rendezvous_host,
         rendezvous_port=rendezvous_port,
         batch_window_s=batch_window_milliseconds / 1000,
+        compile=Compile(compile),
+        offload=Offload(offload),
+        quantization=Quantization(quantization),
+        step_cache=StepCache(step_cache),
+        warmup_sizes=[parse_size(size, "--warmup-size") for size in warmup_sizes],
+        defaults=request_defaults(default_steps, default_guidance_scale, default_size),
+        limits=RequestLimits(
+            max_steps=max_steps,
+            max_pixels=max_pixels,
+            max_images=max_images,
+            max_frames=max_frames,
+            max_prompt_chars=max_prompt_characters,
+        ),
         # All other options are named as the fields they set.
         **fields,
     )
@@ -138,6 +197,20 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_size(size: str, option: str) -> tuple[int, int]:
+    """Width and height of `WIDTHxHEIGHT`; raises ConfigError with the option's name."""
+    found = SIZE.fullmatch(size)
+    if found is None:
+        raise ConfigError(f"{option}: expected WIDTHxHEIGHT in pixels, found {size!r}")
+    return int(found[1]), int(found[2])
+
+
+def request_defaults(steps: int | None, guidance_scale: float | None, size: str | None) -> RequestDefaults:
+    """What requests get that do not say; raises ConfigError."""
+    width, height = parse_size(size, "--default-size") if size else (None, None)
+    return RequestDefaults(steps=steps, guidance_scale=guidance_scale, width=width, height=height)
+
+
 def check(config: WorkerConfig) -> None:
     """What can be known to be wrong without torch; raises ConfigError with the option's name."""
     try:
@@ -154,10 +227,24 @@ def check(config: WorkerConfig) -> None:
             raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
     check_kinds(config)
     check_ranks(config)
+    check_requests(config)
     if read_desired(config.desired_path).sleep.policy is SleepPolicy.ASLEEP and config.shard > 1:
         raise ConfigError(f"--shard {config.shard}: not supported with the sleep policy {SleepPolicy.ASLEEP} of {config.desired_path!r}")
     if len(config.preload_loras) > config.max_loras:
         raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is {config.max_loras}")
+
+
+def check_requests(config: WorkerConfig) -> None:
+    """Whether what requests get by default is allowed to them; raises ConfigError with the option's name."""
+    defaults, limits = config.defaults, config.limits
+    if defaults.steps is not None and defaults.steps > limits.max_steps:
+        raise ConfigError(f"--default-steps: expected at most --max-steps {limits.max_steps}, found {defaults.steps}")
+    sizes = [("--warmup-size", size) for size in config.warmup_sizes]
+    if defaults.width and defaults.height:
+        sizes.append(("--default-size", (defaults.width, defaults.height)))
+    for option, (width, height) in sizes:
+        if width * height > limits.max_pixels:
+            raise ConfigError(f"{option}: expected at most --max-pixels {limits.max_pixels}, found {width}x{height}")
 
 
 def _check_pipeline(config: WorkerConfig) -> None:

@@ -38,13 +38,57 @@ class LoadFormat(enum.StrEnum):
     DUMMY = "dummy"
 
 
+class Compile(enum.StrEnum):
+    """Whether the denoiser's repeated blocks are compiled: at load, in torch's usual way or tuned for longer."""
+
+    NONE = "none"
+    DEFAULT = "default"
+    MAX_AUTOTUNE = "max-autotune"
+
+
+class Offload(enum.StrEnum):
+    """Where weights are while they are not computed with: with `model` or `group` in host memory, by component or by layers."""
+
+    NONE = "none"
+    MODEL = "model"
+    GROUP = "group"
+
+
+class Quantization(enum.StrEnum):
+    """What the weights of the denoiser are stored as."""
+
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
+    NF4 = "nf4"
+
+
+class StepCache(enum.StrEnum):
+    """How a step may reuse what an earlier one of the same request computed."""
+
+    NONE = "none"
+    FIRST_BLOCK = "first-block"
+    TAYLOR_SEER = "taylor-seer"
+    MAG_CACHE = "mag-cache"
+
+
 class RequestLimits(msgspec.Struct, frozen=True):
     """Bounds of one request; a request over one of them is refused with the limit's name."""
 
     max_steps: int = 200
     max_pixels: int = 4_194_304
     max_images: int = 8
+    max_frames: int = 257
     max_prompt_chars: int = 8_192
+
+
+class RequestDefaults(msgspec.Struct, frozen=True):
+    """What a request gets that does not say; None leaves it to the pipeline. Height and width go together."""
+
+    steps: int | None = None
+    guidance_scale: float | None = None
+    height: int | None = None
+    width: int | None = None
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +116,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     desired_path: str | None = None
     control_token_path: str | None = None
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
+    defaults: RequestDefaults = msgspec.field(default_factory=RequestDefaults)
+    # The data port then wants this file's content as a bearer token.
+    api_key_path: str | None = None
+    ui: bool = True
+    compile: Compile = Compile.NONE
+    offload: Offload = Offload.NONE
+    quantization: Quantization = Quantization.NONE
+    step_cache: StepCache = StepCache.NONE
+    # Steps of a request that is run before the worker is ready, 0 for none, and the sizes it is run in: none is the default one.
+    warmup_steps: int = 1
+    warmup_sizes: list[tuple[int, int]] = []
     # A group that loads no model within this time is given up: the API's default for `startup.timeoutSeconds`.
     startup_timeout_s: float = 1800.0
     # Past this a rank that works on a tick counts as hung. None: a multiple of what its request was measured to take.

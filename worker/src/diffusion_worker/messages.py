@@ -5,9 +5,19 @@ The server broadcasts one stream that every rank reads in order: `Tick` (at most
 answer on a stream of their own: all of them to `Rpc`, only rank 0 to `Tick`. Pictures travel beside a message as raw frames.
 """
 
+import enum
+
 import msgspec
 
 from diffusion_worker.errors import Fault
+
+
+class Task(enum.StrEnum):
+    """What a request starts from: words alone, pictures and words, or a picture of which a part is made anew."""
+
+    GENERATE = "generate"
+    EDIT = "edit"
+    INPAINT = "inpaint"
 
 
 class LoRAUse(msgspec.Struct, frozen=True):
@@ -17,10 +27,22 @@ class LoRAUse(msgspec.Struct, frozen=True):
     scale: float
 
 
+class PictureInput(msgspec.Struct, frozen=True):
+    """A picture that a request starts from: number `frame` of the request's own frames, uint8 [height, width, channels].
+
+    Three channels are RGB; one is a mask, 255 where the picture is to be made anew and 0 where it stays.
+    """
+
+    frame: int
+    shape: tuple[int, int, int]
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One picture or video to make. None means the pipeline's own default; height and width are in pixels.
 
     `exact` keeps every model call of the request alone: at one rank it is bit-equal to diffusers' own, whoever else runs.
+    `accelerated` lets the worker's step cache skip work; it has no effect where there is none. `strength` is how far from its
+    picture an edit may go, 0 to 1. `previews` is how many pictures of its way the request sends before the last.
     """
 
     request_id: str
@@ -34,15 +56,25 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float | None = None
     lora: LoRAUse | None = None
     exact: bool = False
+    accelerated: bool = False
+    task: Task = Task.GENERATE
+    images: list[PictureInput] = []
+    mask: PictureInput | None = None
+    strength: float | None = None
+    previews: int = 0
 
 
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
-    """Advance the requests of `advance` by one step (None: all that are there), after `leave` went and `join` came."""
+    """Advance the requests of `advance` by one step (None: all that are there), after `leave` went and `join` came.
+
+    `frames` counts the frames of each that joins; they travel beside the message, in that order. Empty where none has any.
+    """
 
     number: int
     join: list[RequestSpec] = []
     leave: list[str] = []
     advance: list[str] | None = None
+    frames: list[int] = []
 
 
 class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
@@ -103,6 +135,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     default_steps: int | None = None
     # Memory of its device that one rank has for everything but the weights; 0 where that is not known.
     free_bytes: int = 0
+    # What can be asked for, of `Task`, and how many pictures an edit may start from.
+    tasks: list[Task] = msgspec.field(default_factory=lambda: [Task.GENERATE])
+    max_input_images: int = 0
+    default_guidance_scale: float | None = None
+    # What was made of the options that speed up or shrink the model, by their names: `{"compile": "default"}`.
+    features: dict[str, str] = {}
     # With --sequence a picture's tokens are split over ranks: their number is a multiple of `tokens_multiple`, and a token
     # has sides of `token_pixels`.
     token_pixels: int = 1
@@ -149,12 +187,53 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     count: int
 
 
+class StageSeconds(msgspec.Struct, frozen=True):
+    """What one request took on rank 0: encoders, denoiser calls, decoding, making pixels of it; shared calls count in full.
+
+    `peak_bytes` is the most memory its ticks needed beside the weights; 0 where that is not known.
+    """
+
+    encode: float = 0.0
+    denoise: float = 0.0
+    decode: float = 0.0
+    post: float = 0.0
+    peak_bytes: int = 0
+
+
 class Finished(msgspec.Struct, frozen=True):
     """A picture or video is done: frame `frame` of the message, `shape` ([frames,] height, width, 3) of uint8."""
 
     request_id: str
     frame: int
     shape: tuple[int, ...]
+    stages: StageSeconds = StageSeconds()
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How many steps a request has taken, and how many it will take where its scheduler says so."""
+
+    request_id: str
+    step: int
+    steps: int | None = None
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """What a request looks like on its way: preview `number` from 0 is frame `frame`, `shape` (height, width, 3) of uint8."""
+
+    request_id: str
+    number: int
+    frame: int
+    shape: tuple[int, ...]
+
+
+class PromptCacheStats(msgspec.Struct, frozen=True):
+    """The prompt cache of rank 0 since its start: entries kept and allowed, calls answered by it, made, and not kept."""
+
+    size: int = 0
+    max_size: int = 0
+    hits: int = 0
+    misses: int = 0
+    bypassed: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -168,8 +247,8 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     """What one tick brought, from rank 0.
 
     `rows` and `calls` count the merged model calls of the tick, `denoise_seconds` is the part of `seconds` that the denoisers
-    took, `peak_bytes` the most memory the device held meanwhile beside the weights (0 where that is not known), and
-    `split` tells that a merged call failed and was made again request by request.
+    took, `peak_bytes` the most memory the device held meanwhile beside the weights (0 where that is not known), and `split`
+    tells that a merged call failed and was made again request by request. `progress` has the requests that took a step.
     """
 
     number: int
@@ -181,6 +260,9 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     denoise_seconds: float = 0.0
     peak_bytes: int = 0
     split: bool = False
+    progress: list[Progress] = []
+    previews: list[Preview] = []
+    prompt_cache: PromptCacheStats | None = None
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):

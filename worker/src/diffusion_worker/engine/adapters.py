@@ -33,6 +33,12 @@ class Adapter:
         """Whether the ranks keep, or are about to keep, its weights."""
         return self.state is not AdapterState.FAILED
 
+    @property
+    def digest(self) -> str:
+        """sha256 of the weights of a loaded adapter."""
+        assert self.loaded is not None, "only loaded adapters are used"
+        return self.loaded.digest
+
     def document(self, ranks: int) -> AdapterDocument:
         """The adapter as the state document shows it."""
         loaded = self.loaded

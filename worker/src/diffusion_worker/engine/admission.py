@@ -5,12 +5,21 @@ import math
 
 import msgspec
 
-from diffusion_worker.config import RequestLimits
+from diffusion_worker.config import RequestDefaults, RequestLimits
 from diffusion_worker.engine.request_class import RequestClass, is_guided
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import ModelInfo
+from diffusion_worker.messages import ModelInfo, Task
 
 MAX_SEED = 2**63 - 1
+
+
+class InputPicture(msgspec.Struct, frozen=True):
+    """A picture that a client sent, decoded: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: made anew)."""
+
+    pixels: bytes
+    height: int
+    width: int
+    channels: int = 3
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +36,25 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float | None = None
     lora_scale: float | None = None
     exact: bool = False
+    # None: as fast as the worker can, True: by its step cache where it has one, False: every step computed.
+    accelerated: bool | None = None
+    task: Task = Task.GENERATE
+    images: list[InputPicture] = []
+    mask: InputPicture | None = None
+    strength: float | None = None
+    previews: int = 0
+
+
+def with_defaults(params: GenerationParams, defaults: RequestDefaults) -> GenerationParams:
+    """The request with what the worker's options say where it says nothing. An edit without a size takes that of its picture."""
+    sized = params.width is not None or params.height is not None or params.task is not Task.GENERATE
+    return msgspec.structs.replace(
+        params,
+        steps=defaults.steps if params.steps is None else params.steps,
+        guidance_scale=defaults.guidance_scale if params.guidance_scale is None else params.guidance_scale,
+        height=params.height if sized else defaults.height,
+        width=params.width if sized else defaults.width,
+    )
 
 
 def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:

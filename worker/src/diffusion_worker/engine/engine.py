@@ -5,6 +5,7 @@ Runs on the server's event loop and holds no torch. Requests that were admitted 
 """
 
 import asyncio
+import importlib.metadata
 import logging
 import secrets
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from diffusion_worker.config import WorkerConfig
+from diffusion_worker.config import StepCache, WorkerConfig
 from diffusion_worker.engine import admission
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.adapters import AdapterTable
@@ -39,22 +40,14 @@ from diffusion_worker.engine.operations import Operations, read_desired
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
+from diffusion_worker.engine.results import AppliedAdapter, Generation, Picture, Provenance, RequestEvent, Timings
 from diffusion_worker.engine.sleeping import Sleeper
-from diffusion_worker.engine.step_loop import StepLoop, StepStats
+from diffusion_worker.engine.step_loop import Outcome, StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import LoRAUse, ModelInfo, RequestSpec
+from diffusion_worker.messages import LoRAUse, ModelInfo, PictureInput, RequestSpec
 
 log = logging.getLogger(__name__)
-
-
-class Picture(msgspec.Struct, frozen=True):
-    """A finished picture: rows of RGB bytes, and the seed that makes it again."""
-
-    pixels: bytes | memoryview
-    height: int
-    width: int
-    seed: int
 
 
 class Engine:
@@ -131,29 +124,56 @@ class Engine:
         await self._supervisor.end()
         await self._ranks.stop()
 
-    async def generate(self, params: GenerationParams) -> list[Picture]:
+    async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
         """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its rows.
+
+        `on_event` is called on the event loop with each step and each preview, in order, and must not wait.
 
         Raises:
             RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile.
         """
         self.life.require_ready("this request", restarting_too=True)
         assert self._model is not None
+        params = admission.with_defaults(params, self.config.defaults)
+        accelerated = self._accelerates(params)
         admission.check(params, self.config.limits, self._model)
         admission.check_memory(params, self._model, self._steps.memory.most_load(time.monotonic()))
         base = params.model is None or params.model == self.config.served_name
         adapter = None if base else self._adapters.resolve(str(params.model))
-        self._last_request_at = time.monotonic()
+        self._last_request_at = started = time.monotonic()
         first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
         request_id = uuid.uuid4().hex
         with ExitStack() as stack:
             use = stack.enter_context(self._adapters.used(adapter, request_id, params.lora_scale))
-            specs = [_spec(params, f"{request_id}-{index}", first_seed + index, use) for index in range(params.n)]
-            outcomes = [self._steps.submit(spec) for spec in specs]
+            specs = [_spec(params, f"{request_id}-{index}", first_seed + index, use, accelerated) for index in range(params.n)]
+            frames = [picture.pixels for picture in _input_pictures(params)]
+            outcomes = [self._steps.submit(spec, frames) for spec in specs]
             for spec in specs:
                 stack.callback(self._steps.forget, spec.request_id)
-            frames = await asyncio.gather(*outcomes)
-        return [Picture(pixels, height, width, spec.seed) for spec, (pixels, height, width) in zip(specs, frames, strict=True)]
+            made = await asyncio.gather(*outcomes)
+            adapters = [AppliedAdapter(adapter.name, adapter.digest, use.scale)] if adapter and use else []
+        pictures = [_picture(spec, outcome, started) for spec, outcome in zip(specs, made, strict=True)]
+        return Generation(pictures, self._provenance(params, adapters, accelerated))
+
+    def _accelerates(self, params: GenerationParams) -> bool:
+        """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
+        exact = params.exact or self.config.exact
+        return self.config.step_cache is not StepCache.NONE and params.accelerated is not False and not exact
+
+    def _provenance(self, params: GenerationParams, adapters: list[AppliedAdapter], accelerated: bool) -> Provenance:
+        assert self._model is not None
+        return Provenance(
+            model=self.config.served_name,
+            pipeline=self._model.pipeline,
+            revision=None,
+            digest=None,
+            adapters=adapters,
+            steps=params.steps or self._model.default_steps,
+            guidance_scale=self._model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,
+            accelerated=accelerated,
+            exact=params.exact or self.config.exact,
+            engine=importlib.metadata.version("diffusion-worker"),
+        )
 
     @property
     def dropped_frames(self) -> tuple[int, int]:
@@ -284,7 +304,19 @@ class Engine:
             raise RequestError(ErrorCode.WRONG_BOOT, f"bootId: expected {self.boot_id}, found {boot_id}: the server restarted meanwhile")
 
 
-def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | None) -> RequestSpec:
+def _input_pictures(params: GenerationParams) -> list[admission.InputPicture]:
+    """The pictures of a request in the order of its frames: those it starts from, then its mask."""
+    return [*params.images, *([params.mask] if params.mask else [])]
+
+
+def _picture(spec: RequestSpec, made: Outcome, started_s: float) -> Picture:
+    stages = made.stages
+    timings = Timings(made.queued_s, stages.encode, stages.denoise, stages.decode, stages.post, time.monotonic() - started_s)
+    return Picture(made.pixels, made.height, made.width, spec.seed, timings, stages.peak_bytes)
+
+
+def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | None, accelerated: bool) -> RequestSpec:
+    inputs = [PictureInput(frame, (item.height, item.width, item.channels)) for frame, item in enumerate(_input_pictures(params))]
     return RequestSpec(
         request_id=request_id,
         prompt=params.prompt,
@@ -296,4 +328,10 @@ def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | N
         guidance_scale=params.guidance_scale,
         lora=use,
         exact=params.exact,
+        accelerated=accelerated,
+        task=params.task,
+        images=inputs[: len(params.images)],
+        mask=inputs[-1] if params.mask else None,
+        strength=params.strength,
+        previews=params.previews,
     )

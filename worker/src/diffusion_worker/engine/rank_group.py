@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol by which the engine speaks to its ranks; `ranks/executor.py` implements it with real processes."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -48,8 +49,8 @@ class RankGroup(Protocol):
     async def restart(self) -> ModelInfo:
         """End what is left of a lost generation and start the next one; raises as `start` does."""
 
-    def broadcast_tick(self, tick: Tick) -> None:
-        """Queue one tick for every rank; does not wait."""
+    def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue one tick for every rank, with the frames that `tick.frames` counts; does not wait."""
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         """The next tick's outcome, in the order the ticks were sent; a missed deadline loses the group and names the phase.

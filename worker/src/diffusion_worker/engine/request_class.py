@@ -7,7 +7,7 @@ they came. What the ranks cannot merge after all (another prompt length, say) th
 
 import msgspec
 
-from diffusion_worker.messages import RequestSpec
+from diffusion_worker.messages import RequestSpec, Task
 
 # Stands for the pipeline's own size where nobody knows it.
 UNKNOWN_PIXELS = 512 * 512
@@ -30,6 +30,8 @@ class RequestClass(msgspec.Struct, frozen=True):
     frames: int | None
     guided: bool
     exact: bool
+    accelerated: bool = False
+    task: Task = Task.GENERATE
 
     @property
     def load(self) -> float:
@@ -60,4 +62,6 @@ def class_of(spec: RequestSpec, defaults: Defaults) -> RequestClass:
         frames=spec.frames or defaults.frames,
         guided=is_guided(spec.guidance_scale),
         exact=spec.exact,
+        accelerated=spec.accelerated,
+        task=spec.task,
     )

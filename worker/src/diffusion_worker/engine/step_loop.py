@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -16,7 +16,7 @@ from diffusion_worker.engine.request_class import Defaults
 from diffusion_worker.engine.scheduler import StepScheduler
 from diffusion_worker.engine.wave_limit import wave_limit_s
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, StageSeconds, Tick
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,18 @@ TICKS_AHEAD = 2
 # A request that was with the ranks at three losses of them is as likely their cause as their victim.
 MAX_REPLAYS = 2
 
-# Pixels (rows of RGB bytes), height, width.
-Frame = tuple[bytes | memoryview, int, int]
+# Bytes of pictures on their way to the ranks.
+InputFrames = Sequence[bytes | memoryview]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A finished picture: rows of RGB bytes, and what it took. `queued_s` is the time until it joined."""
+
+    pixels: bytes | memoryview
+    height: int
+    width: int
+    stages: StageSeconds = StageSeconds()
+    queued_s: float = 0.0
 
 
 class StepStats(msgspec.Struct):
@@ -60,7 +70,8 @@ class StepLoop:
         self._broken = broken
         self._clock = clock
         self._scheduler = StepScheduler(max_batch_size, window_s=window_s)
-        self._outcomes: dict[str, asyncio.Future[Frame]] = {}
+        self._outcomes: dict[str, asyncio.Future[Outcome]] = {}
+        self._frames: dict[str, InputFrames] = {}
         self._replays: Counter[str] = Counter()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -86,9 +97,11 @@ class StepLoop:
         """Pictures that wait for a place in the batch."""
         return self._scheduler.waiting
 
-    def submit(self, spec: RequestSpec) -> asyncio.Future[Frame]:
-        """Queue a request; whoever submits also calls `forget`, however it ends."""
-        outcome: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+    def submit(self, spec: RequestSpec, frames: InputFrames = ()) -> asyncio.Future[Outcome]:
+        """Queue a request with the frames of its pictures; whoever submits also calls `forget`, however it ends."""
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        if frames:
+            self._frames[spec.request_id] = frames
         self._outcomes[spec.request_id] = outcome
         self._scheduler.add(spec, self._clock())
         self._idle.clear()
@@ -98,6 +111,7 @@ class StepLoop:
     def forget(self, request_id: str) -> None:
         """Nothing of a request stays here, nor on the ranks after their next step."""
         outcome = self._outcomes.pop(request_id, None)
+        self._frames.pop(request_id, None)
         if outcome is not None:
             outcome.cancel()
             del self._replays[request_id]
@@ -149,12 +163,19 @@ class StepLoop:
         while True:
             tick = scheduler.next_tick(self._clock()) if scheduler.in_flight < TICKS_AHEAD else None
             if tick is not None:
-                self._ranks.broadcast_tick(tick)
+                self._broadcast(tick)
             elif scheduler.in_flight:
                 wave = scheduler.oldest_wave()
                 self._deliver(await self._ranks.next_report(wave_limit_s(wave, self._tick_timeout_s), phase=wave.phase))
             else:
                 await self._wait_for_work()
+
+    def _broadcast(self, tick: Tick) -> None:
+        """Send a tick, with the frames of those that join: kept until their outcome, as they may have to join again."""
+        frames = [self._frames.get(spec.request_id, ()) for spec in tick.join]
+        if any(frames):
+            tick = msgspec.structs.replace(tick, frames=[len(each) for each in frames])
+        self._ranks.broadcast_tick(tick, [frame for each in frames for frame in each])
 
     async def _wait_for_work(self) -> None:
         """Returns when something was submitted or forgotten, or when nobody is to wait for company any longer."""
@@ -174,11 +195,11 @@ class StepLoop:
         for finished in done.finished:
             self.stats.pictures += 1
             height, width = finished.shape[-3:-1]
-            self._settle(finished.request_id, (report.frames[finished.frame], height, width))
+            self._settle(finished.request_id, Outcome(report.frames[finished.frame], height, width, finished.stages))
         for failed in done.failed:
             self._settle(failed.request_id, failed.error)
 
-    def _settle(self, request_id: str, result: Frame | ErrorReport) -> None:
+    def _settle(self, request_id: str, result: Outcome | ErrorReport) -> None:
         outcome = self._outcomes.get(request_id)
         if outcome is None or outcome.done():
             return

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from diffusion_worker.messages import ToRank, ToServer, decode_to_rank, decode_to_server, encode
+from diffusion_worker.messages import Tick, ToRank, ToServer, decode_to_rank, decode_to_server, encode
 
 SUBSCRIBED = b"\x01"
 FOLDER_PREFIX = "diffusion-worker-"
@@ -81,9 +81,12 @@ class ServerEnd:
             os.close(self._lock)
             self._lock = None
 
-    def send(self, message: ToRank) -> None:
-        """Queue a message for every rank."""
-        self._broadcast.send(encode(message))
+    def send(self, message: ToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue a message for every rank, with its frames."""
+        if frames:
+            self._broadcast.send_multipart([encode(message), *frames], copy=False)
+        else:
+            self._broadcast.send(encode(message))
 
     async def receive(self) -> tuple[ToServer, list[bytes | memoryview]]:
         """The next answer of any rank, with its frames."""
@@ -118,14 +121,15 @@ class RankEnd:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._context.destroy(linger=2000)
 
-    def receive(self, on_dropped: Callable[[int], None]) -> ToRank:
-        """The next message of the broadcast; waits for it. `on_dropped` hears how many frames were no message so far."""
+    def receive(self, on_dropped: Callable[[int], None]) -> tuple[ToRank, list[bytes]]:
+        """The next message of the broadcast with its frames; waits for it. `on_dropped` hears how many were no message so far."""
         while True:
-            # Messages to ranks have one part; more are nobody's, and must not be taken for messages of their own.
-            parts = self._broadcast.recv_multipart()
+            # What has more or fewer parts than it says is nobody's, and its parts must not be taken for messages of their own.
+            head, *frames = self._broadcast.recv_multipart()
             try:
-                if len(parts) == 1:
-                    return decode_to_rank(parts[0])
+                message = decode_to_rank(head)
+                if len(frames) == (sum(message.frames) if isinstance(message, Tick) else 0):
+                    return message, frames
             except NO_MESSAGE:
                 pass
             self.dropped += 1

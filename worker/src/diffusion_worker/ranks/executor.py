@@ -2,6 +2,7 @@
 """The engine's `RankGroup` with real processes: one generation of them after the other, for the server's life."""
 
 import asyncio
+from collections.abc import Sequence
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.documents import RankDocument, RankState
@@ -54,9 +55,9 @@ class RankExecutor:
         self._number += 1
         return await self.start()
 
-    def broadcast_tick(self, tick: Tick) -> None:
-        """Queue one tick for every rank."""
-        self._running().send(tick)
+    def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue one tick for every rank, with its frames."""
+        self._running().send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         """The next tick's outcome; a missed deadline loses the group."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from diffusion_worker.config import WorkerConfig
@@ -92,11 +92,11 @@ class Generation:
         assert model is not None
         return model
 
-    def send(self, message: ToRank) -> None:
-        """Queue a message for every rank; raises GroupFailed."""
+    def send(self, message: ToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue a message for every rank, with its frames; raises GroupFailed."""
         if self.loss.done():
             raise GroupFailed(self.loss.result().reason)
-        self.wire.send(message)
+        self.wire.send(message, frames)
 
     async def next_report(self, timeout_s: float, phase: str) -> TickReport:
         """The next tick's outcome; a missed deadline loses the group. It does not run while the ranks are busy with a call."""

@@ -100,14 +100,17 @@ class WorkerProc:
 
     def worker_busy_loop(self) -> None:
         """Act on every message in order until `Shutdown`."""
-        while not isinstance(message := self.recv_message(), Shutdown):
+        while True:
+            message, frames = self.recv_message()
+            if isinstance(message, Shutdown):
+                return
             if isinstance(message, Tick):
-                self._tick(message)
+                self._tick(message, frames)
             elif (reply := self.execute_rpc(message)) is not None:
                 self.return_result(reply)
 
-    def recv_message(self) -> ToRank:
-        """The next message of the broadcast. What is none is counted, told to the server and not acted on."""
+    def recv_message(self) -> tuple[ToRank, list[bytes]]:
+        """The next message of the broadcast, with its frames. What is none is counted, told to the server and not acted on."""
         return self._wire.receive(self._on_dropped)
 
     def _on_dropped(self, count: int) -> None:
@@ -156,14 +159,14 @@ class WorkerProc:
         """Answer the server."""
         self._wire.send(reply)
 
-    def _tick(self, tick: Tick) -> None:
+    def _tick(self, tick: Tick, frames: list[bytes]) -> None:
         started = time.monotonic()
-        output = self.worker.execute_stepwise(tick)
+        output = self.worker.execute_stepwise(tick, frames)
         if any(error.code == ErrorCode.INSUFFICIENT_MEMORY for error in output.errors.values()):
             self.worker.free_memory()
         if self._rank != 0:
             return
-        frames = list(output.pictures.values())
+        pictures = list(output.pictures.values())
         done = TickDone(
             number=tick.number,
             finished=[Finished(name, index, frame.shape) for index, (name, frame) in enumerate(output.pictures.items())],
@@ -175,7 +178,7 @@ class WorkerProc:
             peak_bytes=output.peak_bytes,
             split=output.split,
         )
-        self._wire.send(done, [frame.data.cast("B") for frame in frames])
+        self._wire.send(done, [picture.data.cast("B") for picture in pictures])
 
 
 def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> int:

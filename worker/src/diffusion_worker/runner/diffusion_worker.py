@@ -8,6 +8,7 @@ caller's fault and anything else for a fault of the rank.
 import gc
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -80,9 +81,9 @@ class DiffusionWorker:
         free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes)
         return msgspec.structs.replace(model, free_bytes=free)
 
-    def execute_stepwise(self, tick: Tick) -> StepOutput:
-        """Advance every active request by one step."""
-        return self.model_runner.execute_stepwise(tick)
+    def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
+        """Advance every active request by one step; `frames` are those that `tick.frames` counts."""
+        return self.model_runner.execute_stepwise(tick, frames)
 
     def add_lora(self, *, request: LoRARequest, digest: str | None) -> LoadedLoRA:
         """Load an adapter from its folder; a given digest must be that of its weights file."""

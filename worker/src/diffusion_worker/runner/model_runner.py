@@ -3,7 +3,7 @@
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -144,11 +144,11 @@ class DiffusionModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def execute_stepwise(self, tick: Tick) -> StepOutput:
+    def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
         """Advance every active request by one step.
 
-        Requests to leave are dropped, requests to join are brought up to their first step and take it. An error of one
-        request ends that request only.
+        `frames` are those of the requests that join. Requests to leave are dropped, requests to join are brought up to their
+        first step and take it. An error of one request ends that request only.
 
         Raises:
             DuplicateRequest: a request joins that runs already; then nothing was changed. Whatever else is raised, the
@@ -156,9 +156,9 @@ class DiffusionModelRunner:
         """
         # Torch puts sharded weights together without gradients; in inference mode it does too on a CPU, but promises nothing.
         with torch.no_grad() if self._config.shard > 1 else torch.inference_mode():
-            return self._advance(tick)
+            return self._advance(tick, frames)
 
-    def _advance(self, tick: Tick) -> StepOutput:
+    def _advance(self, tick: Tick, frames: Sequence[bytes]) -> StepOutput:
         for spec in tick.join:
             if spec.request_id in self._states and spec.request_id not in tick.leave:
                 raise DuplicateRequest(f"tick {tick.number}: request {spec.request_id!r} runs already")
@@ -166,7 +166,7 @@ class DiffusionModelRunner:
         for request_id in tick.leave:
             self._drop(request_id)
         try:
-            self._admit(tick.join, output)
+            self._admit(tick, frames, output)
             # A tick may have been sent before the server knew of the last one's ends: it may name requests that are gone.
             chosen = [state for name, state in self._states.items() if tick.advance is None or name in tick.advance]
             self._stepper.advance(chosen, output, meter)
@@ -178,14 +178,16 @@ class DiffusionModelRunner:
         output.peak_bytes = meter.peak_bytes(self._weights_bytes)
         return output
 
-    def _admit(self, joining: list[RequestSpec], output: StepOutput) -> None:
+    def _admit(self, tick: Tick, frames: Sequence[bytes], output: StepOutput) -> None:
         """Add requests, but for those that some rank refuses."""
-        if not joining:
+        if not tick.join:
             return
         refused = {}
-        for spec in joining:
+        left = iter(frames)
+        for spec, count in zip(tick.join, tick.frames or [0] * len(tick.join), strict=True):
+            own = list(itertools.islice(left, count))
             try:
-                self.join(spec, make_body(self.pipeline, spec))
+                self.join(spec, make_body(self.pipeline, spec, frames=own))
             except Exception as error:
                 refused[spec.request_id] = report_of(error, asked=False)
         output.errors |= failures_of_all(self._parallel, refused)

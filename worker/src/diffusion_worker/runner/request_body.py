@@ -7,7 +7,7 @@ is refused with the name of the field. Custom pipelines may say more, see `docs/
 
 import functools
 import inspect
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import diffusers
@@ -64,7 +64,9 @@ class PipelineBody:
                     module.set_attn_processor(own)
 
 
-def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
+def make_body(
+    pipeline: Any, spec: RequestSpec, *, frames: Sequence[bytes] = (), conditioning: Mapping[str, Any] | None = None
+) -> PipelineBody:
     """The body of a request; `conditioning` are pictures and the like by the name of the pipeline's argument.
 
     Raises:

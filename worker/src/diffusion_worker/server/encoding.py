@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from PIL import Image
 
-from diffusion_worker.engine.engine import Picture
+from diffusion_worker.engine.results import Picture
 
 # Pictures of a diffusion model hardly compress: level 1 costs a third of the time of the default for a few per cent of size.
 PNG_COMPRESS_LEVEL = 1

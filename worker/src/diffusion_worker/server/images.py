@@ -32,11 +32,11 @@ async def generate_images(body: ImagesRequest, request: Request) -> Response:
     """Make `n` pictures of one prompt. Their seeds follow each other and are in the answer."""
     engine: Engine = request.app.state.engine
     try:
-        pictures = await _unless_unwanted(request, engine.generate(body.params()))
+        made = await _unless_unwanted(request, engine.generate(body.params()))
     except ClientGone:
         request.state.error_code = "ClientGone"
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    content = await asyncio.to_thread(images_answer, pictures, int(time.time()))
+    content = await asyncio.to_thread(images_answer, made.pictures, int(time.time()))
     return Response(content, media_type="application/json")
 
 

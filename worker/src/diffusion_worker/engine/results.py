@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request brings its caller: events on its way, and in the end pictures with all that is needed to make them again."""
+
+import msgspec
+
+
+class StepTaken(msgspec.Struct, frozen=True):
+    """Picture `index` of the request has taken `step` of `steps` steps; `steps` is None where nobody knows."""
+
+    index: int
+    step: int
+    steps: int | None
+
+
+class PreviewMade(msgspec.Struct, frozen=True):
+    """What picture `index` looks like on its way: its preview `number` from 0, rows of RGB bytes."""
+
+    index: int
+    number: int
+    pixels: bytes | memoryview
+    height: int
+    width: int
+
+
+RequestEvent = StepTaken | PreviewMade
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Seconds of one picture, from the engine's acceptance to its end; calls shared with others count in full."""
+
+    queue: float = 0.0
+    encode: float = 0.0
+    denoise: float = 0.0
+    decode: float = 0.0
+    post: float = 0.0
+    total: float = 0.0
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """A finished picture: rows of RGB bytes, and what it took. `peak_bytes` is 0 where that is not known."""
+
+    pixels: bytes | memoryview
+    height: int
+    width: int
+    seed: int
+    timings: Timings = Timings()
+    peak_bytes: int = 0
+
+
+class AppliedAdapter(msgspec.Struct, frozen=True):
+    """An adapter that a picture was made with."""
+
+    name: str
+    digest: str
+    scale: float
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pictures of a request were made by, beside their seeds. `digest` is null until the model's files were hashed.
+
+    `steps` and `guidance_scale` are null where they were left to the pipeline and it does not say. `accelerated` tells
+    whether a step cache was allowed to skip work. `engine` is the worker's version.
+    """
+
+    model: str
+    pipeline: str
+    revision: str | None
+    digest: str | None
+    adapters: list[AppliedAdapter]
+    steps: int | None
+    guidance_scale: float | None
+    accelerated: bool
+    exact: bool
+    engine: str
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """The outcome of one request."""
+
+    pictures: list[Picture]
+    provenance: Provenance
