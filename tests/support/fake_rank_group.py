@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank group in memory: the engine's `RankGroup` without processes or torch, for tests of the engine and its HTTP edge.
 
-It behaves: requests take as many ticks as they have steps, pictures follow from the request alone, adapters have digests,
-sleep gives memory back. A test holds the steps, loads slowly, breaks an adapter or kills the group.
+It behaves: requests take as many ticks as they have steps and tell each of them, with previews where asked, pictures follow
+from the request alone, adapters have digests, sleep gives memory back. A test holds the steps, loads slowly, breaks an
+adapter or kills the group.
 """
 
 import asyncio
@@ -24,8 +25,12 @@ from diffusion_worker.messages import (
     LoadedLoRA,
     MemoryReport,
     ModelInfo,
+    Preview,
+    Progress,
+    PromptCacheStats,
     RequestSpec,
     RpcReply,
+    StageSeconds,
     Tick,
     TickDone,
     pack,
@@ -34,6 +39,8 @@ from diffusion_worker.messages import (
 DEFAULT_STEPS = 4
 DEFAULT_SIZE = 64
 WEIGHTS_BYTES = 1_000_000
+# What every picture is said to have taken.
+FAKE_STAGES = StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, peak_bytes=2_000_000)
 
 
 def fake_pixels(spec: RequestSpec, adapter_path: str | None = None) -> bytes:
@@ -43,6 +50,24 @@ def fake_pixels(spec: RequestSpec, adapter_path: str | None = None) -> bytes:
     pattern = hashlib.sha256(repr(fields).encode()).digest()
     size = (spec.height or DEFAULT_SIZE) * (spec.width or DEFAULT_SIZE) * 3
     return (pattern * (size // len(pattern) + 1))[:size]
+
+
+def fake_preview(spec: RequestSpec, number: int) -> bytes:
+    """A preview of a request: every one of its previews and its picture look different."""
+    size = len(fake_pixels(spec))
+    pattern = hashlib.sha256(f"{number} {spec.seed}".encode()).digest()
+    return (pattern * (size // len(pattern) + 1))[:size]
+
+
+def fake_preview_steps(spec: RequestSpec) -> list[int]:
+    """The steps after which the previews of a request are made: evenly spaced, none at the start or at the end."""
+    steps = spec.steps or DEFAULT_STEPS
+    wanted = (number * steps // (spec.previews + 1) for number in range(1, spec.previews + 1))
+    return sorted({step for step in wanted if 0 < step < steps})
+
+
+def _shape(spec: RequestSpec) -> tuple[int, int, int]:
+    return spec.height or DEFAULT_SIZE, spec.width or DEFAULT_SIZE, 3
 
 
 def fake_digest(path: str) -> str:
@@ -82,6 +107,8 @@ class FakeRankGroup:
         self._ticks: asyncio.Queue[Tick] = asyncio.Queue()
         self._active: dict[str, tuple[RequestSpec, int]] = {}
         self._adapters: dict[int, str] = {}
+        self._prompt_cache: set[str] = set()
+        self._prompt_hits = self._prompt_misses = 0
 
     @property
     def loss(self) -> Loss | None:
@@ -136,21 +163,40 @@ class FakeRankGroup:
         return self._advance(tick)
 
     def _advance(self, tick: Tick) -> TickReport:
-        finished: list[Finished] = []
-        failed: list[Failed] = []
-        frames: list[bytes | memoryview] = []
         advancing = {name: at for name, at in self._active.items() if tick.advance is None or name in tick.advance}
         rows = len(advancing)
+        done = TickDone(tick.number, [], [], rows, 1 if rows else 0, 0.001, 0.001, prompt_cache=self._prompts(tick))
+        frames: list[bytes | memoryview] = []
         for request_id, (spec, left) in advancing.items():
             self._active[request_id] = (spec, left - 1)
             if self.out_of_memory_pixels is not None and (spec.height or 0) * (spec.width or 0) >= self.out_of_memory_pixels:
                 del self._active[request_id]
-                failed.append(Failed(request_id, ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "rank 0: out of memory")))
-            elif left == 1:
+                done.failed.append(Failed(request_id, ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "rank 0: out of memory")))
+                continue
+            self._progress(spec, left, done, frames)
+            if left == 1:
                 del self._active[request_id]
-                finished.append(Finished(request_id, len(frames), (spec.height or DEFAULT_SIZE, spec.width or DEFAULT_SIZE, 3)))
+                done.finished.append(Finished(request_id, len(frames), _shape(spec), FAKE_STAGES))
                 frames.append(fake_pixels(spec, self._adapters[spec.lora.lora_int_id] if spec.lora else None))
-        return TickReport(TickDone(tick.number, finished, failed, rows, 1 if rows else 0, 0.001, 0.001), frames)
+        return TickReport(done, frames)
+
+    def _progress(self, spec: RequestSpec, left: int, done: TickDone, frames: list[bytes | memoryview]) -> None:
+        """A request's step, and its preview where one is due."""
+        steps = spec.steps or DEFAULT_STEPS
+        step = steps - left + 1
+        done.progress.append(Progress(spec.request_id, step, steps))
+        if step in (due := fake_preview_steps(spec)):
+            number = due.index(step)
+            done.previews.append(Preview(spec.request_id, number, len(frames), _shape(spec)))
+            frames.append(fake_preview(spec, number))
+
+    def _prompts(self, tick: Tick) -> PromptCacheStats:
+        """A cache that keeps every prompt, as counted since the start of this generation."""
+        for spec in tick.join:
+            self._prompt_hits += spec.prompt in self._prompt_cache
+            self._prompt_misses += spec.prompt not in self._prompt_cache
+            self._prompt_cache.add(spec.prompt)
+        return PromptCacheStats(len(self._prompt_cache), 32, self._prompt_hits, self._prompt_misses)
 
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object

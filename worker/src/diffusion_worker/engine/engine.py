@@ -127,10 +127,12 @@ class Engine:
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
         """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its rows.
 
-        `on_event` is called on the event loop with each step and each preview, in order, and must not wait.
+        `on_event` is called on the event loop with each step and each preview, in order, and must not wait; a picture that is
+        made again after a loss of the ranks says so by step 0.
 
         Raises:
-            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile.
+            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Whatever
+                `on_event` raises.
         """
         self.life.require_ready("this request", restarting_too=True)
         assert self._model is not None
@@ -147,7 +149,7 @@ class Engine:
             use = stack.enter_context(self._adapters.used(adapter, request_id, params.lora_scale))
             specs = [_spec(params, f"{request_id}-{index}", first_seed + index, use, accelerated) for index in range(params.n)]
             frames = [picture.pixels for picture in _input_pictures(params)]
-            outcomes = [self._steps.submit(spec, frames) for spec in specs]
+            outcomes = [self._steps.submit(spec, frames, index=index, on_event=on_event) for index, spec in enumerate(specs)]
             for spec in specs:
                 stack.callback(self._steps.forget, spec.request_id)
             made = await asyncio.gather(*outcomes)

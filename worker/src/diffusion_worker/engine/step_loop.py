@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -13,10 +12,11 @@ import msgspec
 from diffusion_worker.engine.memory_model import MemoryModel
 from diffusion_worker.engine.rank_group import RankGroup, TickReport
 from diffusion_worker.engine.request_class import Defaults
+from diffusion_worker.engine.results import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.engine.scheduler import StepScheduler
 from diffusion_worker.engine.wave_limit import wave_limit_s
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, StageSeconds, Tick
+from diffusion_worker.messages import ErrorReport, ModelInfo, PromptCacheStats, RequestSpec, StageSeconds, Tick, TickDone
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,9 @@ MAX_REPLAYS = 2
 # Bytes of pictures on their way to the ranks.
 InputFrames = Sequence[bytes | memoryview]
 
+# Hears of the steps and previews of a request, in order and never after its outcome. What it raises ends the request.
+OnEvent = Callable[[RequestEvent], None]
+
 
 class Outcome(msgspec.Struct, frozen=True):
     """A finished picture: rows of RGB bytes, and what it took. `queued_s` is the time until it joined."""
@@ -40,8 +43,31 @@ class Outcome(msgspec.Struct, frozen=True):
     queued_s: float = 0.0
 
 
+class Submission(msgspec.Struct, eq=False):
+    """A request that somebody waits for: picture `index` of its caller's. `joined_s` is when it went to the ranks first."""
+
+    outcome: "asyncio.Future[Outcome]"
+    frames: InputFrames
+    index: int
+    on_event: OnEvent | None
+    submitted_s: float
+    joined_s: float | None = None
+    replays: int = 0
+    # What it will take, as last heard.
+    steps: int | None = None
+
+    def tell(self, event: RequestEvent) -> None:
+        """Pass an event on, unless the outcome is there or nobody listens."""
+        if self.on_event is None or self.outcome.done():
+            return
+        try:
+            self.on_event(event)
+        except Exception as error:
+            self.outcome.set_exception(error)
+
+
 class StepStats(msgspec.Struct):
-    """What the ranks did since the start."""
+    """What the ranks did since the start of the server, over all generations of them."""
 
     pictures: int = 0
     ticks: int = 0
@@ -49,6 +75,8 @@ class StepStats(msgspec.Struct):
     model_calls: int = 0
     step_seconds: float = 0.0
     replayed: int = 0
+    # None where there is no prompt cache.
+    prompt_cache: PromptCacheStats | None = None
 
 
 class StepLoop:
@@ -70,9 +98,9 @@ class StepLoop:
         self._broken = broken
         self._clock = clock
         self._scheduler = StepScheduler(max_batch_size, window_s=window_s)
-        self._outcomes: dict[str, asyncio.Future[Outcome]] = {}
-        self._frames: dict[str, InputFrames] = {}
-        self._replays: Counter[str] = Counter()
+        self._requests: dict[str, Submission] = {}
+        # What the prompt caches of lost generations counted.
+        self._prompts_before = PromptCacheStats()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -97,34 +125,36 @@ class StepLoop:
         """Pictures that wait for a place in the batch."""
         return self._scheduler.waiting
 
-    def submit(self, spec: RequestSpec, frames: InputFrames = ()) -> asyncio.Future[Outcome]:
-        """Queue a request with the frames of its pictures; whoever submits also calls `forget`, however it ends."""
+    def submit(
+        self, spec: RequestSpec, frames: InputFrames = (), *, index: int = 0, on_event: OnEvent | None = None
+    ) -> asyncio.Future[Outcome]:
+        """Queue a request with the frames of its pictures; whoever submits also calls `forget`, however it ends.
+
+        `on_event` is called on the event loop, with `index` in each event.
+        """
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        if frames:
-            self._frames[spec.request_id] = frames
-        self._outcomes[spec.request_id] = outcome
-        self._scheduler.add(spec, self._clock())
+        now_s = self._clock()
+        self._requests[spec.request_id] = Submission(outcome, frames, index, on_event, now_s)
+        self._scheduler.add(spec, now_s)
         self._idle.clear()
         self._work.set()
         return outcome
 
     def forget(self, request_id: str) -> None:
         """Nothing of a request stays here, nor on the ranks after their next step."""
-        outcome = self._outcomes.pop(request_id, None)
-        self._frames.pop(request_id, None)
-        if outcome is not None:
-            outcome.cancel()
-            del self._replays[request_id]
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.outcome.cancel()
             self._scheduler.remove(request_id)
             self._work.set()
-        if not self._outcomes:
+        if not self._requests:
             self._idle.set()
 
     def end(self, error: Exception, *, only: Callable[[str], bool] = lambda _: True) -> None:
         """End requests with an error: all, or those whose id is wanted."""
-        for request_id, outcome in self._outcomes.items():
-            if only(request_id) and not outcome.done():
-                outcome.set_exception(error)
+        for request_id, request in self._requests.items():
+            if only(request_id) and not request.outcome.done():
+                request.outcome.set_exception(error)
 
     async def drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
         """Wait for all requests; past the time, end them with an error."""
@@ -140,13 +170,16 @@ class StepLoop:
 
         One that was made again `MAX_REPLAYS` times already ends with the error. Not while `run` runs.
         """
+        self._keep_prompt_counts()
         for request_id in self._scheduler.requeue_running():
-            self._replays[request_id] += 1
-            if self._replays[request_id] > MAX_REPLAYS:
+            request = self._requests[request_id]
+            request.replays += 1
+            if request.replays > MAX_REPLAYS:
                 self._scheduler.remove(request_id)
                 self._settle(request_id, ErrorReport(code, message))
             else:
                 self.stats.replayed += 1
+                request.tell(StepTaken(request.index, 0, request.steps))
 
     async def run(self) -> None:
         """Step until cancelled, or until the group or this loop breaks; may be called again after `lost`."""
@@ -172,10 +205,13 @@ class StepLoop:
 
     def _broadcast(self, tick: Tick) -> None:
         """Send a tick, with the frames of those that join: kept until their outcome, as they may have to join again."""
-        frames = [self._frames.get(spec.request_id, ()) for spec in tick.join]
-        if any(frames):
-            tick = msgspec.structs.replace(tick, frames=[len(each) for each in frames])
-        self._ranks.broadcast_tick(tick, [frame for each in frames for frame in each])
+        joining = [self._requests[spec.request_id] for spec in tick.join]
+        for request in joining:
+            request.joined_s = self._clock() if request.joined_s is None else request.joined_s
+        frames = [frame for request in joining for frame in request.frames]
+        if frames:
+            tick = msgspec.structs.replace(tick, frames=[len(request.frames) for request in joining])
+        self._ranks.broadcast_tick(tick, frames)
 
     async def _wait_for_work(self) -> None:
         """Returns when something was submitted or forgotten, or when nobody is to wait for company any longer."""
@@ -188,22 +224,51 @@ class StepLoop:
     def _deliver(self, report: TickReport) -> None:
         done = report.done
         self._scheduler.observe(done, self._clock())
-        self.stats.ticks += 1
-        self.stats.rows += done.rows
-        self.stats.model_calls += done.calls
-        self.stats.step_seconds += done.seconds
+        self._count(done)
+        self._tell(report)
         for finished in done.finished:
-            self.stats.pictures += 1
             height, width = finished.shape[-3:-1]
             self._settle(finished.request_id, Outcome(report.frames[finished.frame], height, width, finished.stages))
         for failed in done.failed:
             self._settle(failed.request_id, failed.error)
 
+    def _count(self, done: TickDone) -> None:
+        stats = self.stats
+        stats.ticks += 1
+        stats.rows += done.rows
+        stats.model_calls += done.calls
+        stats.step_seconds += done.seconds
+        stats.pictures += len(done.finished)
+        if done.prompt_cache is not None:
+            stats.prompt_cache = _added(self._prompts_before, done.prompt_cache)
+
+    def _keep_prompt_counts(self) -> None:
+        """The next generation of ranks has an empty cache and counts from 0."""
+        if self.stats.prompt_cache is not None:
+            self.stats.prompt_cache = self._prompts_before = msgspec.structs.replace(self.stats.prompt_cache, size=0)
+
+    def _tell(self, report: TickReport) -> None:
+        """Events of requests that somebody still waits for."""
+        for progress in report.done.progress:
+            if (request := self._requests.get(progress.request_id)) is not None:
+                request.steps = progress.steps
+                request.tell(StepTaken(request.index, progress.step, progress.steps))
+        for preview in report.done.previews:
+            if (request := self._requests.get(preview.request_id)) is not None:
+                height, width = preview.shape[:2]
+                request.tell(PreviewMade(request.index, preview.number, report.frames[preview.frame], height, width))
+
     def _settle(self, request_id: str, result: Outcome | ErrorReport) -> None:
-        outcome = self._outcomes.get(request_id)
-        if outcome is None or outcome.done():
+        request = self._requests.get(request_id)
+        if request is None or request.outcome.done():
             return
         if isinstance(result, ErrorReport):
-            outcome.set_exception(RequestError(ErrorCode(result.code), result.message))
+            request.outcome.set_exception(RequestError(ErrorCode(result.code), result.message))
         else:
-            outcome.set_result(result)
+            assert request.joined_s is not None, "only what joined can finish"
+            request.outcome.set_result(msgspec.structs.replace(result, queued_s=request.joined_s - request.submitted_s))
+
+
+def _added(before: PromptCacheStats, now: PromptCacheStats) -> PromptCacheStats:
+    """The counts of an earlier cache and of the one there is now, and the entries of that one."""
+    return PromptCacheStats(now.size, now.max_size, before.hits + now.hits, before.misses + now.misses, before.bypassed + now.bypassed)
