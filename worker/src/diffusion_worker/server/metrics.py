@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from diffusion_worker.engine.documents import AdapterState, EngineState, RankDocument
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.results import Generation
 from diffusion_worker.errors import Fault
 
 PREFIX = "diffusion_worker_"
@@ -21,6 +22,9 @@ PREFIX = "diffusion_worker_"
 # One request's own faults leave the group as it is: the codes of `requests` tell of those.
 GROUP_FAULTS = [fault for fault in Fault if fault is not Fault.REQUEST]
 SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+# Of `Timings`. From the post-processing of a thumbnail to the denoising of a film.
+PHASES = ("queue", "encode", "denoise", "decode", "post")
+PHASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
 class Metrics:
@@ -32,6 +36,9 @@ class Metrics:
         self._seconds = Histogram(
             PREFIX + "request_seconds", "Time from an image request to its answer.", buckets=SECONDS_BUCKETS, registry=self._registry
         )
+        self._phase_seconds = Histogram(
+            PREFIX + "phase_seconds", "Phases of a picture.", ["phase"], buckets=PHASE_BUCKETS, registry=self._registry
+        )
         self._registry.register(EngineCollector(engine))
 
     def observe_request(self, code: str, seconds: float) -> None:
@@ -39,6 +46,12 @@ class Metrics:
         self._requests.labels(code=code).inc()
         if code == "OK":
             self._seconds.observe(seconds)
+
+    def observe_generation(self, made: Generation) -> None:
+        """The phases of every picture of an answered request."""
+        for picture in made.pictures:
+            for phase in PHASES:
+                self._phase_seconds.labels(phase=phase).observe(getattr(picture.timings, phase))
 
     def exposition(self) -> tuple[bytes, str]:
         """The text of all metrics and its media type."""
