@@ -137,7 +137,7 @@ class Engine:
         self.life.require_ready("this request", restarting_too=True)
         assert self._model is not None
         params = admission.with_defaults(params, self.config.defaults)
-        accelerated = self._accelerates(params)
+        accelerated = self.accelerates(params)
         admission.check(params, self.config.limits, self._model)
         admission.check_memory(params, self._model, self._steps.memory.most_load(time.monotonic()))
         base = params.model is None or params.model == self.config.served_name
@@ -157,7 +157,7 @@ class Engine:
         pictures = [_picture(spec, outcome, started) for spec, outcome in zip(specs, made, strict=True)]
         return Generation(pictures, self._provenance(params, adapters, accelerated))
 
-    def _accelerates(self, params: GenerationParams) -> bool:
+    def accelerates(self, params: GenerationParams) -> bool:
         """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
         exact = params.exact or self.config.exact
         return self.config.step_cache is not StepCache.NONE and params.accelerated is not False and not exact

@@ -1,43 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of the data port: pictures as the OpenAI SDK asks for them, models, probes, metrics."""
 
-import asyncio
-import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from diffusion_worker.engine.documents import AdapterDocument, EngineState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.server.encoding import images_answer
+from diffusion_worker.server.generation import answer_generation
+from diffusion_worker.server.image_schemas import ImagesAnswer, ImagesRequest
 from diffusion_worker.server.running_requests import RunningRequests
-from diffusion_worker.server.schemas import ERRORS, ImagesAnswer, ImagesRequest, ModelCard, ModelList
+from diffusion_worker.server.schemas import ERRORS, ModelCard, ModelList
 
 router = APIRouter()
-# nginx's number for a client that went away; nobody receives it.
-CLIENT_CLOSED_REQUEST = 499
 READY_RETRY_S = 1.0
-T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client closed its connection before it had an answer; raised and handled in this module."""
 
 
 @router.post("/v1/images/generations", response_model=None, responses={200: {"model": ImagesAnswer}, **ERRORS})
 async def generate_images(body: ImagesRequest, request: Request) -> Response:
     """Make `n` pictures of one prompt. Their seeds follow each other and are in the answer."""
-    engine: Engine = request.app.state.engine
-    try:
-        made = await _unless_unwanted(request, engine.generate(body.params()))
-    except ClientGone:
-        request.state.error_code = "ClientGone"
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    content = await asyncio.to_thread(images_answer, made.pictures, int(time.time()))
-    return Response(content, media_type="application/json")
+    return await answer_generation(request, body.params(), body.options())
 
 
 @router.delete("/v1/requests/{request_id}", status_code=204, responses=ERRORS)
@@ -83,33 +65,3 @@ def _card(name: str, adapter: AdapterDocument | None, base: str, created: int) -
     if adapter is None:
         return ModelCard(id=name, created=created)
     return ModelCard(id=name, created=created, parent=base, digest=adapter.digest)
-
-
-async def _unless_unwanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; end it when the client closes the connection or somebody cancels it, so that its rows are free for others.
-
-    Raises:
-        ClientGone: nobody is there to be answered. RequestError: Cancelled.
-    """
-    running: RunningRequests = request.app.state.running
-    with running.running(request.state.request_id) as cancelled:
-        task = asyncio.create_task(work)
-        gone = asyncio.create_task(_disconnected(request))
-        ended = asyncio.create_task(cancelled.wait())
-        try:
-            await asyncio.wait({task, gone, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if ended.done():
-                raise RequestError(ErrorCode.CANCELLED, "the request was cancelled")
-            raise ClientGone
-        finally:
-            for unfinished in (task, gone, ended):
-                unfinished.cancel()
-            await asyncio.gather(task, gone, ended, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client is gone; the body was read before, so nothing else can arrive."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from diffusion_worker.errors import RETRYABLE, ErrorCode, GroupFailed, RequestError
-from diffusion_worker.server.schemas import ADAPTER_NAME_PATTERN, SIZE_PATTERN
+from diffusion_worker.server.image_schemas import REFUSED, SIZE_PATTERN
+from diffusion_worker.server.schemas import ADAPTER_NAME_PATTERN
 
 # What a user wrote is theirs: it goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
@@ -43,14 +44,28 @@ def error_answer(
     sent = dict(headers or {})
     if retry_after_s is not None:
         sent["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
-    body = {
+    return JSONResponse(error_body(error), status or error.status, sent)
+
+
+def error_body(error: RequestError) -> dict[str, object]:
+    """`schemas.ErrorBody` of an error."""
+    return {
         "code": error.code,
         "message": error.message,
         "retryable": error.code in RETRYABLE,
-        "retryAfterSeconds": retry_after_s,
+        "retryAfterSeconds": error.retry_after_s if error.retryable else None,
         "details": error.details,
     }
-    return JSONResponse(body, status or error.status, sent)
+
+
+def lost_ranks(error: GroupFailed) -> RequestError:
+    """What a client is told when the ranks were lost for good."""
+    return RequestError(ErrorCode.ENGINE_FAILED, f"the worker lost its ranks and ends: {error}")
+
+
+def unexpected_error(error: Exception) -> RequestError:
+    """What a client is told of a fault of ours: its kind, the traceback is for the log."""
+    return RequestError(ErrorCode.ENGINE_FAILED, f"unexpected error in the worker: {type(error).__name__}")
 
 
 def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
@@ -59,13 +74,14 @@ def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
     kind = problem["type"]
     if kind == "json_invalid":
         return "body", f"the body: expected JSON, found an error at character {problem['loc'][-1]}: {problem['ctx']['error']}"
-    if kind == "extra_forbidden":
-        return field, f"{field}: unknown field"
+    if kind in ("extra_forbidden", "none_required"):
+        return field, f"{field}: not supported: {REFUSED[field]}" if field in REFUSED else f"{field}: unknown field"
     if kind == "missing":
         return field, f"{field}: required, found nothing" if field != "body" else "the body: expected a JSON object, found nothing"
     if kind == "model_attributes_type":
         return field, f"{'the body' if field == 'body' else field}: expected a JSON object, sent as application/json"
-    return field, f"{field}: {_expected(problem)}; found {_shown(field, problem.get('input'))}"
+    why = f"; {REFUSED[field]}" if kind == "literal_error" and field in REFUSED else ""
+    return field, f"{field}: {_expected(problem)}; found {_shown(field, problem.get('input'))}{why}"
 
 
 def _field_name(location: Sequence[str | int]) -> str:
@@ -105,7 +121,8 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 
 async def _group_failed(request: Request, error: Exception) -> Response:
-    return error_answer(RequestError(ErrorCode.ENGINE_FAILED, f"the worker lost its ranks and ends: {error}"), request=request)
+    assert isinstance(error, GroupFailed)
+    return error_answer(lost_ranks(error), request=request)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
@@ -129,5 +146,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    """A fault of ours: the traceback goes to the log (the server logs what it re-raises), its kind to the client."""
-    return error_answer(RequestError(ErrorCode.ENGINE_FAILED, f"unexpected error in the worker: {type(error).__name__}"), request=request)
+    """A fault of ours; the server logs what it re-raises."""
+    return error_answer(unexpected_error(error), request=request)

@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the data port that wait for their answer, by their `X-Request-ID`, so that somebody can cancel them."""
+"""The requests of the data port that wait for their answer, by their `X-Request-ID`, and how they end before they have one."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from diffusion_worker.errors import ErrorCode, RequestError
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection, or reads nothing, before it had all of its answer; nobody is left to be answered."""
 
 
 class RunningRequests:
@@ -30,3 +41,33 @@ class RunningRequests:
         for cancelled in found:
             cancelled.set()
         return bool(found)
+
+
+async def unless_unwanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; end it when the client closes the connection or somebody cancels it, so that its rows are free for others.
+
+    Raises:
+        ClientGone: nobody is there to be answered. RequestError: Cancelled.
+    """
+    running: RunningRequests = request.app.state.running
+    with running.running(request.state.request_id) as cancelled:
+        task = asyncio.create_task(work)
+        gone = asyncio.create_task(_disconnected(request))
+        ended = asyncio.create_task(cancelled.wait())
+        try:
+            await asyncio.wait({task, gone, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if ended.done():
+                raise RequestError(ErrorCode.CANCELLED, "the request was cancelled")
+            raise ClientGone
+        finally:
+            for unfinished in (task, gone, ended):
+                unfinished.cancel()
+            await asyncio.gather(task, gone, ended, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client is gone; the body was read before, so nothing else can arrive."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

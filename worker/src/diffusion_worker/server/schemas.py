@@ -10,70 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.documents import AdapterCall, AdapterSource, OperationCall, ProfileCall, SleepCall, SleepMode
+from diffusion_worker.server.image_schemas import Finite
 
-MAX_SEED = 2**63 - 1
 # An operation that takes longer than a day is a mistake of the caller.
 MAX_DEADLINE_S = 86_400.0
 
-SIZE_PATTERN = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 ADAPTER_NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
 OperationId = Annotated[str, Field(min_length=1, max_length=128)]
 BootId = Annotated[str, Field(min_length=1, max_length=128)]
 AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
-
-
-class ImagesRequest(BaseModel):
-    """What `client.images.generate(...)` of the OpenAI SDK sends, and the fields that diffusion adds to it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    prompt: Annotated[str, Field(min_length=1, description="What the picture shows.")]
-    model: Annotated[str | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
-    n: Annotated[int, Field(ge=1, description="How many pictures.")] = 1
-    size: Annotated[str, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels.")] = "auto"
-    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first picture; random if absent.")] = None
-    num_inference_steps: Annotated[int | None, Field(ge=1)] = None
-    guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
-    negative_prompt: str | None = None
-    lora_scale: Annotated[Finite | None, Field(description="Strength of the adapter in this request.")] = None
-    exact: Annotated[bool, Field(description="Share no model call with other requests: the same bits whoever else is served.")] = False
-    response_format: Literal["b64_json"] = "b64_json"
-
-    def params(self) -> GenerationParams:
-        """The request as the engine takes it."""
-        width, height = (None, None) if self.size == "auto" else map(int, self.size.split("x"))
-        return GenerationParams(
-            prompt=self.prompt,
-            model=self.model,
-            negative_prompt=self.negative_prompt,
-            n=self.n,
-            seed=self.seed,
-            height=height,
-            width=width,
-            steps=self.num_inference_steps,
-            guidance_scale=self.guidance_scale,
-            lora_scale=self.lora_scale,
-            exact=self.exact,
-        )
-
-
-class ImageData(BaseModel):
-    """One picture."""
-
-    b64_json: str
-    seed: int
-
-
-class ImagesAnswer(BaseModel):
-    """The pictures, PNG in base64."""
-
-    created: int
-    data: list[ImageData]
 
 
 class ModelCard(BaseModel):

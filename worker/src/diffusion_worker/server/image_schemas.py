@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the data port reads and answers, as pydantic models: OpenAI's fields, all of them, and those that diffusion adds.
+
+A field of OpenAI's is used, or accepted where it asks for nothing that could be missed, or refused by its name; none is
+dropped. Null stands for a field that is absent. Only the form is checked here; what depends on the model, on limits or on the
+engine's state is the engine's to judge.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diffusion_worker.engine.admission import MAX_SEED, GenerationParams
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.server.answers import AnswerOptions
+from diffusion_worker.server.encoding import OutputFormat
+
+MAX_PARTIAL_IMAGES = 3
+
+SIZE_PATTERN = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
+
+# Values of `quality` that let the worker's step cache skip work, and those that want every step computed.
+ACCELERATED_QUALITIES = ("low", "medium")
+COMPUTED_QUALITIES = ("high", "hd")
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+# Why a field, or a value of it, is refused, and what is possible in its place.
+REFUSED = {
+    "style": "there are no styles; say it in the prompt",
+    "complexity": "no picture is planned here; use num_inference_steps or quality",
+    "svg": "pictures are of pixels; use output_format png, jpeg or webp",
+    "frame_count": "no animated pictures are made",
+    "frame_duration_ms": "no animated pictures are made",
+    "response_format": "answers hold their pictures, none is kept to be fetched by a url",
+    "background": "pictures have no transparency",
+    "image": "pictures to start from are for /v1/images/edits",
+    "mask": "pictures to start from are for /v1/images/edits",
+    "strength": "pictures to start from are for /v1/images/edits",
+    "input_fidelity": "pictures to start from are for /v1/images/edits",
+}
+
+
+class PictureRequest(BaseModel):
+    """The fields that every route has which makes pictures."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: Annotated[str, Field(min_length=1, description="What the picture shows.")]
+    model: Annotated[str | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
+    n: Annotated[int | None, Field(ge=1, description="How many pictures, one if absent. Their seeds follow each other.")] = None
+    size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first picture; random if absent.")] = None
+    num_inference_steps: Annotated[int | None, Field(ge=1)] = None
+    guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
+    negative_prompt: Annotated[str | None, Field(description="What the picture does not show.")] = None
+    lora_scale: Annotated[Finite | None, Field(description="Strength of the adapter in this request.")] = None
+    exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits whoever else is served.")] = (
+        None
+    )
+    quality: Annotated[
+        Literal["auto", "standard", "low", "medium", "high", "hd"] | None,
+        Field(description="high and hd compute every step; with the others the worker's step cache may skip work, where it has one."),
+    ] = None
+    response_format: Annotated[
+        Literal["b64_json", "file"] | None, Field(description="file answers with the picture itself, several in a ZIP.")
+    ] = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int | None, Field(ge=0, le=100, description="Quality of jpeg and webp; 90 if absent.")] = None
+    stream: Annotated[bool | None, Field(description="Answer with server-sent events: each step, previews, the pictures.")] = None
+    partial_images: Annotated[
+        int | None, Field(ge=0, le=MAX_PARTIAL_IMAGES, description="Previews of each picture while it is made; with stream.")
+    ] = None
+    timings: Annotated[bool | None, Field(description="Answer with the seconds of each stage and the peak of memory.")] = None
+    background: Annotated[Literal["auto", "opaque"] | None, Field(description="All pictures are opaque.")] = None
+    moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted; nothing is moderated.")] = None
+    user: Annotated[str | None, Field(description="Accepted; not used, not kept, not logged.")] = None
+    safety_identifier: Annotated[str | None, Field(description="Accepted; not used, not kept, not logged.")] = None
+    complexity: Annotated[None, Field(description="Refused: " + REFUSED["complexity"])] = None
+    svg: Annotated[None, Field(description="Refused: " + REFUSED["svg"])] = None
+    frame_count: Annotated[None, Field(description="Refused: " + REFUSED["frame_count"])] = None
+    frame_duration_ms: Annotated[None, Field(description="Refused: " + REFUSED["frame_duration_ms"])] = None
+
+    def params(self) -> GenerationParams:
+        """The request as the engine takes it.
+
+        Raises:
+            RequestError: previews were asked for without a stream to send them in.
+        """
+        if self.partial_images and not self.stream:
+            _refuse("partial_images", "0 without stream", self.partial_images)
+        width, height = (None, None) if self.size in (None, "auto") else map(int, self.size.split("x"))
+        return GenerationParams(
+            prompt=self.prompt,
+            model=self.model,
+            negative_prompt=self.negative_prompt,
+            n=1 if self.n is None else self.n,
+            seed=self.seed,
+            height=height,
+            width=width,
+            steps=self.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            lora_scale=self.lora_scale,
+            exact=bool(self.exact),
+            accelerated=_accelerated(self.quality),
+            previews=self.partial_images or 0,
+        )
+
+    def options(self) -> AnswerOptions:
+        """How the pictures are to be answered.
+
+        Raises:
+            RequestError: a compression of what has none, or a file and a stream at once.
+        """
+        output_format = OutputFormat(self.output_format or OutputFormat.PNG)
+        if self.output_compression is not None and output_format is OutputFormat.PNG:
+            _refuse("output_compression", "output_format jpeg or webp with it, as png is lossless", "png")
+        if self.response_format == "file" and self.stream:
+            _refuse("response_format", "b64_json with stream", "file")
+        return AnswerOptions(
+            output_format=output_format,
+            output_compression=self.output_compression,
+            as_file=self.response_format == "file",
+            stream=bool(self.stream),
+            timings=bool(self.timings),
+        )
+
+
+class ImagesRequest(PictureRequest):
+    """What `client.images.generate(...)` of the OpenAI SDK sends, and the fields that diffusion adds to it."""
+
+    style: Annotated[None, Field(description="Refused: " + REFUSED["style"])] = None
+
+
+class TimingsBody(BaseModel):
+    """Seconds of one picture; calls that it shared with others count in full."""
+
+    queue: float
+    encode: float
+    denoise: float
+    decode: float
+    post: float
+    total: float
+
+
+class AdapterUse(BaseModel):
+    """An adapter that a picture was made with."""
+
+    name: str
+    digest: str
+    scale: float
+
+
+class ProvenanceBody(BaseModel):
+    """What made a picture; the same is in the picture's own metadata."""
+
+    model: str
+    pipeline: str
+    revision: str | None
+    digest: str | None
+    adapters: list[AdapterUse]
+    steps: int | None
+    guidance_scale: float | None
+    accelerated: bool
+    exact: bool
+    engine: str
+    seed: int
+    width: int
+    height: int
+
+
+class ImageData(BaseModel):
+    """One picture. `timings` and `peak_memory_bytes` are there if asked for; the latter is null where it is not known."""
+
+    b64_json: str
+    seed: int
+    provenance: ProvenanceBody
+    timings: TimingsBody | None = None
+    peak_memory_bytes: int | None = None
+
+
+class ImagesAnswer(BaseModel):
+    """The pictures in base64. `quality` says what ran: high is every step computed, medium is with the step cache."""
+
+    created: int
+    background: Literal["opaque"]
+    output_format: OutputFormat
+    quality: Literal["medium", "high"]
+    size: str
+    data: list[ImageData]
+
+
+def _accelerated(quality: str | None) -> bool | None:
+    if quality in ACCELERATED_QUALITIES:
+        return True
+    return False if quality in COMPUTED_QUALITIES else None
+
+
+def _refuse(field: str, expected: str, found: object) -> None:
+    raise RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})
