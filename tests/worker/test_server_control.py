@@ -10,7 +10,7 @@ import pytest
 
 from diffusion_worker.errors import ConfigError, ErrorCode
 from diffusion_worker.messages import ErrorReport
-from diffusion_worker.server.control_token import TokenFile
+from diffusion_worker.server.bearer_token import TokenFile
 from fake_rank_group import fake_digest
 from server_edge import Edge, serving_edge
 
@@ -98,7 +98,7 @@ def test_a_token_file_without_a_token_is_an_error_at_start(tmp_path: Path, conte
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=r"--control-token-file.*token"):
-        TokenFile(path).require()
+        TokenFile(path, "--control-token-file").require()
 
 
 # State

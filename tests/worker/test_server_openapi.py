@@ -25,6 +25,7 @@ async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: E
         "/readyz",
         "/v1/images/generations",
         "/v1/models",
+        "/v1/models/{model}",
         "/v1/requests/{request_id}",
     ]
     body = document["components"]["schemas"]["ImagesRequest"]

@@ -88,6 +88,11 @@ class Engine:
         return self.life.state
 
     @property
+    def model(self) -> ModelInfo | None:
+        """The model, once it was loaded."""
+        return self._model
+
+    @property
     def loaded(self) -> bool:
         """Whether the first load is over, and the end has not begun."""
         return self.life.loaded

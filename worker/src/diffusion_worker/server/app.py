@@ -2,15 +2,16 @@
 """The two applications, data and control, over one engine."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, params
 from fastapi.security import HTTPBearer
 
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.server import control, images
+from diffusion_worker.server import control, images, probes
+from diffusion_worker.server.bearer_token import RequireToken, TokenFile
 from diffusion_worker.server.body_limit import BodyLimit
-from diffusion_worker.server.control_token import RequireToken, TokenFile
 from diffusion_worker.server.metrics import Metrics
 from diffusion_worker.server.problems import install_error_answers
 from diffusion_worker.server.request_log import RequestLog
@@ -21,13 +22,21 @@ MAX_BODY_BYTES = 1_048_576
 
 
 def data_app(engine: Engine) -> FastAPI:
-    """The data port's application: images, models, probes, metrics."""
+    """The data port's application: images, models, probes, metrics. With an API key its API wants that.
+
+    Raises:
+        ConfigError: the file of the API key is missing or empty.
+    """
     app = _app(engine, title="diffusion-worker")
     app.state.metrics = Metrics(engine)
     app.state.started_at = int(time.time())
     app.state.running = RunningRequests()
+    secured = []
+    if engine.config.api_key_path is not None:
+        secured = _require(app, TokenFile(Path(engine.config.api_key_path), "--api-key-file"), "the API key", _is_api)
     app.add_middleware(RequestLog, metrics=app.state.metrics)
-    app.include_router(images.router)
+    app.include_router(images.router, dependencies=secured)
+    app.include_router(probes.router)
     return app
 
 
@@ -41,12 +50,22 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     if token_path is None:
         app.include_router(control.router)
         return app
-    token_file = TokenFile(token_path)
-    token_file.require()
-    app.add_middleware(RequireToken, token_file=token_file)
-    # Checked by the middleware; here for the OpenAPI document.
-    app.include_router(control.router, dependencies=[Depends(HTTPBearer(auto_error=False))])
+    # The API's description is no secret.
+    secured = _require(app, TokenFile(token_path, "--control-token-file"), "the control token", lambda path: path != "/openapi.json")
+    app.include_router(control.router, dependencies=secured)
     return app
+
+
+def _require(app: FastAPI, token_file: TokenFile, what: str, guards: Callable[[str], bool]) -> list[params.Depends]:
+    """Guard paths by a token; what is returned checks nothing, the middleware did, but puts it into the OpenAPI document."""
+    token_file.require()
+    app.add_middleware(RequireToken, token_file=token_file, what=what, guards=guards)
+    return [Depends(HTTPBearer(auto_error=False))]
+
+
+def _is_api(path: str) -> bool:
+    """Probes and metrics are asked by a cluster that has no key, and the page asks for the key itself."""
+    return path.startswith("/v1/")
 
 
 def _app(engine: Engine, *, title: str) -> FastAPI:

@@ -88,7 +88,7 @@ def _field_name(location: Sequence[str | int]) -> str:
     """`("body", "source", "path")` as `source.path`; a key that a client made up is shortened."""
     if len(location) == 1:
         return str(location[0])
-    return _short(".".join(str(part) for part in location[1:]))
+    return shortened(".".join(str(part) for part in location[1:]))
 
 
 def _expected(problem: Mapping[str, Any]) -> str:
@@ -101,17 +101,18 @@ def _expected(problem: Mapping[str, Any]) -> str:
 
 def _shown(field: str, value: object) -> str:
     if isinstance(value, str):
-        return f"a text of {len(value)} characters" if field in PRIVATE_FIELDS else _short(repr(value))
+        return f"a text of {len(value)} characters" if field in PRIVATE_FIELDS else shortened(repr(value))
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
-    return _short(str(value))
+    return shortened(str(value))
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
+    """What a client wrote, no longer than a message can show."""
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "…"
 
 
@@ -135,7 +136,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = ErrorCode.NOT_FOUND if error.status_code == HTTPStatus.NOT_FOUND else ErrorCode.INVALID_REQUEST
-    route = f"{request.method} {_short(request.url.path)}"
+    route = f"{request.method} {shortened(request.url.path)}"
     messages = {
         HTTPStatus.BAD_REQUEST: "the body: expected JSON, found what cannot be parsed",
         HTTPStatus.NOT_FOUND: f"{route}: there is no such route",

@@ -24,24 +24,6 @@ BootId = Annotated[str, Field(min_length=1, max_length=128)]
 AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
 
 
-class ModelCard(BaseModel):
-    """The base model, or an adapter with the `parent` it belongs to."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "diffusion-worker"
-    parent: str | None = None
-    digest: str | None = None
-
-
-class ModelList(BaseModel):
-    """What this worker serves now; an adapter is in it once it is loaded."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
 class ErrorBody(BaseModel):
     """Every answer that is an error, on both ports."""
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bearer token of the control port: read from a file, and again whenever that changes, so that it can be rotated."""
+"""Bearer tokens, that of the control port and the API key: read from a file, and again whenever that changes, as in a rotation."""
 
 import hmac
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -11,17 +12,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.server.problems import error_answer
 
-# The API's description is no secret.
-OPEN_PATHS = frozenset({"/openapi.json"})
-
 log = logging.getLogger(__name__)
 
 
 class TokenFile:
-    """A file with one token. While it is unreadable or empty, every token is wrong."""
+    """A file with one token, given to `option`. While it is unreadable or empty, every token is wrong."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, option: str) -> None:
         self._path = path
+        self._option = option
         self._stamp: tuple[int, int, int] | None = None
         self._token = b""
 
@@ -30,9 +29,9 @@ class TokenFile:
         try:
             token = self._path.read_bytes().strip()
         except OSError as error:
-            raise ConfigError(f"--control-token-file {str(self._path)!r}: cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{self._option} {str(self._path)!r}: cannot be read: {error.strerror}") from None
         if not token:
-            raise ConfigError(f"--control-token-file {str(self._path)!r}: expected a token in it, found nothing")
+            raise ConfigError(f"{self._option} {str(self._path)!r}: expected a token in it, found nothing")
 
     def accepts(self, authorization: str | None) -> bool:
         """Whether a request with this `Authorization` header may pass."""
@@ -52,26 +51,29 @@ class TokenFile:
                 self._stamp = stamp
         except OSError as error:
             if self._stamp is not None:
-                log.warning("control token file cannot be read: %s", error)
+                log.warning("%s cannot be read: %s", self._option, error)
             self._token, self._stamp = b"", None
         return self._token
 
 
 class RequireToken:
-    """ASGI middleware in front of the control port: nothing is parsed before the token is right."""
+    """ASGI middleware in front of a port: nothing of a guarded path is parsed before the token is right."""
 
-    def __init__(self, app: ASGIApp, token_file: TokenFile) -> None:
+    def __init__(self, app: ASGIApp, token_file: TokenFile, *, what: str, guards: Callable[[str], bool]) -> None:
         self._app = app
         self._token_file = token_file
+        self._what = what
+        self._guards = guards
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or not self._guards(scope["path"]):
             await self._app(scope, receive, send)
             return
-        authorization = Request(scope).headers.get("authorization")
+        request = Request(scope)
+        authorization = request.headers.get("authorization")
         if self._token_file.accepts(authorization):
             await self._app(scope, receive, send)
             return
         found = "another one" if authorization else "none"
-        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected the control token as 'Authorization: Bearer …', found {found}")
-        await error_answer(error, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected {self._what} as 'Authorization: Bearer …', found {found}")
+        await error_answer(error, request=request, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the data port that need no key: what a cluster asks of a worker."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from diffusion_worker.engine.documents import EngineState
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.server.schemas import ERRORS
+
+router = APIRouter()
+READY_RETRY_S = 1.0
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process lives and its event loop turns."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses=ERRORS)
+async def readyz(request: Request) -> dict[str, str]:
+    """200 from the end of the first load until the drain for termination, also asleep."""
+    engine: Engine = request.app.state.engine
+    ending = engine.state in (EngineState.TERMINATING, EngineState.FAILED)
+    if engine.loaded and not ending:
+        return {"status": "ready"}
+    code = ErrorCode.TERMINATING if ending else ErrorCode.STARTING
+    raise RequestError(code, f"the worker is {engine.state}", retry_after_s=READY_RETRY_S)
+
+
+@router.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    content, media_type = request.app.state.metrics.exposition()
+    return Response(content, headers={"Content-Type": media_type})
