@@ -1,2 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves one diffusion model on a group of ranks. Importing this package imports neither torch nor diffusers."""
+"""Serves one diffusion model on a group of ranks, or makes pictures in a script: `from diffusion_worker import DiffusionEngine`.
+
+Importing this package imports neither torch nor diffusers, nor anything else before it is used: every rank and the server do it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError, WorkerError
+    from diffusion_worker.offline.engine import DiffusionEngine
+    from diffusion_worker.offline.picture import GeneratedPicture
+
+__all__ = ["ConfigError", "DiffusionEngine", "ErrorCode", "GeneratedPicture", "GroupFailed", "RequestError", "WorkerError"]
+
+_HOMES = {"DiffusionEngine": "diffusion_worker.offline.engine", "GeneratedPicture": "diffusion_worker.offline.picture"}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from its module."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "diffusion_worker.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

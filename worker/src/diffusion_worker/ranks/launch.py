@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts rank processes from the fork server: what they inherit, what they are told, where they meet."""
 
+import logging
 import multiprocessing
 import os
 import socket
 from collections.abc import Callable
-from multiprocessing import util
+from multiprocessing import spawn, util
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,6 +16,9 @@ from diffusion_worker.config import WorkerConfig, read_model_index
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.ranks.broadcast import ServerEnd
 from diffusion_worker.ranks.rank_process import RankProcess
+
+RANK_NAME = "diffusion-worker-rank-"
+_preparation_data = spawn.get_preparation_data
 
 
 def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, started: Callable[[RankProcess], bool]) -> None:
@@ -27,6 +32,7 @@ def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, star
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
     _set_environment(config)
+    spawn.get_preparation_data = _preparation_without_main
     # Bound here and handed to rank 0, so that nobody else can take the port in between.
     listener = _listen(config.rendezvous_host, config.rendezvous_port, backlog=2 * config.ranks)
     try:
@@ -35,7 +41,7 @@ def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, star
             process = context.Process(
                 target=_worker_main,
                 args=(_arguments(config, number, wire, rendezvous), listener if number == 0 else None),
-                name=f"rank-{number}",
+                name=f"{RANK_NAME}{number}",
                 daemon=True,
             )
             process.start()
@@ -43,6 +49,17 @@ def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, star
                 return
     finally:
         listener.close()
+
+
+def _preparation_without_main(name: str) -> dict[str, Any]:
+    """What a process is told at its start. A rank is not told to import the main script first, as all others are.
+
+    That script may be a user's, without a guard: it would start its own ranks in every rank.
+    """
+    told: dict[str, Any] = _preparation_data(name)
+    if name.startswith(RANK_NAME):
+        told = {key: value for key, value in told.items() if not key.startswith("init_main")}
+    return told
 
 
 def _listen(host: str, port: int, *, backlog: int) -> socket.socket:
@@ -68,6 +85,8 @@ def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dic
             "rendezvous": rendezvous,
             # What a server that is killed cannot remove: the folders of its sockets and of the fork server's.
             "folders": [str(wire.folder), util.get_temp_dir()],
+            # Ranks say as much as the process that starts them: a server more than a script.
+            "log_level": logging.getLogger("diffusion_worker").getEffectiveLevel(),
         }
     )
 

@@ -8,10 +8,14 @@ Imports only: a tensor operation here would start OpenMP threads, and a rank for
 import contextlib
 import importlib
 import os
+import signal
 
-import torch  # noqa: F401
+# Ctrl-C while this imports ends the fork server at once and without a traceback; it ignores the signal once it serves.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import diffusion_worker.ranks.worker_proc  # noqa: F401
+import torch  # noqa: E402, F401
+
+import diffusion_worker.ranks.worker_proc  # noqa: E402, F401
 
 PRELOAD_VARIABLE = "DIFFUSION_INTERNAL_PRELOAD"
 

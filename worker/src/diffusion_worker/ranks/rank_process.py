@@ -70,6 +70,14 @@ class RankProcess:
             os.close(self.pidfd)
             self.pidfd = None
         # The fork server collects it a moment after the pidfd told of its end; without that its descriptors stay open.
-        await asyncio.to_thread(self._process.join, COLLECT_S)
+        # Not by a join in a thread: at the end of an interpreter there are no more threads.
+        collected = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._process.sentinel, collected.set)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COLLECT_S):
+                await collected.wait()
+        loop.remove_reader(self._process.sentinel)
+        self._process.join(timeout=0)
         with contextlib.suppress(ValueError):
             self._process.close()

@@ -50,6 +50,7 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "list_loras": {},
     "sleep": {},
     "wake_up": {},
+    "warm_up": {},
     "profile": {"is_start": bool, "prefix": str},
     "load_weights": {"path": str},
     "re_init_pipeline": {"pipeline": str},
@@ -64,6 +65,7 @@ class RankArguments(msgspec.Struct, frozen=True):
     endpoints: Endpoints
     rendezvous: Rendezvous
     folders: list[str]
+    log_level: int = logging.INFO
 
 
 class WorkerProc:
@@ -81,7 +83,7 @@ class WorkerProc:
         arguments = msgspec.msgpack.decode(encoded, type=RankArguments)
         _live_with_the_server(arguments.folders)
         _keep_no_named_locks()
-        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank={arguments.rank} %(message)s", force=True)
+        logging.basicConfig(level=arguments.log_level, format=f"%(asctime)s %(levelname)s rank={arguments.rank} %(message)s", force=True)
         with RankEnd(arguments.endpoints) as wire:
             code = _run(arguments, wire, listener)
         # Past interpreter shutdown: a process group that lost a rank must not be waited for.

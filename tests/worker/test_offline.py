@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine as a library, over a fake rank group: calls that wait, their errors, their progress and their end."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import diffusion_worker
+from diffusion_worker import ConfigError, DiffusionEngine, ErrorCode, GroupFailed, RequestError
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.messages import ErrorReport
+from diffusion_worker.offline import engine as offline_engine
+from diffusion_worker.offline.progress import StepCounts
+from fake_rank_group import FakeRankGroup
+from worker_process import DIGITS, DIGITS_MODEL
+
+STRIPES = DIGITS / "loras" / "stripes"
+
+
+class Groups:
+    """The fake groups that engines were given; `settings` are for the next one."""
+
+    def __init__(self) -> None:
+        self.made: list[FakeRankGroup] = []
+        self.settings: dict[str, Any] = {}
+        self.broken_adapter: str | None = None
+
+    def make(self, config: WorkerConfig) -> FakeRankGroup:
+        group = FakeRankGroup(config.ranks, **self.settings)
+        if self.broken_adapter is not None:
+            group.adapter_errors[self.broken_adapter] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json")
+        self.made.append(group)
+        return group
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    groups = Groups()
+    monkeypatch.setattr(offline_engine, "RankExecutor", groups.make)
+    return groups
+
+
+@pytest.fixture
+def engine(groups: Groups) -> Iterator[DiffusionEngine]:
+    with DiffusionEngine(DIGITS_MODEL, served_name="digits", loras={"stripes": STRIPES}) as engine:
+        yield engine
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "diffusion-engine"]
+
+
+async def nothing_runs(engine: DiffusionEngine) -> None:
+    """Returns when the engine has no request any more."""
+    await engine._thread.engine._steps._idle.wait()
+
+
+def test_the_public_names_are_sorted_and_all_there() -> None:
+    assert list(diffusion_worker.__all__) == [
+        "ConfigError",
+        "DiffusionEngine",
+        "ErrorCode",
+        "GeneratedPicture",
+        "GroupFailed",
+        "RequestError",
+        "WorkerError",
+    ]
+    assert [name for name in diffusion_worker.__all__ if getattr(diffusion_worker, name).__name__ != name] == []
+    assert set(diffusion_worker.__all__) <= set(dir(diffusion_worker))
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = diffusion_worker.Nothing
+
+
+def test_importing_the_package_imports_neither_torch_nor_asyncio() -> None:
+    heavy = "{'torch', 'numpy', 'diffusers', 'asyncio', 'fastapi', 'click', 'msgspec'}"
+    probe = f"import sys, diffusion_worker; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+
+
+def test_pictures_come_in_the_order_of_their_prompts_with_seeds_that_follow_each_other(engine: DiffusionEngine) -> None:
+    pictures = engine.generate(["a red digit seven", "a blue digit one"], n=2, seed=5, size="48x64", steps=2)
+    assert [(picture.prompt[:5], picture.seed) for picture in pictures] == [("a red", 5), ("a red", 6), ("a blu", 5), ("a blu", 6)]
+    assert {picture.image.size for picture in pictures} == {(48, 64)}
+    again = engine.generate("a blue digit one", seed=6, height=64, width=48, steps=2)
+    assert again[0].image.tobytes() == pictures[3].image.tobytes()
+
+
+def test_a_picture_says_what_made_it(engine: DiffusionEngine) -> None:
+    (picture,) = engine.generate("a red digit seven", seed=5, steps=2, adapter="stripes", guidance_scale=3.0)
+    assert (picture.provenance.model, picture.provenance.steps, picture.provenance.guidance_scale) == ("digits", 2, 3.0)
+    assert [adapter.name for adapter in picture.provenance.adapters] == ["stripes"]
+    assert picture.metadata["seed"] == 5 and "seven" not in repr(picture.metadata)
+    assert picture.timings.total > 0
+
+
+@pytest.mark.parametrize("name", ["seven.png", "seven.JPG", "seven.webp"])
+def test_a_saved_picture_has_its_metadata_in_it(engine: DiffusionEngine, tmp_path: Path, name: str) -> None:
+    (picture,) = engine.generate("a red digit seven", seed=5, steps=1)
+    saved = picture.save(tmp_path / name)
+    assert b'"seed": 5' in saved.read_bytes().replace(b'"seed":5', b'"seed": 5')
+
+
+def test_a_name_or_quality_that_cannot_be_saved_is_refused(engine: DiffusionEngine, tmp_path: Path) -> None:
+    (picture,) = engine.generate("a red digit seven", steps=1)
+    with pytest.raises(RequestError, match=r"path: expected a name that ends in \.png"):
+        picture.save(tmp_path / "seven.gif")
+    with pytest.raises(RequestError, match="quality: expected 0 to 100"):
+        picture.save(tmp_path / "seven.jpg", quality=101)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt": []}, "prompt: expected a text or a list of texts, found an empty list"),
+        ({"prompt": 7}, "prompt: expected a text or a list of texts, found int"),
+        ({"prompt": ["a", 7]}, "prompt: expected `str`, got `int`"),
+        ({"prompt": " "}, "prompt: expected a text"),
+        ({"n": "two"}, "n: expected `int`, got `str`"),
+        ({"size": "big"}, "size: expected WIDTHxHEIGHT"),
+        ({"size": "60x60"}, "size: expected width and height that are multiples of 8"),
+        ({"size": "64x64", "width": 8}, "size: expected either size or height and width"),
+        ({"steps": 0}, "num_inference_steps: expected 1 to 200"),
+        ({"adapter": "nobody"}, "nobody"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(engine: DiffusionEngine, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.generate(**{"prompt": "a red digit seven", **wrong})
+
+
+def test_a_refused_prompt_ends_the_whole_call_and_the_next_one_works(engine: DiffusionEngine) -> None:
+    with pytest.raises(RequestError, match="prompt: expected at most"):
+        engine.generate(["a red digit seven", "x" * 10_000])
+    assert len(engine.generate("a red digit seven", steps=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "/nowhere"}, "--model"),
+        ({"ranks": 0}, "ranks: 0 is not in the range 1<=x<=64"),
+        ({"ranks": "two"}, "ranks: expected `int`, got `str`"),
+        ({"rank": 2}, "rank: unknown option of the engine"),
+        ({"ui": True}, "ui: unknown option of the engine"),
+        ({"dtype": "float8"}, "dtype: Invalid enum value 'float8'"),
+        ({"limits": {"max_steps": "many"}}, "limits.max_steps: expected `int`"),
+        ({"batch_window_s": 2}, "batch_window_s: expected 0 to 1"),
+        ({"loras": {"Stripes": STRIPES}}, "a name of a-z"),
+        ({"loras": {"stripes": "/nowhere"}}, "found nothing there"),
+        ({"tensor": 3, "ranks": 2}, "--tensor 3"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name_before_anything_starts(groups: Groups, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DiffusionEngine(**{"model": DIGITS_MODEL, **wrong})
+    assert groups.made == [] and engine_threads() == []
+
+
+def test_a_model_that_does_not_load_is_an_error_and_leaves_nothing(groups: Groups) -> None:
+    groups.settings = {"config_error": "the weights are not there"}
+    with pytest.raises(ConfigError, match="the weights are not there"):
+        DiffusionEngine(DIGITS_MODEL)
+    assert groups.made[0].stopped and engine_threads() == []
+
+
+def test_an_adapter_that_does_not_load_is_an_error_and_not_a_warning(groups: Groups) -> None:
+    groups.broken_adapter = str(STRIPES)
+    with pytest.raises(ConfigError, match=r"loras: adapter 'stripes' was not loaded: .*no adapter_config\.json"):
+        DiffusionEngine(DIGITS_MODEL, loras={"stripes": STRIPES})
+    assert groups.made[0].stopped
+
+
+def test_closing_ends_the_ranks_and_closing_again_is_harmless(groups: Groups) -> None:
+    engine = DiffusionEngine(DIGITS_MODEL)
+    engine.close()
+    engine.close()
+    assert groups.made[0].stopped and engine_threads() == []
+    with pytest.raises(RequestError, match="the engine is closed") as raised:
+        engine.generate("a red digit seven")
+    assert raised.value.code is ErrorCode.TERMINATING
+
+
+def test_an_engine_that_nobody_refers_to_ends_itself(groups: Groups) -> None:
+    engine = DiffusionEngine(DIGITS_MODEL)
+    reference = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert reference() is None and groups.made[0].stopped and engine_threads() == []
+
+
+def test_an_interrupted_call_raises_and_frees_its_places(engine: DiffusionEngine, groups: Groups) -> None:
+    groups.made[0].stepping.clear()
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate("a red digit seven", n=4)
+    timer.join()
+    engine._thread.run(nothing_runs(engine), timeout_s=10)
+
+
+def test_a_call_that_takes_too_long_is_given_up(engine: DiffusionEngine, groups: Groups) -> None:
+    groups.made[0].stepping.clear()
+    with pytest.raises(RequestError, match=r"not made within 0\.01 s") as raised:
+        engine.generate("a red digit seven", timeout_s=0.01)
+    assert raised.value.code is ErrorCode.TIMEOUT
+
+
+def test_ranks_that_are_lost_too_often_are_the_packages_own_error(groups: Groups) -> None:
+    with DiffusionEngine(DIGITS_MODEL, max_restarts=0) as engine:
+        group = groups.made[0]
+        group.stepping.clear()
+        timer = threading.Timer(0.05, lambda: group._failure.get_loop().call_soon_threadsafe(group.die, "rank 0 was ended by SIGKILL"))
+        timer.start()
+        with pytest.raises(GroupFailed, match="SIGKILL"):
+            engine.generate("a red digit seven")
+        timer.join()
+        with pytest.raises(RequestError) as raised:
+            engine.generate("a red digit seven")
+    assert raised.value.code is ErrorCode.ENGINE_FAILED
+
+
+def test_the_bar_of_a_call_ends_with_all_its_pictures_and_steps(engine: DiffusionEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.generate(["a red digit seven", "a blue digit one"], n=2, steps=3, progress=True)
+    assert "4/4 pictures: 100%" in capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+
+
+def test_there_is_no_bar_where_stderr_is_no_terminal_unless_asked(engine: DiffusionEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.generate("a red digit seven", steps=3)
+    assert capsys.readouterr().err == ""
+
+
+def test_counts_of_steps_wait_for_the_first_picture_that_knows() -> None:
+    assert (StepCounts(3).expected, StepCounts(3).taken, StepCounts(3).finished) == (None, 0, 0)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DiffusionEngine`: pictures in a script, by the engine, the scheduler and the rank processes of the server, without HTTP."""
+
+import asyncio
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.cli import parse_size
+from diffusion_worker.engine.admission import GenerationParams
+from diffusion_worker.engine.documents import AdapterState
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.results import Generation, RequestEvent
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.offline.engine_thread import EngineThread
+from diffusion_worker.offline.options import described, worker_config
+from diffusion_worker.offline.picture import GeneratedPicture
+from diffusion_worker.offline.progress import StepCounts, load_bar, step_bar
+from diffusion_worker.ranks.executor import RankExecutor
+
+
+class DiffusionEngine:
+    """One model on rank processes of its own, for a script.
+
+        with DiffusionEngine("models/digits", loras={"stripes": "loras/stripes"}) as engine:
+            picture, = engine.generate("a red digit seven", seed=1)
+            picture.save("seven.png")
+
+    Any thread may call it, several at once share the model's steps. It ends with `close`, with its `with` block, when nothing
+    refers to it any more, or with the interpreter; its ranks end with the process in any case.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        ranks: int = 1,
+        loras: Mapping[str, str | PathLike[str]] | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Start `ranks` processes and load the model and its adapters; returns when pictures can be made.
+
+        `loras` has the folders of adapters by name. `options` are those of the program, named as fields of `WorkerConfig`
+        (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` draws progress bars here and in
+        every call; by default where stderr is a terminal.
+
+        Raises:
+            ConfigError: an option, the model or an adapter is wrong. GroupFailed: the ranks did not come up, or died.
+        """
+        config = worker_config(model, ranks, loras or {}, options)
+        self._progress = progress
+        self._thread = EngineThread(config, lambda: RankExecutor(config))
+        # It must not refer to `self`; it also runs when the interpreter ends.
+        weakref.finalize(self, self._thread.close)
+        try:
+            with load_bar(config.served_name, self._thread.load_progress, progress) as draw:
+                self._thread.start(meanwhile=draw)
+            _require_adapters(self._thread.engine)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "DiffusionEngine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks; calls of other threads that run have `drain_timeout_s` to finish. Closing again does nothing."""
+        self._thread.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        n: int = 1,
+        seed: int | None = None,
+        size: str | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        steps: int | None = None,
+        guidance_scale: float | None = None,
+        negative_prompt: str | None = None,
+        adapter: str | None = None,
+        exact: bool = False,
+        accelerated: bool | None = None,
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> list[GeneratedPicture]:
+        """Make `n` pictures of each prompt, in the prompts' order; several share the model's steps as far as that pays.
+
+        Their seeds are `seed`, `seed + 1`, … for every prompt, or random. What is not said is the engine's or the model's
+        default. `size` is `"WIDTHxHEIGHT"`. A call that is interrupted, or takes longer than `timeout_s`, makes nothing more.
+
+        Raises:
+            RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), the call took
+                too long (Timeout), the engine is closed (Terminating), or making it failed. GroupFailed: the ranks are lost.
+        """
+        prompts = _prompts(prompt)
+        if size is not None:
+            width, height = _sides(size, height, width)
+        fields: dict[str, object] = {
+            "n": n,
+            "seed": seed,
+            "height": height,
+            "width": width,
+            "steps": steps,
+            "guidance_scale": guidance_scale,
+        }
+        fields |= {"negative_prompt": negative_prompt, "model": adapter, "exact": exact, "accelerated": accelerated}
+        wanted = [_params({**fields, "prompt": text}) for text in prompts]
+        engine = self._thread.engine
+        counts = StepCounts(sum(params.n for params in wanted))
+        with step_bar(counts, self._progress if progress is None else progress) as draw:
+            try:
+                made = self._thread.run(_make(engine, wanted, counts.listener), meanwhile=draw, timeout_s=timeout_s)
+            except TimeoutError:
+                raise RequestError(ErrorCode.TIMEOUT, f"the pictures were not made within {timeout_s:g} s") from None
+        return [
+            GeneratedPicture(params.prompt, generation.provenance, picture)
+            for params, generation in zip(wanted, made, strict=True)
+            for picture in generation.pictures
+        ]
+
+
+async def _make(
+    engine: Engine, wanted: list[GenerationParams], listener: Callable[[int], Callable[[RequestEvent], None]]
+) -> list[Generation]:
+    """All at once; the first error ends the others."""
+    tasks = [asyncio.create_task(engine.generate(params, on_event=listener(index))) for index, params in enumerate(wanted)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _require_adapters(engine: Engine) -> None:
+    """A server tells of an adapter that it could not load and goes on; a script has nobody to mend it."""
+    for adapter in engine.state_document().adapters:
+        if adapter.state is not AdapterState.LOADED:
+            why = adapter.error.message if adapter.error else f"it is {adapter.state}"
+            raise ConfigError(f"loras: adapter {adapter.name!r} was not loaded: {why}")
+
+
+def _prompts(prompt: str | Sequence[str]) -> list[str]:
+    if not isinstance(prompt, Sequence):
+        raise _refused("prompt", "a text or a list of texts", type(prompt).__name__)
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not prompts:
+        raise _refused("prompt", "a text or a list of texts", "an empty list")
+    return prompts
+
+
+def _sides(size: str, height: int | None, width: int | None) -> tuple[int, int]:
+    if height is not None or width is not None:
+        raise _refused("size", "either size or height and width", "both")
+    try:
+        return parse_size(size, "size")
+    except ConfigError as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, str(error), details={"field": "size"}) from None
+
+
+def _params(fields: dict[str, object]) -> GenerationParams:
+    """The request as the engine takes it, its types checked. What is wrong with a prompt is told without repeating it."""
+    try:
+        return msgspec.convert(fields, GenerationParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, described(error)) from None
+
+
+def _refused(field: str, expected: str, found: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine on an event loop in a thread of its own, for callers that have no loop, or another one.
+
+Every wait looks up often: at the caller's wish (a progress bar), at its deadline, and whether the thread still lives. So Ctrl-C
+is heard at once, and nothing hangs.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+
+LOOK_S = 0.1
+# As the server's: ranks have 5 s to leave before they are killed.
+STOP_TIMEOUT_S = 12.0
+# A start that was interrupted may wait for the fork server's imports.
+FORK_SERVER_S = 30.0
+
+T = TypeVar("T")
+
+
+def nothing() -> None:
+    """What a caller does that has nothing to do while it waits."""
+
+
+class EngineThread:
+    """One engine with its ranks. Its methods are for every thread but its own; `close` is for all."""
+
+    def __init__(self, config: WorkerConfig, make_ranks: Callable[[], RankGroup]) -> None:
+        self._config = config
+        self._make_ranks = make_ranks
+        self._engine: Engine | None = None
+        self._ranks: RankGroup | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._ending: concurrent.futures.Future[None] | None = None
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._turn, name="diffusion-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once it has started; raises RequestError (Terminating) when it is closed."""
+        if self._ending is not None or self._engine is None:
+            raise RequestError(ErrorCode.TERMINATING, "the engine is closed")
+        return self._engine
+
+    def start(self, *, meanwhile: Callable[[], None] = nothing) -> None:
+        """Load the model and its adapters.
+
+        Raises:
+            ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up in time, or died.
+        """
+        self.run(self._start(), meanwhile=meanwhile)
+
+    def load_progress(self) -> tuple[int, int]:
+        """Bytes of weights loaded and in all; both 0 where that is not known yet."""
+        return self._ranks.load_progress() if self._ranks is not None else (0, 0)
+
+    def run(self, work: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
+        """The result of `work` on the loop. `meanwhile` is called ten times a second; whatever ends the wait ends the work.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s`. GroupFailed: the loop's thread is gone.
+        """
+        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while not concurrent.futures.wait([future], LOOK_S).done:
+                meanwhile()
+                self._require_alive()
+                if ends_at is not None and time.monotonic() > ends_at:
+                    raise TimeoutError
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
+
+    def close(self) -> None:
+        """End the ranks and the thread; returns when they are gone. Harmless when repeated, and in a child of this process."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            if self._ending is None:
+                self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        if threading.current_thread() is self._thread:
+            return  # the garbage collector found it here: the loop ends it after this
+        concurrent.futures.wait([self._ending], self._config.drain_timeout_s + STOP_TIMEOUT_S + FORK_SERVER_S)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _require_alive(self) -> None:
+        if not self._thread.is_alive():
+            raise GroupFailed("the engine's thread ended")
+
+    def _turn(self) -> None:
+        """The thread: turns the loop until `_end` stops it."""
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    async def _start(self) -> None:
+        self._ranks = self._make_ranks()
+        self._engine = Engine(self._config, self._ranks, boot_id=uuid.uuid4().hex)
+        self._starting = asyncio.create_task(self._engine.start())
+        await self._starting
+
+    async def _end(self) -> None:
+        try:
+            if self._starting is not None:
+                self._starting.cancel()
+                await asyncio.gather(self._starting, return_exceptions=True)
+            if self._engine is not None:
+                await self._engine.terminate()
+            # A thread that still starts ranks would have nobody to tell. At the interpreter's exit nothing can run in threads any more.
+            with contextlib.suppress(RuntimeError):
+                await self._loop.shutdown_default_executor()
+        finally:
+            self._loop.call_soon(self._loop.stop)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script tells the engine, checked as the command line checks its options."""
+
+import re
+from collections.abc import Mapping
+from os import PathLike, fspath
+from typing import Any
+
+import click
+import msgspec
+
+from diffusion_worker import cli
+from diffusion_worker.config import WorkerConfig, served_name_of
+from diffusion_worker.errors import ConfigError
+
+# What only means something to a server and its operator, and what the engine's own arguments set.
+NOT_HERE = frozenset({"api_key_path", "control_token_path", "desired_path", "preload_loras", "ui"})
+GIVEN = frozenset({"model", "ranks"})
+MAX_BATCH_WINDOW_S = 1.0
+PLACE = re.compile(r" - at `\$\.?(.*)`$")
+
+
+def worker_config(
+    model: str | PathLike[str], ranks: int, loras: Mapping[str, str | PathLike[str]], options: Mapping[str, object]
+) -> WorkerConfig:
+    """The settings of an engine; raises ConfigError with the option's name."""
+    allowed = set(WorkerConfig.__struct_fields__) - NOT_HERE - GIVEN
+    if unknown := sorted(set(options) - allowed):
+        raise ConfigError(f"{unknown[0]}: unknown option of the engine, expected one of {', '.join(sorted(allowed))}")
+    folder = fspath(model)
+    fields: dict[str, Any] = {"served_name": served_name_of(folder), **options, "model": folder, "ranks": ranks}
+    try:
+        config = msgspec.convert(fields, WorkerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(described(error)) from None
+    _check_ranges(fields, config)
+    loaded = cli.parse_loras(tuple(f"{name}={fspath(path)}" for name, path in loras.items()))
+    config = msgspec.structs.replace(config, preload_loras=loaded)
+    cli.check(config)
+    return config
+
+
+def described(error: msgspec.ValidationError) -> str:
+    """A wrong type or value, with the name of its field first."""
+    text = str(error)
+    place = PLACE.search(text)
+    return f"{place[1]}: {PLACE.sub('', text).replace('Expected', 'expected', 1)}" if place and place[1] else text
+
+
+def _check_ranges(fields: Mapping[str, Any], config: WorkerConfig) -> None:
+    """The command line's ranges, for the options that have the name of their field."""
+    for option in cli.serve.params:
+        name = str(option.name)
+        if isinstance(option.type, click.IntRange | click.FloatRange) and fields.get(name) is not None:
+            try:
+                option.type.convert(fields[name], option, None)
+            except click.BadParameter as error:
+                raise ConfigError(f"{name}: {error.message}") from None
+    if not 0 <= config.batch_window_s <= MAX_BATCH_WINDOW_S:
+        raise ConfigError(f"batch_window_s: expected 0 to {MAX_BATCH_WINDOW_S:g}, found {config.batch_window_s:g}")

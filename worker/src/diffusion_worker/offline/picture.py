@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A finished picture in a script."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from PIL import Image
+
+from diffusion_worker.engine.results import Picture, Provenance, Timings
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.server.encoding import OutputFormat, encode, metadata_of
+
+FORMATS = {".png": OutputFormat.PNG, ".jpg": OutputFormat.JPEG, ".jpeg": OutputFormat.JPEG, ".webp": OutputFormat.WEBP}
+
+
+@dataclass(frozen=True)
+class GeneratedPicture:
+    """A picture with all that made it; the same prompt, seed and provenance make it again."""
+
+    prompt: str
+    provenance: Provenance
+    made: Picture = field(repr=False)
+
+    @property
+    def seed(self) -> int:
+        """The seed it was made from."""
+        return self.made.seed
+
+    @property
+    def timings(self) -> Timings:
+        """Seconds it took, by stage."""
+        return self.made.timings
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """Provenance, seed and size as plain data: what `save` writes into the file. The prompt is not in it."""
+        return metadata_of(self.provenance, self.made)
+
+    @cached_property
+    def image(self) -> Image.Image:
+        """The picture for Pillow."""
+        return Image.frombytes("RGB", (self.made.width, self.made.height), bytes(self.made.pixels))
+
+    def save(self, path: str | PathLike[str], *, quality: int | None = None) -> Path:
+        """Write a PNG, JPEG or WebP, by the name's ending, with the metadata in it; `quality` is 0 to 100 of the last two.
+
+        Raises:
+            RequestError: InvalidRequest, the name has another ending or the quality is out of range. OSError: as `open` does.
+        """
+        target = Path(path)
+        if target.suffix.lower() not in FORMATS:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"path: expected a name that ends in {', '.join(FORMATS)}, found {target.name!r}")
+        output_format = FORMATS[target.suffix.lower()]
+        if quality is not None and (output_format is OutputFormat.PNG or not 0 <= quality <= 100):
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, f"quality: expected 0 to 100 for a JPEG or WebP, found {quality} for {target.name!r}"
+            )
+        target.write_bytes(self._encoded(output_format, quality))
+        return target
+
+    def _encoded(self, output_format: OutputFormat, quality: int | None = None) -> bytes:
+        made = self.made
+        return encode(made.pixels, made.height, made.width, output_format=output_format, compression=quality, metadata=self.metadata)
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        return self._encoded(OutputFormat.PNG)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress bars for people, on stderr. What the engine's thread tells is only noted; the thread that waits draws."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm.std import tqdm  # type: ignore[import-untyped]
+
+from diffusion_worker.engine.results import RequestEvent, StepTaken
+
+WEIGHTS_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}]"
+
+
+def wanted(progress: bool | None) -> bool:
+    """Whether to draw: as told, else where stderr is a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
+
+
+class StepCounts:
+    """The steps of one call's pictures. A picture whose ranks were lost begins again, so counts may fall."""
+
+    def __init__(self, pictures: int) -> None:
+        self.pictures = pictures
+        self._steps: dict[tuple[int, int], StepTaken] = {}
+
+    def listener(self, prompt: int) -> Callable[[RequestEvent], None]:
+        """Hears the events of one prompt of the call."""
+
+        def note(event: RequestEvent) -> None:
+            if isinstance(event, StepTaken):
+                self._steps[prompt, event.index] = event
+
+        return note
+
+    @property
+    def taken(self) -> int:
+        """Steps taken so far."""
+        return sum(event.step for event in list(self._steps.values()))
+
+    @property
+    def expected(self) -> int | None:
+        """Steps in all, as far as the pictures that began tell; None where none of them does."""
+        most = max((event.steps or 0 for event in list(self._steps.values())), default=0)
+        return most * self.pictures or None
+
+    @property
+    def finished(self) -> int:
+        """Pictures that took their last step."""
+        return sum(1 for event in list(self._steps.values()) if event.step == event.steps)
+
+
+@contextmanager
+def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[], None]]:
+    """One bar for a call; gives what draws it anew."""
+    with tqdm(total=None, unit="step", disable=not wanted(progress)) as bar:
+
+        def draw() -> None:
+            bar.total, bar.n = counts.expected, counts.taken
+            bar.set_description_str(f"{counts.finished}/{counts.pictures} pictures", refresh=True)
+
+        yield draw
+        draw()
+
+
+@contextmanager
+def load_bar(name: str, loaded: Callable[[], tuple[int, int]], progress: bool | None) -> Iterator[Callable[[], None]]:
+    """A bar for the load of a model; gives what draws it anew. `loaded` tells bytes done and in all."""
+    with tqdm(total=None, desc=f"loading {name}", bar_format=WEIGHTS_FORMAT, unit_scale=True, disable=not wanted(progress)) as bar:
+
+        def draw() -> None:
+            bar.n, total = loaded()
+            bar.total = total or None
+            bar.refresh()
+
+        yield draw
+        draw()
