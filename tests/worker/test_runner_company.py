@@ -233,7 +233,7 @@ def test_one_request_at_a_time_fails_as_its_request_does(rig: RunnerRig) -> None
 
 
 def test_a_pipeline_that_returns_no_picture_is_refused_by_its_name(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusion_worker.runner.model_runner.make_body", lambda pipeline, spec, **_: lambda: "a string")
+    monkeypatch.setattr("diffusion_worker.runner.tasks.make_body", lambda pipeline, spec, **_: lambda: "a string")
     with pytest.raises(RequestError, match="StableDiffusion3Pipeline returned str, expected a picture"):
         rig.runner.execute_model(request("one"))
 

@@ -128,7 +128,7 @@ def test_a_request_that_cannot_even_be_prepared_fails_alone(rig: RunnerRig, monk
             raise KeyError("a custom pipeline's mistake")
         return make_body(pipeline, spec)
 
-    monkeypatch.setattr("diffusion_worker.runner.model_runner.make_body", prepare)
+    monkeypatch.setattr("diffusion_worker.runner.tasks.make_body", prepare)
     pictures, errors = rig.run(request("odd"), request("good"))
     assert errors["odd"].code == ErrorCode.ENGINE_FAILED
     assert list(pictures) == ["good"]

@@ -138,6 +138,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     # What can be asked for, of `Task`, and how many pictures an edit may start from.
     tasks: list[Task] = msgspec.field(default_factory=lambda: [Task.GENERATE])
     max_input_images: int = 0
+    # The pictures of an edit are references that the model sees beside the one it makes: each costs as much as that.
+    references: bool = False
     default_guidance_scale: float | None = None
     # What was made of the options that speed up or shrink the model, by their names: `{"compile": "default"}`.
     features: dict[str, str] = {}
@@ -263,6 +265,8 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     progress: list[Progress] = []
     previews: list[Preview] = []
     prompt_cache: PromptCacheStats | None = None
+    # As in `ModelInfo`, when they are others than before: what was compiled does not fit, and runs as it is.
+    features: dict[str, str] | None = None
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):

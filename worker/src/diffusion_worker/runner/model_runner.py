@@ -25,7 +25,6 @@ from diffusion_worker.runner.pipeline import (
     describe,
     dtype_of,
     load_pipeline,
-    make_body,
     modules_of,
 )
 from diffusion_worker.runner.prompt_cache import PromptCache
@@ -33,7 +32,9 @@ from diffusion_worker.runner.request_body import Pixels
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
 from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
+from diffusion_worker.runner.tasks import TaskPipelines
 from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.runner.warm_up import warm_up
 from diffusion_worker.runner.weight_loading import replace_weights
 
 __all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput", "UnknownRequest"]
@@ -61,6 +62,8 @@ class DiffusionModelRunner:
         self._stepper = Stepper(self._states, parallel, self._prompts)
         self._weights_bytes = 0
         self.pipeline: Any = None
+        self._model: ModelInfo | None = None
+        self._tasks: TaskPipelines | None = None
         self.weights = ModelWeights(device)
         self.loras: DiffusionLoRAManager | None = None
 
@@ -79,7 +82,8 @@ class DiffusionModelRunner:
         modules = modules_of(pipeline)
         total = sum(tensor.numel() * tensor.element_size() for module in modules.values() for tensor in module.state_dict().values())
         kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
-        info = kinds.describe(describe(pipeline, dtype, total))
+        self._tasks = TaskPipelines(pipeline)
+        info = self._tasks.describe(kinds.describe(describe(pipeline, dtype, total)))
         done = 0
         for name, module in modules.items():
             module.eval().requires_grad_(False)
@@ -92,7 +96,23 @@ class DiffusionModelRunner:
         self._stepper.serve(modules, self.loras)
         self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         self.clear_prompt_embed_cache()
+        self._model = info
         return info
+
+    def warm_up(self) -> dict[str, str]:
+        """Run requests of few steps, of which nothing is left; returns what became of the options, as `ModelInfo.features`.
+
+        Raises:
+            RequestError: one of them failed.
+        """
+        assert self._model is not None
+        try:
+            warm_up(self._config, self._model, self.execute_stepwise)
+        finally:
+            self.drop_all()
+            if self._prompts is not None:
+                self._prompts.reset()
+        return self._model.features
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -137,7 +157,7 @@ class DiffusionModelRunner:
         self.drop_all()
         self.clear_prompt_embed_cache()
         forget_copies()
-        self.pipeline = self.loras = None
+        self.pipeline = self.loras = self._tasks = None
         self._stepper.serve({}, None)
         self.weights = ModelWeights(self._device)
         gc.collect()
@@ -182,12 +202,13 @@ class DiffusionModelRunner:
         """Add requests, but for those that some rank refuses."""
         if not tick.join:
             return
+        assert self._tasks is not None
         refused = {}
         left = iter(frames)
         for spec, count in zip(tick.join, tick.frames or [0] * len(tick.join), strict=True):
             own = list(itertools.islice(left, count))
             try:
-                self.join(spec, make_body(self.pipeline, spec, frames=own))
+                self.join(spec, self._tasks.body(spec, own))
             except Exception as error:
                 refused[spec.request_id] = report_of(error, asked=False)
         output.errors |= failures_of_all(self._parallel, refused)

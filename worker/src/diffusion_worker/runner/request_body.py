@@ -7,7 +7,7 @@ is refused with the name of the field. Custom pipelines may say more, see `docs/
 
 import functools
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import diffusers
@@ -16,6 +16,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec
+from diffusion_worker.runner.mended import mend
 from diffusion_worker.runner.pipeline_view import guide, guiders_of, hooks_models, view_of
 from diffusion_worker.runner.step_support import why_exclusive
 
@@ -50,6 +51,7 @@ class PipelineBody:
 
     def __call__(self) -> Pixels:
         view = view_of(self._pipeline)
+        mend(view)
         if self._guidance is not None:
             guide(view, self._guidance)
         # The generator is a CPU one: the same seed gives the same noise on every device and rank.
@@ -64,9 +66,7 @@ class PipelineBody:
                     module.set_attn_processor(own)
 
 
-def make_body(
-    pipeline: Any, spec: RequestSpec, *, frames: Sequence[bytes] = (), conditioning: Mapping[str, Any] | None = None
-) -> PipelineBody:
+def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
     """The body of a request; `conditioning` are pictures and the like by the name of the pipeline's argument.
 
     Raises:
