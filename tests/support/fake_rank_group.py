@@ -90,7 +90,11 @@ class FakeRankGroup:
         self.method_errors: dict[str, ErrorReport] = {}
         # Pictures of so many pixels and more are out of memory.
         self.out_of_memory_pixels: int | None = None
+        # What was called; warm-ups are counted apart, as every start has one.
         self.calls: list[str] = []
+        self.warm_ups = 0
+        # What became of the worker's options, as the ranks say after their warm-up.
+        self.features: dict[str, str] = {}
         self.stopped = False
         # How the next restarts end, in order: an error to raise, or None; past them every restart works.
         self.restart_errors: list[Exception | None] = []
@@ -203,7 +207,10 @@ class FakeRankGroup:
     ) -> list[RpcReply]:
         """Run a method of the worker on every rank; waits for `calling`."""
         self._check()
-        self.calls.append(method)
+        if method == "warm_up":
+            self.warm_ups += 1
+        else:
+            self.calls.append(method)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait(self.calling)
@@ -213,6 +220,8 @@ class FakeRankGroup:
         if method in self.method_errors:
             return self._replies(error=self.method_errors[method])
         match method:
+            case "warm_up":
+                return self._replies(dict(self.features))
             case "add_lora":
                 request = msgspec.msgpack.decode(raw["request"], type=LoRARequest)
                 return self._add_lora(request, msgspec.msgpack.decode(raw["digest"], type=str | None))

@@ -73,7 +73,7 @@ def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> 
         _refuse("num_inference_steps", f"1 to {limits.max_steps}", params.steps)
     if params.guidance_scale is not None and not 0 <= params.guidance_scale <= 100:
         _refuse("guidance_scale", "0 to 100", params.guidance_scale)
-    _check_size(params, limits, model)
+    check_size(params, limits, model)
 
 
 def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -> None:
@@ -90,7 +90,8 @@ def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -
         _refuse("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")
 
 
-def _check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
+def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
+    """Raises RequestError (InvalidRequest) for a size that the model cannot make or that is over the limit."""
     if params.width is None or params.height is None:
         return
     size = f"{params.width}x{params.height}"

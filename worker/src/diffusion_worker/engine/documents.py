@@ -28,6 +28,7 @@ class LoadStage(enum.StrEnum):
 
     STARTING_RANKS = "StartingRanks"
     LOADING_WEIGHTS = "LoadingWeights"
+    WARMUP = "Warmup"
     LOADING_ADAPTERS = "LoadingAdapters"
     DONE = "Done"
 
@@ -170,6 +171,8 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     failure: Problem | None
     restarts: int = 0
     last_loss: LossDocument | None = None
+    # What became of the options that speed up or shrink the model, by their names; one that is not used is not there.
+    features: dict[str, str] = {}
 
 
 class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

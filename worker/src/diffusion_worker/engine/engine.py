@@ -44,6 +44,7 @@ from diffusion_worker.engine.results import AppliedAdapter, Generation, Picture,
 from diffusion_worker.engine.sleeping import Sleeper
 from diffusion_worker.engine.step_loop import Outcome, StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
+from diffusion_worker.engine.warming import warm_up
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoRAUse, ModelInfo, PictureInput, RequestSpec
 
@@ -78,6 +79,7 @@ class Engine:
             self._loader,
             budget=RestartBudget(config.max_restarts),
             call_timeout_s=config.rank_timeout_s,
+            prepare=self._prepare,
             failed=self._fail,
         )
         self._sleeper = Sleeper(self.life, self._steps, self._loader, self._supervisor, call_timeout_s=config.rank_timeout_s)
@@ -103,8 +105,7 @@ class Engine:
         Raises:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
         """
-        self._model = await self._ranks.start()
-        self._steps.describe(self._model)
+        await self._prepare(await self._ranks.start())
         self.life.stage = LoadStage.LOADING_ADAPTERS
         desired = read_desired(self.config.desired_path)
         await self._loader.load_at_start(self.config, desired)
@@ -224,6 +225,7 @@ class Engine:
             failure=self.life.problem(),
             restarts=self.life.losses.restarts,
             last_loss=self.life.losses.document(time.monotonic()),
+            features=self._steps.features,
         )
 
     def sleep(self, call: SleepCall) -> bool:
@@ -278,6 +280,13 @@ class Engine:
             return ProfileDocument(running=all_true(replies))
         paths = [msgspec.msgpack.decode(reply.result or b"", type=str | None) for reply in replies]
         return ProfileDocument(running=False, files=[path for path in paths if path])
+
+    async def _prepare(self, model: ModelInfo) -> None:
+        """Have ranks that have just loaded ready to serve; raises ConfigError or GroupFailed."""
+        self._model = model
+        self._steps.describe(model)
+        self.life.stage = LoadStage.WARMUP
+        self._steps.features = await warm_up(self._ranks, self.config, model)
 
     def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
         """End requests with an error; an id stands for all pictures of its request."""

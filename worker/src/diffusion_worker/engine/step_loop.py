@@ -93,6 +93,8 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = StepStats()
+        # What the options that speed up or shrink the model are now, by their names.
+        self.features: dict[str, str] = {}
         self._ranks = ranks
         self._tick_timeout_s = tick_timeout_s
         self._broken = broken
@@ -239,6 +241,8 @@ class StepLoop:
         stats.model_calls += done.calls
         stats.step_seconds += done.seconds
         stats.pictures += len(done.finished)
+        if done.features is not None:
+            self.features = done.features
         if done.prompt_cache is not None:
             stats.prompt_cache = _added(self._prompts_before, done.prompt_cache)
 

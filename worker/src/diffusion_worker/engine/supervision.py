@@ -8,7 +8,7 @@ its model any more, fails the engine.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.documents import EngineState, LoadStage
@@ -17,12 +17,16 @@ from diffusion_worker.engine.rank_group import Loss, RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.step_loop import StepLoop
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout, RequestError
+from diffusion_worker.messages import ModelInfo
 
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """The tasks that step and watch one rank group; `failed` hears the reason when the engine cannot go on."""
+    """The tasks that step and watch one rank group.
+
+    `prepare` makes ranks that have just loaded ready to serve; `failed` hears the reason when the engine cannot go on.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,7 @@ class Supervisor:
         *,
         budget: RestartBudget,
         call_timeout_s: float,
+        prepare: Callable[[ModelInfo], Awaitable[None]],
         failed: Callable[[str], None],
     ) -> None:
         self._life = life
@@ -41,6 +46,7 @@ class Supervisor:
         self._loader = loader
         self._budget = budget
         self._call_timeout_s = call_timeout_s
+        self._prepare = prepare
         self._failed = failed
         self._stepping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -107,7 +113,7 @@ class Supervisor:
 
     async def _start_again(self) -> None:
         self._life.stage = LoadStage.STARTING_RANKS
-        await self._ranks.restart()
+        await self._prepare(await self._ranks.restart())
         self._life.stage = LoadStage.LOADING_ADAPTERS
         await self._loader.reload()
         self._life.stage = LoadStage.DONE

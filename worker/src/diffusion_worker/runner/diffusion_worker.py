@@ -81,6 +81,12 @@ class DiffusionWorker:
         free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes)
         return msgspec.structs.replace(model, free_bytes=free)
 
+    def warm_up(self) -> dict[str, str]:
+        """Run requests of few steps, of which nothing is left; returns what became of the options. Raises RequestError."""
+        features = self.model_runner.warm_up()
+        self.free_memory()
+        return features
+
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
         """Advance every active request by one step; `frames` are those that `tick.frames` counts."""
         return self.model_runner.execute_stepwise(tick, frames)

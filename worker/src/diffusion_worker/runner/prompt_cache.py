@@ -73,6 +73,11 @@ class PromptCache:
         """Forget everything; the counts go on."""
         self._kept.clear()
 
+    def reset(self) -> None:
+        """Forget everything, and the counts too."""
+        self.clear()
+        self._hits = self._misses = self._bypassed = 0
+
     def stats(self) -> dict[str, int]:
         """Entries kept and allowed, and how many calls were answered, made, and not kept."""
         return {

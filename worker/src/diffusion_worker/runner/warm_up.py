@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm-up on one rank: requests of few steps, run as any other, of which nothing is left but what was compiled for them."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+import msgspec
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import ErrorReport, ModelInfo, PictureInput, RequestSpec, Task, Tick
+from diffusion_worker.runner.stepper import StepOutput
+
+log = logging.getLogger(__name__)
+
+GREY, MASKED = 128, 255
+# For models that say of no size what it is by default; most were trained for some such.
+SIDE = 512
+
+Execute = Callable[[Tick, Sequence[bytes]], StepOutput]
+
+
+class WarmUpRequest(msgspec.Struct, frozen=True):
+    """A request with its frames."""
+
+    spec: RequestSpec
+    frames: list[bytes]
+
+
+def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, pictures: int = 1) -> None:
+    """Run the warm-up in every size, `pictures` at once: `execute` advances what joined by a step.
+
+    Raises:
+        RequestError: a request failed; the message says which and why.
+    """
+    for request in warm_up_requests(config, model):
+        specs = [msgspec.structs.replace(request.spec, request_id=f"{request.spec.request_id}-{number}") for number in range(pictures)]
+        failed = _run(execute, specs, request.frames)
+        if failed is not None:
+            spec, size = request.spec, f"{request.spec.width}x{request.spec.height}" if request.spec.width else "the default size"
+            what = f"{spec.task} with {spec.steps} steps in {size} by {model.pipeline}"
+            raise RequestError(ErrorCode(failed.code), f"{what}: {failed.message}")
+
+
+def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpRequest]:
+    """One request of words for each size; where the model makes nothing of words alone, one that starts from a grey picture."""
+    sizes: list[tuple[int | None, int | None]] = [*config.warmup_sizes] or [(None, None)]
+    for number, (width, height) in enumerate(sizes):
+        spec = RequestSpec(
+            request_id=f"warm-up-{number}", prompt="warm-up", seed=number, width=width, height=height, steps=config.warmup_steps
+        )
+        if Task.GENERATE in model.tasks:
+            yield WarmUpRequest(spec, [])
+        elif model.tasks:
+            yield _from_picture(spec, model)
+        else:
+            log.warning("no warm-up: %s serves no task that it could be of", model.pipeline)
+
+
+def _from_picture(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest:
+    task = model.tasks[0]
+    # In the size of the request, as the server sends them.
+    width, height = spec.width or model.default_width or SIDE, spec.height or model.default_height or SIDE
+    frames = [bytes([GREY]) * (width * height * 3)]
+    mask = None
+    if task is Task.INPAINT:
+        frames.append(bytes([MASKED]) * (width * height))
+        mask = PictureInput(1, (height, width, 1))
+    images = [PictureInput(0, (height, width, 3))]
+    return WarmUpRequest(msgspec.structs.replace(spec, task=task, width=width, height=height, images=images, mask=mask), frames)
+
+
+def _run(execute: Execute, specs: list[RequestSpec], frames: list[bytes]) -> ErrorReport | None:
+    """All of them to their end, the first error where one fails."""
+    left = {spec.request_id for spec in specs}
+    tick = Tick(1, specs, frames=[len(frames)] * len(specs) if frames else [])
+    given = frames * len(specs)
+    for number in count(2):
+        output = execute(tick, given)
+        if output.errors:
+            return next(iter(output.errors.values()))
+        left -= output.pictures.keys()
+        if not left:
+            return None
+        tick, given = Tick(number), []
+    raise AssertionError("unreachable")
