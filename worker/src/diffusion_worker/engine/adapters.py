@@ -125,8 +125,15 @@ class AdapterTable:
 
     @contextmanager
     def used(self, adapter: Adapter | None, request_id: str, scale: float | None) -> Iterator[LoRAUse | None]:
-        """Holds an adapter for one request; None stands for the base."""
+        """Holds an adapter for one request; None stands for the base.
+
+        Raises:
+            RequestError: InvalidRequest for a scale where there is nothing to scale.
+        """
         if adapter is None:
+            if scale is not None:
+                message = "lora_scale: expected with it the name of an adapter as model, found the base model"
+                raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "lora_scale"})
             yield None
             return
         adapter.users.add(request_id)

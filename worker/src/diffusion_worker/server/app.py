@@ -12,13 +12,15 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.server import control, images, probes
 from diffusion_worker.server.bearer_token import RequireToken, TokenFile
 from diffusion_worker.server.body_limit import BodyLimit
+from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.metrics import Metrics
 from diffusion_worker.server.problems import install_error_answers
 from diffusion_worker.server.request_log import RequestLog
 from diffusion_worker.server.running_requests import RunningRequests
 
-# A prompt is a few kilobytes; there is no upload of pictures here.
+# A prompt is a few kilobytes; only edits bring pictures.
 MAX_BODY_BYTES = 1_048_576
+LARGER_BODIES = {"/v1/images/edits": 67_108_864}
 
 
 def data_app(engine: Engine) -> FastAPI:
@@ -31,6 +33,7 @@ def data_app(engine: Engine) -> FastAPI:
     app.state.metrics = Metrics(engine)
     app.state.started_at = int(time.time())
     app.state.running = RunningRequests()
+    app.state.encoding = EncodingThreads()
     secured = []
     if engine.config.api_key_path is not None:
         secured = _require(app, TokenFile(Path(engine.config.api_key_path), "--api-key-file"), "the API key", _is_api)
@@ -78,6 +81,6 @@ def _app(engine: Engine, *, title: str) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
     )
     app.state.engine = engine
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, larger=LARGER_BODIES)
     install_error_answers(app)
     return app

@@ -11,13 +11,12 @@ from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.results import Generation
 from diffusion_worker.server.answers import AnswerOptions, file_answer, json_answer, picture_file
+from diffusion_worker.server.encoding_threads import EncodingThreads
+from diffusion_worker.server.problems import client_gone
 from diffusion_worker.server.running_requests import ClientGone, unless_unwanted
 from diffusion_worker.server.streaming import EventStream
 
 __all__ = ["AnswerOptions", "answer_generation"]
-
-# nginx's number for a client that went away; nobody receives it.
-CLIENT_CLOSED_REQUEST = 499
 
 
 async def answer_generation(request: Request, params: GenerationParams, options: AnswerOptions) -> Response:
@@ -31,17 +30,16 @@ async def answer_generation(request: Request, params: GenerationParams, options:
     try:
         return await unless_unwanted(request, _answer(request, params, options))
     except ClientGone:
-        request.state.error_code = "ClientGone"
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return client_gone(request)
 
 
 async def _answer(request: Request, params: GenerationParams, options: AnswerOptions) -> Response:
     engine: Engine = request.app.state.engine
     made = await engine.generate(params)
     request.app.state.metrics.observe_generation(made)
-    # Threads, as encoding takes longer than all else that this process does; Pillow and zlib release the GIL.
-    files = await asyncio.gather(*(asyncio.to_thread(picture_file, made, picture, options) for picture in made.pictures))
-    content, media_type = await asyncio.to_thread(_content, made, files, options)
+    encoding: EncodingThreads = request.app.state.encoding
+    files = await asyncio.gather(*(encoding.run(picture_file, made, picture, options) for picture in made.pictures))
+    content, media_type = await encoding.run(_content, made, files, options)
     return Response(content, media_type=media_type)
 
 

@@ -24,6 +24,10 @@ ACCELERATED_QUALITIES = ("low", "medium")
 COMPUTED_QUALITIES = ("high", "hd")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Without a bound pydantic lets texts through that are no Unicode (a half of a surrogate pair), which nothing behind it can send.
+# Prompts have a limit of their own; this one is no smaller.
+Text = Annotated[str, Field(max_length=1_000_000)]
+ModelName = Annotated[str, Field(max_length=256)]
 
 # Why a field, or a value of it, is refused, and what is possible in its place.
 REFUSED = {
@@ -47,14 +51,14 @@ class PictureRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(min_length=1, description="What the picture shows.")]
-    model: Annotated[str | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
+    model: Annotated[ModelName | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
     n: Annotated[int | None, Field(ge=1, description="How many pictures, one if absent. Their seeds follow each other.")] = None
     size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first picture; random if absent.")] = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
-    negative_prompt: Annotated[str | None, Field(description="What the picture does not show.")] = None
-    lora_scale: Annotated[Finite | None, Field(description="Strength of the adapter in this request.")] = None
+    negative_prompt: Annotated[Text | None, Field(description="What the picture does not show.")] = None
+    lora_scale: Annotated[Finite | None, Field(ge=-4, le=4, description="Strength of the adapter that model names; else its own.")] = None
     exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits whoever else is served.")] = (
         None
     )
@@ -74,8 +78,8 @@ class PictureRequest(BaseModel):
     timings: Annotated[bool | None, Field(description="Answer with the seconds of each stage and the peak of memory.")] = None
     background: Annotated[Literal["auto", "opaque"] | None, Field(description="All pictures are opaque.")] = None
     moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted; nothing is moderated.")] = None
-    user: Annotated[str | None, Field(description="Accepted; not used, not kept, not logged.")] = None
-    safety_identifier: Annotated[str | None, Field(description="Accepted; not used, not kept, not logged.")] = None
+    user: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
+    safety_identifier: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
     complexity: Annotated[None, Field(description="Refused: " + REFUSED["complexity"])] = None
     svg: Annotated[None, Field(description="Refused: " + REFUSED["svg"])] = None
     frame_count: Annotated[None, Field(description="Refused: " + REFUSED["frame_count"])] = None

@@ -21,6 +21,10 @@ from diffusion_worker.server.schemas import ADAPTER_NAME_PATTERN
 # What a user wrote is theirs: it goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
+# nginx's number for a client that went away; nobody receives it.
+CLIENT_CLOSED_REQUEST = 499
+# Errors of the framework and of the body's arrival; all others are InvalidRequest.
+HTTP_CODES: dict[int, ErrorCode] = {HTTPStatus.NOT_FOUND: ErrorCode.NOT_FOUND, HTTPStatus.REQUEST_TIMEOUT: ErrorCode.TIMEOUT}
 # Patterns in the words of their readers.
 FORMS = {SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'", ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'"}
 
@@ -45,6 +49,12 @@ def error_answer(
     if retry_after_s is not None:
         sent["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
     return JSONResponse(error_body(error), status or error.status, sent)
+
+
+def client_gone(request: Request) -> Response:
+    """What nobody receives; leaves with the request for log and metrics that its client went away."""
+    request.state.error_code = "ClientGone"
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def error_body(error: RequestError) -> dict[str, object]:
@@ -135,14 +145,16 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = ErrorCode.NOT_FOUND if error.status_code == HTTPStatus.NOT_FOUND else ErrorCode.INVALID_REQUEST
+    if error.status_code == CLIENT_CLOSED_REQUEST:
+        return client_gone(request)
+    code = HTTP_CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     route = f"{request.method} {shortened(request.url.path)}"
-    messages = {
+    messages: dict[int, str] = {
         HTTPStatus.BAD_REQUEST: "the body: expected JSON, found what cannot be parsed",
         HTTPStatus.NOT_FOUND: f"{route}: there is no such route",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route has no such method",
     }
-    problem = RequestError(code, messages.get(HTTPStatus(error.status_code), error.detail))
+    problem = RequestError(code, messages.get(error.status_code, error.detail))
     return error_answer(problem, request=request, status=error.status_code, headers=error.headers)
 
 

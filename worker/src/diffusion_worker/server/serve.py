@@ -26,6 +26,7 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ConfigError, GroupFailed
 from diffusion_worker.server.app import control_app, data_app
+from diffusion_worker.server.connection import BoundedConnection
 
 EXIT_OK = 0
 EXIT_CONFIG = 1
@@ -39,6 +40,8 @@ STOP_TIMEOUT_S = 12.0
 SEND_TIMEOUT_S = 3
 # Longer than clients keep an idle connection (aiohttp 15 s, nginx 60 s), so that none meets one that closes under its request.
 KEEP_ALIVE_S = 75
+# The kernel ends a connection whose client took nothing of what was sent for so long.
+UNREAD_TIMEOUT_S = 60
 TERMINATION_LOG = "/dev/termination-log"
 # The kubelet reads this much.
 TERMINATION_LOG_BYTES = 4096
@@ -179,6 +182,8 @@ def _bind(option: str, host: str, port: int) -> socket.socket:
     # Its connections inherit it. asyncio sets it only where the socket says that it is TCP's, and this one says 0: on a kept
     # connection every answer, sent in two parts, then waited 40 ms for the client's delayed acknowledgement of the first.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A client that reads nothing would keep its answer in our memory, and its connection, as long as it likes.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
     return bound
 
 
@@ -186,6 +191,7 @@ def _listener(app: FastAPI) -> Listener:
     return Listener(
         uvicorn.Config(
             app,
+            http=BoundedConnection,
             log_config=None,
             access_log=False,
             lifespan="off",

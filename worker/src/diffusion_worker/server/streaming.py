@@ -18,7 +18,8 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.results import RequestEvent, StepTaken
 from diffusion_worker.errors import GroupFailed, RequestError
 from diffusion_worker.server.answers import AnswerOptions, completed_event, preview_event, progress_event, server_sent
-from diffusion_worker.server.problems import error_body, lost_ranks, unexpected_error
+from diffusion_worker.server.encoding_threads import EncodingThreads
+from diffusion_worker.server.problems import client_gone, error_body, lost_ranks, unexpected_error
 from diffusion_worker.server.running_requests import ClientGone, unless_unwanted
 
 # A refusal comes at once. Past this the stream begins, so that whoever is in the queue sees that it was taken.
@@ -45,6 +46,7 @@ class EventStream(Response):
         self._params = params
         self._options = options
         self._engine: Engine = request.app.state.engine
+        self._encoding: EncodingThreads = request.app.state.encoding
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +58,7 @@ class EventStream(Response):
         try:
             await unless_unwanted(self._request, self._run(send))
         except ClientGone:
-            self._request.state.error_code = "ClientGone"
+            client_gone(self._request)
         except (RequestError, GroupFailed) as error:
             if not self._begun:
                 raise
@@ -81,7 +83,7 @@ class EventStream(Response):
             await asyncio.gather(work, return_exceptions=True)
         self._request.app.state.metrics.observe_generation(made)
         for index in range(len(made.pictures)):
-            await self._send(send, await asyncio.to_thread(completed_event, made, index, self._options, created=int(time.time())))
+            await self._send(send, await self._encoding.run(completed_event, made, index, self._options, created=int(time.time())))
         await self._send(send, b"", more=False)
 
     async def _send_next(self, send: Send, events: asyncio.Queue[RequestEvent | None]) -> None:
@@ -100,7 +102,7 @@ class EventStream(Response):
             return progress_event(event, self._options)
         accelerated = self._engine.accelerates(self._params)
         created = int(time.time())
-        return await asyncio.to_thread(preview_event, event, self._options, accelerated=accelerated, created=created)
+        return await self._encoding.run(preview_event, event, self._options, accelerated=accelerated, created=created)
 
     async def _fail(self, send: Send, error: RequestError) -> None:
         """The last event of a stream that ends with an error. Its form is what makes the SDK raise."""
