@@ -172,6 +172,21 @@ def check_kinds(config: WorkerConfig) -> None:
         raise ConfigError(f"{product}: expected a divisor of --ranks {config.ranks}, found {math.prod(used.values())}")
 
 
+def check_step_cache(config: WorkerConfig) -> None:
+    """Whether the step cache goes with the other options; raises ConfigError with their names."""
+    if config.step_cache is StepCache.NONE:
+        return
+    given = f"--step-cache {config.step_cache}"
+    if config.exact:
+        raise ConfigError(f"{given} with --exact: an exact request leaves nothing out, so it would have no effect")
+    for option, size, why in (
+        ("--sequence", config.sequence, "a rank sees only its part of the tokens, so ranks would decide differently"),
+        ("--shard", config.shard, "ranks collect the weights of each block together, so none can skip one"),
+    ):
+        if size > 1:
+            raise ConfigError(f"{given} with {option} {size}: not supported together: {why}")
+
+
 def served_name_of(model: str) -> str:
     """The name a model is served under when none is given: that of its folder."""
     return Path(model).resolve().name

@@ -59,7 +59,8 @@ class ModelCall(msgspec.Struct, frozen=True):
     """What a request asks of a shared module. `arguments` are bound by name, in the order of the method's signature.
 
     `autocast` is the precision the caller asked for by torch.autocast, None without; `whole` keeps the rows of the call
-    together: no other request's are added, and they are not spread over the ranks.
+    together: no other request's are added, and they are not spread over the ranks. `context` is what the pipeline calls this
+    one of its calls for step caches (`cond`, `uncond`), empty where it says nothing.
     """
 
     component: str
@@ -68,12 +69,19 @@ class ModelCall(msgspec.Struct, frozen=True):
     module: Any = None
     autocast: tuple[str, torch.dtype] | None = None
     whole: bool = False
+    context: str = ""
 
     @property
     def rows(self) -> int:
         """Rows of the call: the first dimension (or length) of its leading tensor (or list of tensors); 1 without any."""
         value = self._led_by()
         return 1 if value is None else int(value.shape[0]) if isinstance(value, torch.Tensor) else len(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of its leading tensor; only the number of rows where that is a list, nothing without any."""
+        value = self._led_by()
+        return () if value is None else tuple(value.shape) if isinstance(value, torch.Tensor) else (len(value),)
 
     @property
     def listed(self) -> bool:

@@ -9,14 +9,21 @@ import msgspec
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.calls import ModelCall, group_key, merge
 from diffusion_worker.runner.request_state import DiffusionRequestState
+from diffusion_worker.runner.step_cache.kinds import Branch
+from diffusion_worker.runner.step_cache.run import Verdict
 
 
 class Pending(msgspec.Struct, frozen=True, eq=False):
-    """A request that waits for a model call; `prompt` is what the prompt cache knows the call by, None if it does not."""
+    """A request that waits for a model call.
+
+    `prompt` is what the prompt cache knows the call by, None if it does not; `branch` what the step cache remembers for it,
+    None where the request goes without.
+    """
 
     state: DiffusionRequestState
     call: ModelCall
     prompt: Hashable | None = None
+    branch: Branch | None = None
 
 
 class InputBatch(msgspec.Struct, frozen=True, eq=False):
@@ -41,6 +48,13 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
     def alone(self) -> list["InputBatch"]:
         """The same calls, each by itself."""
         return [InputBatch([item]) for item in self.items]
+
+    def by_verdict(self) -> list["InputBatch"]:
+        """The same calls, those together that the step cache makes alike."""
+        groups: dict[Verdict | None, list[Pending]] = {}
+        for item in self.items:
+            groups.setdefault(_verdict(item), []).append(item)
+        return list(map(InputBatch, groups.values()))
 
 
 def make_batches(pending: list[Pending]) -> list[InputBatch]:
@@ -68,5 +82,9 @@ def _groups(items: list[Pending]) -> list[list[Pending]]:
     for position, item in enumerate(items):
         state = item.state
         key = None if state.exact or state.whole else group_key(item.call, state.contents)
-        groups.setdefault(("alone", position) if key is None else (key, state.batch_key), []).append(item)
+        groups.setdefault(("alone", position) if key is None else (key, state.batch_key, _verdict(item)), []).append(item)
     return list(groups.values())
+
+
+def _verdict(item: Pending) -> Verdict | None:
+    return None if item.branch is None else item.branch.verdict

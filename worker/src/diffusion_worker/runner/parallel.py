@@ -134,6 +134,13 @@ class Parallel:
                 raise CallFailed(f"a row of the output has {-least} to {most} bytes on different ranks")
         return output
 
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        """Each flag as it is set on any rank; all of them ask with as many."""
+        shared = torch.tensor(flags, dtype=torch.int32)
+        if self.world > 1:
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in shared.tolist()]
+
     def _words(self, error: Exception) -> str:
         if isinstance(error, RequestError):
             return f"{REFUSED}{error.code}{REFUSED}{error.message}"

@@ -14,6 +14,8 @@ from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.contents import Contents
 from diffusion_worker.runner.own_precision import OwnPrecision
 from diffusion_worker.runner.own_randomness import OwnRandomness
+from diffusion_worker.runner.stage_clock import StageClock
+from diffusion_worker.runner.step_cache.kinds import Branch
 
 
 class StepBoundary(enum.Enum):
@@ -41,13 +43,14 @@ Body = Callable[[], Any]
 
 
 class Fiber(greenlet.greenlet):  # type: ignore[misc]
-    """What a body runs in; `called` tells whether it called a model since its last step."""
+    """What a body runs in; `called` tells whether it called a model since its last step, `steps` how many it will take."""
 
     called = False
+    steps: int | None = None
 
 
-def mark_step() -> None:
-    """Called by a wrapped scheduler after its step: suspends the running fiber.
+def mark_step(steps: int | None = None) -> None:
+    """Called by a wrapped scheduler after its step: suspends the running fiber, whose loop has so many steps in all.
 
     Only once for what it called models for: some pipelines step twice with one prediction (Cosmos), or with a scheduler
     for each frame (SkyReels V2) or for the sound (LTX 2).
@@ -55,7 +58,7 @@ def mark_step() -> None:
     fiber = greenlet.getcurrent()
     assert isinstance(fiber, Fiber) and fiber.parent is not None, "a wrapped scheduler steps inside a request's fiber only"
     if fiber.called:
-        fiber.called = False
+        fiber.called, fiber.steps = False, steps
         fiber.parent.switch(StepBoundary.STEP)
 
 
@@ -72,10 +75,14 @@ class DiffusionRequestState:
         self.whole = bool(getattr(body, "whole", False))
         self.batch_key: Hashable = getattr(body, "batch_key", None)
         self.contents = Contents()
+        self.clock = StageClock()
         self.steps_done = 0
         # Calls since the tick began, by component and method, and the one that was put off to the next tick.
         self.calls: Counter[tuple[str, str]] = Counter()
         self.put_off: ModelCall | None = None
+        # What a step cache remembers, by the kind of call; and calls since the last step, by component and context.
+        self.branches: dict[Hashable, Branch] = {}
+        self._since_step: Counter[tuple[str, str]] = Counter()
         self._asked = False
         self._body = body
         self._randomness = OwnRandomness(spec.seed)
@@ -86,6 +93,12 @@ class DiffusionRequestState:
     def begun(self) -> bool:
         """Whether the fiber has run at all."""
         return bool(self._fiber)
+
+    @property
+    def steps_planned(self) -> int | None:
+        """How many steps it will take in all, where its loop says so; a pipeline with more loops than one does not."""
+        planned = self._fiber.steps
+        return planned if planned is not None and planned >= self.steps_done else None
 
     def advance(self) -> FiberEvent:
         """Begin a tick: go on to the next event, or to the call that was put off."""
@@ -107,6 +120,7 @@ class DiffusionRequestState:
 
     def drop(self) -> None:
         """Unwind the fiber; nothing of it runs afterwards but its `finally` blocks."""
+        self.branches.clear()
         if self._fiber:
             with self._randomness, self._precision:
                 self._fiber.throw(greenlet.GreenletExit)
@@ -118,10 +132,20 @@ class DiffusionRequestState:
             raise
         except Exception as error:
             return Broken(error, self._asked)
+        finally:
+            # At once: the request and its fiber hold each other until the garbage is collected.
+            self.branches.clear()
+
+    def kind_of(self, call: ModelCall) -> Hashable:
+        """What sets a call apart from the others of a step, and is the same at the next step. To be asked once for each call."""
+        place = call.component, call.context
+        self._since_step[place] += 1
+        return place, self._since_step[place], call.shape
 
     def _note(self, event: FiberEvent) -> FiberEvent:
         if isinstance(event, ModelCall):
             self._asked = self._fiber.called = True
         elif event is StepBoundary.STEP:
             self.steps_done += 1
+            self._since_step.clear()
         return event

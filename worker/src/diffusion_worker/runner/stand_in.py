@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import greenlet
@@ -28,7 +29,7 @@ class StandIn:
     """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with."""
 
     def __init__(self, name: str, real: torch.nn.Module) -> None:
-        self.__dict__.update(_name=name, _real=real, _shared=real)
+        self.__dict__.update(_name=name, _real=real, _shared=real, _context="")
 
     # Pipelines ask isinstance() of their components.
     __class__ = property(lambda self: type(self.__dict__["_real"]))
@@ -40,9 +41,14 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._suspend("forward", *args, **kwargs)
 
-    def cache_context(self, *_names: Any, **_where: Any) -> contextlib.AbstractContextManager[None]:
-        """Step caches belong to one request; the shared module has none to enter."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def cache_context(self, name: str, **_where: Any) -> Iterator[None]:
+        """What a step cache knows the calls inside by, for this request only: with its prompt, or without."""
+        before, self.__dict__["_context"] = self._context, name
+        try:
+            yield
+        finally:
+            self.__dict__["_context"] = before
 
     def to(self, *args: Any, **kwargs: Any) -> "StandIn":
         """Another precision for this request only (SDXL decodes in float32): its calls go to a copy, shared by all that ask for one."""
@@ -60,7 +66,7 @@ class StandIn:
         arguments = _bind(getattr(type(self._real), method), self._real, args, kwargs)
         parent = greenlet.getcurrent().parent
         assert parent is not None, "a stand-in is called inside a request's fiber only"
-        return parent.switch(ModelCall(self._name, method, arguments, module=self._real, autocast=_autocast()))
+        return parent.switch(ModelCall(self._name, method, arguments, module=self._real, autocast=_autocast(), context=self._context))
 
 
 def forget_copies() -> None:

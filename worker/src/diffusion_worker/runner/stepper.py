@@ -16,7 +16,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
-from diffusion_worker.messages import ErrorReport
+from diffusion_worker.messages import ErrorReport, Progress
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall, answer, execute, split
 from diffusion_worker.runner.faults import classify, require_usable_rank
@@ -24,6 +24,8 @@ from diffusion_worker.runner.input_batch import InputBatch, Pending, make_batche
 from diffusion_worker.runner.parallel import CallFailed, Parallel
 from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.request_state import Broken, DiffusionRequestState, Done, FiberEvent, StepBoundary
+from diffusion_worker.runner.stage_clock import StageClock, stage_of
+from diffusion_worker.runner.step_cache.cache import Divided, Plan, StepCache
 from diffusion_worker.runner.tick_meter import TickMeter
 
 log = logging.getLogger(__name__)
@@ -40,16 +42,19 @@ Failure = TypeVar("Failure", bound=BaseException)
 class StepOutput(msgspec.Struct):
     """What one tick brought on this rank: what the bodies returned (pictures), errors, and how much of the model was called for them.
 
-    The figures are those of `TickDone`.
+    `clocks` has what each of the pictures took. The figures and the progress are those of `TickDone`.
     """
 
     pictures: dict[str, Any] = {}
+    clocks: dict[str, StageClock] = {}
+    progress: list[Progress] = []
     errors: dict[str, ErrorReport] = {}
     rows: int = 0
     calls: int = 0
     denoise_seconds: float = 0.0
     peak_bytes: int = 0
     split: bool = False
+    skipped: int = 0
 
 
 class Stepper:
@@ -61,6 +66,7 @@ class Stepper:
         self._prompts = prompts
         self._modules: dict[str, torch.nn.Module] = {}
         self._loras: DiffusionLoRAManager | None = None
+        self._cache: StepCache | None = None
         # Calls whose output could not be split once are not merged again.
         self._indivisible: set[tuple[str, str]] = set()
         # Learnt from what requests do: a pipeline without steps ends its ticks after each denoiser call.
@@ -68,9 +74,9 @@ class Stepper:
         self._output = StepOutput()
         self._meter = TickMeter(torch.device("cpu"))
 
-    def serve(self, modules: dict[str, torch.nn.Module], loras: DiffusionLoRAManager | None) -> None:
-        """From now on calls are made on these modules."""
-        self._modules, self._loras = modules, loras
+    def serve(self, modules: dict[str, torch.nn.Module], loras: DiffusionLoRAManager | None, *, cache: StepCache | None = None) -> None:
+        """From now on calls are made on these modules; `cache` is on some of them."""
+        self._modules, self._loras, self._cache = modules, loras, cache
         self._indivisible.clear()
         self._without_steps = False
 
@@ -118,6 +124,8 @@ class Stepper:
         """Call the module once for all; if that fails, once for each, so that only the guilty request sees its error."""
         try:
             parts = self._call(batch)
+        except Divided:
+            return [event for part in batch.by_verdict() for event in self._run(part)]
         except (CallFailed, RequestError, TypeError, ValueError, torch.OutOfMemoryError) as error:
             if isinstance(error, torch.OutOfMemoryError) and self._parallel.world > 1:
                 raise  # merging failed here, and the other ranks are in the call already
@@ -143,19 +151,29 @@ class Stepper:
         # Who has the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
         if any(item.state.exact or item.state.whole for item in batch.items) or (call.denoises and not call.divisible):
             call = msgspec.structs.replace(call, whole=True)
-        self._output.calls += 1
-        if call.denoises:
-            self._output.rows += call.rows
-            with self._meter.denoising():
-                result = self._parallel.run(call, lambda part, rows: self._execute(part, batch, rows))
-        else:
-            result = self._parallel.run(call, lambda part, rows: self._execute(part, batch, rows))
+        plan = self._plan(batch)
+        with self._meter.measuring(denoises=call.denoises) as span:
+            result = self._parallel.run(call, lambda part, rows: self._execute(part, batch, rows, plan))
         parts = split(result, batch.rows) if len(batch.items) > 1 else [result]
+        if plan is not None:
+            parts = plan.keep(parts)
+            self._output.skipped += call.rows if plan.skips else 0
+        self._output.calls += 1
+        self._output.rows += call.rows if call.denoises else 0
+        for item in batch.items:
+            item.state.clock.add(stage_of(call, item.state.steps_done), span)
         self._remember(batch, parts)
         return parts
 
-    def _execute(self, call: ModelCall, batch: InputBatch, rows: slice) -> Any:
+    def _plan(self, batch: InputBatch) -> Plan | None:
+        """How the step cache serves a batch; None for one that goes without."""
+        branches = [item.branch for item in batch.items if item.branch is not None]
+        return None if self._cache is None or not branches else self._cache.plan(batch.items[0].call.component, branches, batch.rows)
+
+    def _execute(self, call: ModelCall, batch: InputBatch, rows: slice, plan: Plan | None) -> Any:
         """Some rows of a batch's call on the real module, with the adapters of those rows."""
+        if plan is not None:
+            return plan.execute(lambda: self._execute(call, batch, rows, None), rows)
         module = call.module if call.module is not None else self._modules[call.component]
         if self._loras is None or not any(item.state.spec.lora for item in batch.items):
             return execute(module, call)
@@ -180,9 +198,11 @@ class Stepper:
                 self._ask(state, event, pending)
             elif isinstance(event, Done):
                 self._output.pictures[request_id] = event.frame
+                self._output.clocks[request_id] = state.clock
                 del self._states[request_id]
             elif event is StepBoundary.STEP:
                 self._without_steps = False
+                self._output.progress.append(Progress(request_id, state.steps_done, state.steps_planned))
         return pending
 
     def _ask(self, state: DiffusionRequestState, call: ModelCall, pending: list[Pending]) -> None:
@@ -195,7 +215,8 @@ class Stepper:
             state.put_off = call
             return
         state.calls[kind] += 1
-        pending.append(Pending(state, call, None if self._prompts is None else self._prompts.key(call)))
+        prompt = None if self._prompts is None else self._prompts.key(call)
+        pending.append(Pending(state, call, prompt, None if self._cache is None else self._cache.branch_of(state, call)))
 
 
 def _without_frames(error: Failure) -> Failure:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer blocks of a denoiser, as diffusers describes them to its own caches."""
+
+from typing import Any
+
+import torch
+from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS
+from diffusers.hooks._helpers import TransformerBlockRegistry
+from diffusers.utils.torch_utils import unwrap_module
+
+from diffusion_worker.runner.step_cache.run import CachedModule, Verdict
+
+# What the last block made of what the first one got or gave is remembered under this name.
+TAIL = "tail"
+
+
+class Block:
+    """A transformer block: which of its arguments and of its results are the hidden states of the picture and of the text."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.layer = layer
+        self._about: Any = TransformerBlockRegistry.get(type(unwrap_module(layer)))
+        self._hidden: int = self._about.return_hidden_states_index
+        self._text: int | None = self._about.return_encoder_hidden_states_index
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of picture and text that the block was called with."""
+        find, about = self._about._get_parameter_from_args_kwargs, self._about
+        text = None if self._text is None else find(about.encoder_hidden_states_argument_name, args, kwargs)
+        return find(about.hidden_states_argument_name, args, kwargs), text
+
+    def parts(self, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Those that it returned."""
+        if isinstance(output, torch.Tensor):
+            return output, None
+        return output[self._hidden], None if self._text is None else output[self._text]
+
+    def output(self, hidden: torch.Tensor | None, text: torch.Tensor | None) -> Any:
+        """What it returns with these."""
+        if self._text is None:
+            return hidden
+        return (hidden, text) if self._hidden < self._text else (text, hidden)
+
+
+def blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a denoiser in the order in which they run, by the names that diffusers goes by."""
+    lists = [part for name, part in module.named_children() if name in _ALL_TRANSFORMER_BLOCK_IDENTIFIERS]
+    return [block for part in lists if isinstance(part, torch.nn.ModuleList) for block in part]
+
+
+def why_no_blocks(module: torch.nn.Module) -> str | None:
+    """Why a denoiser's blocks cannot be skipped; None where they can."""
+    blocks = blocks_of(module)
+    if len(blocks) < 2:
+        return f"it has {len(blocks)} transformer blocks, and the first and the last are needed"
+    for block in blocks:
+        try:
+            Block(block)
+        except ValueError:
+            return f"diffusers does not describe its {type(block).__name__}"
+    return None
+
+
+def passed_through(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block that gives on what it was given, where blocks are skipped."""
+    if cached.run is None or cached.run.verdict is Verdict.COMPUTE:
+        return forward(*args, **kwargs)
+    return block.output(*block.given(args, kwargs))
+
+
+def plus(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Text that the last block does not return (Stable Diffusion 3) is nobody's any more: it passes as it is."""
+    return one if one is None or other is None else other + one
+
+
+def minus(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return None if one is None or other is None else one - other

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step cache of a worker: which denoisers have it, and how one merged call serves requests that each remember their own.
+
+A call of several requests is made once if all of them skip or all compute. Where only the first block can tell, it is
+computed for all of them together; if they differ then, those that skip and those that compute go on in a call each, from
+what the first block gave. What is to be remembered comes out of a call with its rows, like the model's own output, so every
+rank has it of every request, wherever its rows are computed next.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diffusion_worker.config import StepCache as Kind
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.kinds import DENOISERS
+from diffusion_worker.runner.outputs import split
+from diffusion_worker.runner.parallel import Parallel
+from diffusion_worker.runner.request_state import DiffusionRequestState
+from diffusion_worker.runner.step_cache.first_block import FirstBlock
+from diffusion_worker.runner.step_cache.kinds import Branch, CacheKind
+from diffusion_worker.runner.step_cache.mag import MagCache
+from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Run, Tensors, Verdict
+from diffusion_worker.runner.step_cache.support import SUPPORTED, why_no_denoiser, why_no_pipeline
+from diffusion_worker.runner.step_cache.taylor_seer import TaylorSeer
+
+KINDS: dict[Kind, Callable[[], CacheKind]] = {Kind.FIRST_BLOCK: FirstBlock, Kind.TAYLOR_SEER: TaylorSeer, Kind.MAG_CACHE: MagCache}
+# The verdicts of the requests on all ranks, from those on this one.
+Agree = Callable[[list[Verdict]], list[Verdict]]
+
+
+class Divided(Exception):
+    """Raised when the requests of a call turn out to skip and to compute: the call has to be made for each kind of them."""
+
+
+class StepCache:
+    """A kind of cache on the denoisers of a pipeline. `agree` is None at one rank, which decides inside the call."""
+
+    def __init__(self, kind: CacheKind, denoisers: dict[str, torch.nn.Module], agree: Agree | None) -> None:
+        self.kind = kind
+        self._modules = {name: kind.put_on(module) for name, module in denoisers.items()}
+        self._agree = agree
+
+    def branch_of(self, state: DiffusionRequestState, call: ModelCall) -> Branch | None:
+        """What a request remembers for a call that it is about to make; None for one that is made without the cache."""
+        if not state.spec.accelerated or state.exact or state.whole or call.component not in self._modules or call.method != "forward":
+            return None
+        kind = state.kind_of(call)
+        branch = state.branches.get(kind)
+        if branch is None:
+            branch = state.branches[kind] = self.kind.branch(state.spec.steps)
+        branch.begin()
+        return branch
+
+    def plan(self, component: str, branches: list[Branch], rows: list[int]) -> "Plan":
+        """How to make one call for the requests of these branches, whose verdict is the same, with so many rows each."""
+        return Plan(self._modules[component], branches, rows, self._agree)
+
+
+class Plan:
+    """One call of a cached module. `skips` tells afterwards whether blocks were skipped."""
+
+    def __init__(self, module: CachedModule, branches: list[Branch], rows: list[int], agree: Agree | None) -> None:
+        self._module = module
+        self._branches = branches
+        self._rows = rows
+        self._agree = agree
+        self._verdict = branches[0].verdict
+
+    @property
+    def skips(self) -> bool:
+        return self._verdict is Verdict.SKIP
+
+    def execute(self, make: Callable[[], Any], rows: slice) -> tuple[Any, Kept]:
+        """Run the module for some rows of the call; returns its output (None if only its first block ran) and what to remember."""
+        run = Run(self._verdict, lambda place: self._recall(place, rows), self._decide)
+        output = None
+        with self._module.running(run), contextlib.suppress(Probed):
+            output = make()
+        self._verdict = run.verdict
+        return output, run.kept
+
+    def keep(self, made: list[tuple[Any, Kept]]) -> list[Any]:
+        """Have each request remember its part of what the call gave; returns the parts of the output.
+
+        Raises:
+            Divided: the requests differ; each has its verdict now.
+        """
+        for branch, (_, kept) in zip(self._branches, made, strict=True):
+            if self._verdict is not Verdict.OPEN:
+                branch.verdict = self._verdict
+            branch.keep({place: [_own(tensor) for tensor in tensors] for place, tensors in kept.items()})
+        if self._verdict is not Verdict.OPEN:
+            return [output for output, _ in made]
+        verdicts = [branch.decide(kept) for branch, (_, kept) in zip(self._branches, made, strict=True)]
+        for branch, verdict in zip(self._branches, self._agree(verdicts) if self._agree else verdicts, strict=True):
+            branch.verdict = verdict
+        raise Divided
+
+    def _decide(self, kept: Kept) -> Verdict:
+        """Inside the call, at one rank: what all its requests say, or open."""
+        if self._agree is not None:
+            return Verdict.OPEN
+        verdicts = {branch.decide(part) for branch, part in zip(self._branches, split(kept, self._rows), strict=True)}
+        return verdicts.pop() if len(verdicts) == 1 else Verdict.OPEN
+
+    def _recall(self, place: str, rows: slice) -> Tensors | None:
+        """What the requests remember of a place, one after the other, cut to some rows of the call."""
+        found = [known for branch in self._branches if (known := branch.recall(place)) is not None]
+        if not found:
+            return None
+        return [_rows_of(list(column), rows, sum(self._rows)) for column in zip(*found, strict=True)]
+
+
+def _rows_of(tensors: list[torch.Tensor | None], rows: slice, total: int) -> torch.Tensor | None:
+    if any(tensor is None for tensor in tensors):
+        return None
+    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # type: ignore[arg-type]
+    assert whole is not None
+    each = whole.shape[0] // total
+    return whole[rows.start * each : rows.stop * each]
+
+
+def _own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor that keeps no other request's rows in memory with it."""
+    if tensor is None or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.clone()
+
+
+def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Module], parallel: Parallel) -> StepCache | None:
+    """The step cache that a worker is told to have on a pipeline; None for none.
+
+    Raises:
+        ConfigError: --step-cache, naming the class that cannot have it, why, and what can.
+    """
+    if kind is Kind.NONE:
+        return None
+    made = KINDS[kind]()
+    denoisers = {name: modules[name] for name in DENOISERS if name in modules}
+    reason = why_no_pipeline(pipeline) or next((why for part in denoisers.values() if (why := why_no_denoiser(kind, made, part))), None)
+    if reason is not None or not denoisers:
+        named = ", ".join(sorted({type(part).__name__ for part in denoisers.values()})) or "no denoiser"
+        supported = ", ".join(sorted(SUPPORTED[kind]))
+        why = reason or "there is nothing to cache"
+        raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} with {named} is not supported: {why}; supported: {supported}")
+    return StepCache(made, denoisers, _agreement(parallel) if parallel.world > 1 else None)
+
+
+def _agreement(parallel: Parallel) -> Agree:
+    """A request computes if it does on any rank."""
+
+    def agree(verdicts: list[Verdict]) -> list[Verdict]:
+        computes = parallel.any_of([verdict is Verdict.COMPUTE for verdict in verdicts])
+        return [Verdict.COMPUTE if found else Verdict.SKIP for found in computes]
+
+    return agree

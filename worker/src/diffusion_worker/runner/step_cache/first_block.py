@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Skips the blocks after the first one while that one changes its input about as it did when they were last computed.
+
+The rule is that of diffusers' `FirstBlockCacheConfig`, asked for each request by itself.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
+
+from diffusion_worker.runner.step_cache.blocks import TAIL, Block, blocks_of, minus, passed_through, plus, why_no_blocks
+from diffusion_worker.runner.step_cache.kinds import own_state
+from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Tensors, Verdict, hook
+
+# What the first block gave, and what it changed.
+HEAD = "head"
+RESIDUAL = "residual"
+
+
+class _FirstBlockBranch:
+    def __init__(self, threshold: float) -> None:
+        self.verdict = Verdict.OPEN
+        self._rule = FBCHeadBlockHook(own_state(FBCSharedBlockState), threshold)
+        self._state: FBCSharedBlockState = self._rule.state_manager.get_state()
+        self._probed: Kept = {}
+
+    def begin(self) -> None:
+        self._probed = {}
+        self.verdict = Verdict.OPEN
+
+    def decide(self, kept: Kept) -> Verdict:
+        return Verdict.COMPUTE if self._rule._should_compute_remaining_blocks(kept[RESIDUAL][0]) else Verdict.SKIP
+
+    def recall(self, place: str) -> Tensors | None:
+        return self._state.tail_block_residuals if place == TAIL else self._probed.get(place)
+
+    def keep(self, kept: Kept) -> None:
+        if self.verdict is Verdict.OPEN:
+            self._probed = kept
+            return
+        if self.verdict is Verdict.COMPUTE:
+            self._state.head_block_residual = (kept | self._probed)[RESIDUAL][0]
+            self._state.tail_block_residuals = kept[TAIL]
+        self._probed = {}
+
+
+class FirstBlock:
+    """Skips the blocks after the first one while what that one changes is about what it changed when they were last computed."""
+
+    def __init__(self, threshold: float = FirstBlockCacheConfig().threshold) -> None:
+        self.threshold = threshold
+
+    def why_not(self, module: torch.nn.Module) -> str | None:
+        return why_no_blocks(module)
+
+    def branch(self, steps: int | None) -> _FirstBlockBranch:
+        return _FirstBlockBranch(self.threshold)
+
+    def put_on(self, module: torch.nn.Module) -> CachedModule:
+        cached = CachedModule()
+        head, *middle, tail = map(Block, blocks_of(module))
+        hook(head.layer, lambda forward, *args, **kwargs: _first_block(cached, head, forward, *args, **kwargs))
+        for block in middle:
+            hook(block.layer, lambda forward, *args, block=block, **kwargs: passed_through(cached, block, forward, *args, **kwargs))
+        hook(tail.layer, lambda forward, *args, **kwargs: _last_block(cached, tail, forward, *args, **kwargs))
+        return cached
+
+
+def _first_block(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    run = cached.run
+    if run is None:
+        return forward(*args, **kwargs)
+    known = run.recall(HEAD)
+    if known is None:
+        hidden, text = block.parts(forward(*args, **kwargs))
+        run.kept[RESIDUAL] = [hidden - block.given(args, kwargs)[0]]
+        if run.verdict is Verdict.OPEN:
+            run.verdict = run.decide(run.kept)
+        if run.verdict is Verdict.OPEN:
+            run.kept[HEAD] = [hidden, text]
+            raise Probed
+    else:
+        hidden, text = known  # type: ignore[assignment]
+    run.passed = [hidden, text]
+    if run.verdict is Verdict.SKIP:
+        residuals = run.recall(TAIL)
+        assert residuals is not None, "nothing is skipped before it was computed"
+        run.kept.clear()
+        return block.output(*(plus(one, other) for one, other in zip([hidden, text], residuals, strict=True)))
+    return block.output(hidden, text)
+
+
+def _last_block(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    output = passed_through(cached, block, forward, *args, **kwargs)
+    if cached.run is not None and cached.run.verdict is Verdict.COMPUTE:
+        cached.run.kept[TAIL] = [minus(*pair) for pair in zip(block.parts(output), cached.run.passed, strict=True)]
+    return output

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kind of step cache is to those who use it: hooks on a denoiser's layers, and what one request remembers."""
+
+from typing import Any, Protocol
+
+import torch
+from diffusers.hooks.hooks import CacheContext, StateManager
+
+from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict
+
+
+class Branch(Protocol):
+    """What one request remembers of one kind of its calls: those with its prompt, or those without."""
+
+    verdict: Verdict
+
+    def begin(self) -> None:
+        """A call is about to be made: set the verdict on it."""
+
+    def decide(self, kept: Kept) -> Verdict:
+        """The verdict on a call that was open, by what its first layer gave; never open."""
+
+    def recall(self, place: str) -> Tensors | None:
+        """What is remembered of a place; None for nothing."""
+
+    def keep(self, kept: Kept) -> None:
+        """The call was made (or its first layer, while the verdict is open)."""
+
+
+class CacheKind(Protocol):
+    """One kind of step cache."""
+
+    def why_not(self, module: torch.nn.Module) -> str | None:
+        """Why a denoiser cannot have this cache; None where it can."""
+
+    def put_on(self, module: torch.nn.Module) -> CachedModule:
+        """Hook the layers of a denoiser."""
+
+    def branch(self, steps: int | None) -> Branch:
+        """A new one, of a request with so many steps."""
+
+
+def own_state(state: Any) -> StateManager:
+    """The state that one of diffusers' hooks asks for, for a hook that is asked for its rule and not put on a module."""
+    states = StateManager(state)
+    states.set_context(CacheContext("request"))
+    return states

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Skips all blocks while the magnitude of what they change, which was measured for the model beforehand, moves little.
+
+The rule is that of diffusers' `MagCacheConfig`. It goes by the number of the step alone.
+"""
+
+import types
+from typing import Any
+
+import torch
+from diffusers.hooks import MagCacheConfig
+from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS, MagCacheBlockHook, MagCacheHeadHook, MagCacheState
+
+from diffusion_worker.runner.step_cache.blocks import TAIL, Block, blocks_of, minus, passed_through, plus, why_no_blocks
+from diffusion_worker.runner.step_cache.kinds import own_state
+from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict, hook
+
+# The magnitudes of these models' residuals, which diffusers has measured. Others have to be calibrated first.
+MAG_RATIOS = {"FluxTransformer2DModel": FLUX_MAG_RATIOS}
+
+
+class _MagBranch:
+    """Asks diffusers' hook about each step, with tensors of one number in place of the model's."""
+
+    def __init__(self, config: MagCacheConfig) -> None:
+        self.verdict = Verdict.COMPUTE
+        self._rule = MagCacheHeadHook(own_state(MagCacheState), config)
+        self._rule._metadata = types.SimpleNamespace(
+            hidden_states_argument_name="hidden_states",
+            return_encoder_hidden_states_index=None,
+            _get_parameter_from_args_kwargs=lambda name, args, kwargs: kwargs[name],
+        )
+        self._rule.fn_ref = types.SimpleNamespace(original_forward=lambda hidden_states: hidden_states)
+        self._clock = MagCacheBlockHook(self._rule.state_manager, is_tail=True, config=config)
+        self._residual: Tensors | None = None
+
+    def begin(self) -> None:
+        state = self._rule.state_manager.get_state()
+        one = torch.zeros(1)
+        state.previous_residual = None if self._residual is None else one
+        self._rule.new_forward(None, hidden_states=one)
+        self.verdict = Verdict.COMPUTE if state.should_compute else Verdict.SKIP
+        self._clock._advance_step(state)
+
+    def decide(self, kept: Kept) -> Verdict:
+        return self.verdict
+
+    def recall(self, place: str) -> Tensors | None:
+        return self._residual if place == TAIL else None
+
+    def keep(self, kept: Kept) -> None:
+        self._residual = kept.get(TAIL, self._residual)
+
+
+class MagCache:
+    """Skips all blocks while the magnitude of what they change, measured for the model beforehand, moves little."""
+
+    def why_not(self, module: torch.nn.Module) -> str | None:
+        if type(module).__name__ not in MAG_RATIOS:
+            return f"the magnitudes of its residuals are not known, only those of {', '.join(MAG_RATIOS)}"
+        return why_no_blocks(module)
+
+    def branch(self, steps: int | None) -> _MagBranch:
+        ratios = next(iter(MAG_RATIOS.values()))
+        given = {} if steps is None else {"num_inference_steps": steps}
+        return _MagBranch(MagCacheConfig(mag_ratios=ratios, **given))
+
+    def put_on(self, module: torch.nn.Module) -> CachedModule:
+        cached = CachedModule()
+        head, *middle, tail = map(Block, blocks_of(module))
+        hook(head.layer, lambda forward, *args, **kwargs: _before_blocks(cached, head, forward, *args, **kwargs))
+        for block in middle:
+            hook(block.layer, lambda forward, *args, block=block, **kwargs: passed_through(cached, block, forward, *args, **kwargs))
+        hook(tail.layer, lambda forward, *args, **kwargs: _after_blocks(cached, tail, forward, *args, **kwargs))
+        return cached
+
+
+def _before_blocks(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    run = cached.run
+    if run is None:
+        return forward(*args, **kwargs)
+    hidden, text = block.given(args, kwargs)
+    run.passed = [hidden]
+    if run.verdict is Verdict.COMPUTE:
+        return forward(*args, **kwargs)
+    residual = run.recall(TAIL)
+    assert residual is not None, "nothing is skipped before it was computed"
+    return block.output(plus(hidden, residual[0]), text)
+
+
+def _after_blocks(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    output = passed_through(cached, block, forward, *args, **kwargs)
+    if cached.run is not None and cached.run.verdict is Verdict.COMPUTE:
+        cached.run.kept[TAIL] = [minus(block.parts(output)[0], cached.run.passed[0])]
+    return output
