@@ -17,6 +17,7 @@ from diffusion_worker.server.metrics import Metrics
 from diffusion_worker.server.problems import install_error_answers
 from diffusion_worker.server.request_log import RequestLog
 from diffusion_worker.server.running_requests import RunningRequests
+from diffusion_worker.server.ui import page_router, status_router
 
 # A prompt is a few kilobytes; only edits bring pictures.
 MAX_BODY_BYTES = 1_048_576
@@ -40,6 +41,9 @@ def data_app(engine: Engine) -> FastAPI:
     app.add_middleware(RequestLog, metrics=app.state.metrics)
     app.include_router(images.router, dependencies=secured)
     app.include_router(probes.router)
+    if engine.config.ui:
+        app.include_router(page_router())
+        app.include_router(status_router, dependencies=secured)
     return app
 
 

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page of a worker. It speaks to the API beside it only, by relative addresses, so that it works under a prefix too.
+
+const KEY = "diffusion-worker-key";
+const PREVIEWS = 3;
+const CALM_MS = 3000;
+const LOADING_MS = 1000;
+const AWAY_MS = 6000;
+// Smaller pictures are shown enlarged, pixel by pixel.
+const SMALL_PX = 256;
+
+const byId = (id) => document.getElementById(id);
+const NUMBERS = ["num_inference_steps", "guidance_scale"];
+const FIELDS = ["prompt", "negative_prompt", "model", "size", "seed", "quality", "output_format", ...NUMBERS];
+
+const STATES = {
+  starting: ["wait", "the model is loading"],
+  ready: ["good", "ready"],
+  draining: ["wait", "going to sleep, once what runs is finished"],
+  sleeping: ["wait", "going to sleep"],
+  asleep: ["rest", "asleep: no pictures until somebody wakes it (sleep policy AlwaysAwake, or POST /v1/wake on the control port)"],
+  waking: ["wait", "waking up"],
+  restarting: ["wait", "a rank was lost; the ranks are being started again, requests are kept"],
+  failed: ["bad", "failed: the worker is about to restart"],
+  terminating: ["bad", "shutting down"],
+};
+
+const AGAIN = "Try again in a moment.";
+const ADVICE = {
+  InvalidRequest: "Change what is named above and try again.",
+  Unauthorized: "Enter the worker's API key at the top of the page.",
+  NotFound: "The list of adapters was read anew; choose one of it.",
+  AdapterNotLoaded: "The adapter is known, but not loaded yet. " + AGAIN,
+  AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",
+  Starting: "The model is still loading. Its progress is at the top of the page.",
+  Asleep: "The model gave its memory back. Wake it (sleep policy AlwaysAwake, or POST /v1/wake on the control port), then try again.",
+  Busy: AGAIN,
+  Terminating: "This worker is being replaced. " + AGAIN,
+  InsufficientMemory: "Choose a smaller size, or try again when less is going on.",
+  RankFailed: "The processes that compute were lost too often while this was made. Try again; if it happens again, the worker's log says why.",
+  EngineFailed: "The worker is about to restart. " + AGAIN,
+  Timeout: "It took too long. Try again with fewer steps or a smaller size.",
+  Cancelled: "Somebody cancelled this request.",
+  Unreachable: "Is the worker still running, and your connection to it? " + AGAIN,
+};
+const TITLES = { InvalidRequest: "This cannot be made", Unauthorized: "A key is needed", Unreachable: "The worker does not answer" };
+
+/** An error as the API tells it. */
+class Problem extends Error {
+  constructor({ code, message, details }) {
+    super(message);
+    this.code = code;
+    this.field = details?.field;
+  }
+}
+
+let running = null;
+let pictureUrl = null;
+let lastState = null;
+
+// --- calls ---
+
+function headers() {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+/** The answer to a call; throws a Problem for any other than a 2xx. */
+async function call(path, options = {}) {
+  const answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
+  if (answer.ok) return answer;
+  if (answer.status === 401) byId("key-section").hidden = false;
+  throw new Problem(await answer.json().catch(() => ({ code: `HTTP ${answer.status}`, message: answer.statusText })));
+}
+
+/** The events of a server-sent stream, as [type, data]. */
+async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let parts = [];
+  for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
+    // Looked for in the new piece and the end of the one before: a picture comes in many.
+    const seam = (parts.at(-1) ?? "").slice(-1);
+    parts.push(value);
+    if (!(seam + value).includes("\n\n")) continue;
+    const blocks = parts.join("").split("\n\n");
+    parts = [blocks.pop()];
+    for (const block of blocks) {
+      const event = parsed(block);
+      if (event) yield event;
+    }
+  }
+}
+
+function parsed(block) {
+  let type = "message";
+  const data = [];
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event:")) type = line.slice(6).trim();
+    if (line.startsWith("data:")) data.push(line.slice(5));
+  }
+  return data.length ? [type, JSON.parse(data.join("\n"), withWholeSeeds)] : null;
+}
+
+/** A seed may have more digits than a number of JavaScript: kept as it was written, where the browser tells how. */
+function withWholeSeeds(name, value, context) {
+  return name === "seed" && context?.source ? context.source : value;
+}
+
+// --- a picture ---
+
+/** What the form asks for: what was left empty is left to the worker. */
+function wanted() {
+  const body = { prompt: byId("prompt").value, stream: true, partial_images: PREVIEWS, n: 1 };
+  for (const name of ["negative_prompt", "model", "quality", "output_format"]) {
+    if (byId(name).value) body[name] = byId(name).value;
+  }
+  for (const name of NUMBERS) {
+    const field = byId(name);
+    if (field.validity.badInput) throw refused(name, `${name}: expected a number`);
+    if (field.value) body[name] = Number(field.value);
+  }
+  const seed = byId("seed").value.trim();
+  if (seed && !/^\d{1,19}$/.test(seed)) throw refused("seed", "seed: expected a whole number from 0");
+  const [width, height] = [byId("width").value, byId("height").value];
+  if (width || height) body.size = `${width || height}x${height || width}`;
+  const text = JSON.stringify(body);
+  return seed ? `${text.slice(0, -1)},"seed":${BigInt(seed)}}` : text;
+}
+
+function refused(field, message) {
+  return new Problem({ code: "InvalidRequest", message, details: { field } });
+}
+
+async function make() {
+  running = new AbortController();
+  begin();
+  try {
+    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: wanted(), signal: running.signal };
+    let finished = false;
+    for await (const [type, data] of eventsOf(await call("v1/images/generations", options))) {
+      if (type === "error") throw new Problem(data.error);
+      if (type.endsWith(".progress")) showStep(data);
+      if (type.endsWith(".partial_image")) showPicture(data, true);
+      if (type.endsWith(".completed")) {
+        showPicture(data, false);
+        showProvenance(data);
+        finished = true;
+      }
+    }
+    if (!finished) throw new Problem({ code: "Unreachable", message: "The connection ended before the picture was finished." });
+    announce("Finished.", 1, 1);
+  } catch (error) {
+    if (error.name === "AbortError") cancelled();
+    else fail(error);
+  } finally {
+    running = null;
+    byId("make").disabled = false;
+    byId("cancel").disabled = true;
+    refresh();
+  }
+}
+
+function begin() {
+  for (const id of FIELDS) byId(id).removeAttribute("aria-invalid");
+  byId("error").hidden = true;
+  byId("empty").hidden = true;
+  byId("figure").hidden = true;
+  byId("caption").hidden = true;
+  byId("make").disabled = true;
+  byId("cancel").disabled = false;
+  announce("Sent. Waiting for the first step …");
+}
+
+function announce(text, done, all) {
+  byId("progress").hidden = false;
+  byId("progress-text").textContent = text;
+  const bar = byId("bar");
+  if (all) [bar.max, bar.value] = [all, done];
+  else bar.removeAttribute("value");
+}
+
+function showStep({ step, steps }) {
+  announce(steps ? `Step ${step} of ${steps}` : `Step ${step}`, step, steps);
+}
+
+function showPicture({ b64_json, output_format, size }, isPreview) {
+  const bytes = Uint8Array.from(atob(b64_json), (letter) => letter.charCodeAt(0));
+  if (pictureUrl) URL.revokeObjectURL(pictureUrl);
+  pictureUrl = URL.createObjectURL(new Blob([bytes], { type: `image/${output_format}` }));
+  const picture = byId("picture");
+  picture.src = pictureUrl;
+  picture.alt = isPreview ? "A preview of the picture" : `Picture of: ${byId("prompt").value}`;
+  picture.classList.toggle("preview", isPreview);
+  picture.classList.toggle("small", Number(size.split("x")[0]) < SMALL_PX);
+  byId("figure").hidden = false;
+}
+
+function showProvenance({ seed, provenance, output_format, b64_json }) {
+  const rows = Object.entries({ ...provenance, adapters: provenance.adapters.map(adapterText).join(", ") || "none" })
+    .filter(([, value]) => value !== null)
+    .flatMap(([name, value]) => [element("dt", name.replaceAll("_", " ")), element("dd", String(value))]);
+  byId("provenance").replaceChildren(...rows);
+  const link = byId("download");
+  link.href = pictureUrl;
+  link.download = `${provenance.model}-${seed}.${output_format}`;
+  link.textContent = `Download (${Math.ceil((b64_json.length * 3) / 4 / 1024)} KiB)`;
+  byId("again").dataset.seed = seed;
+  byId("caption").hidden = false;
+}
+
+function adapterText({ name, scale, digest }) {
+  return `${name} × ${scale} (${digest.slice(0, 19)}…)`;
+}
+
+function element(tag, text) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  return made;
+}
+
+function cancelled() {
+  announce("Cancelled.", 0, 1);
+  byId("figure").hidden = true;
+  byId("empty").hidden = false;
+}
+
+function fail(error) {
+  const problem = error instanceof Problem ? error : new Problem({ code: "Unreachable", message: "No answer came from the worker." });
+  byId("progress").hidden = true;
+  byId("figure").hidden = true;
+  byId("error-title").textContent = TITLES[problem.code] ?? "No picture was made";
+  byId("error-message").textContent = problem.message;
+  byId("error-advice").textContent = ADVICE[problem.code] ?? AGAIN;
+  byId("error-code").textContent = problem.code;
+  byId("error").hidden = false;
+  if (problem.code === "NotFound") loadModels();
+  if (FIELDS.includes(problem.field)) {
+    const field = byId(problem.field);
+    field.setAttribute("aria-invalid", "true");
+    (problem.field === "size" ? byId("width") : field).focus();
+  }
+}
+
+// --- the worker ---
+
+async function loadModels() {
+  const { data } = await (await call("v1/models")).json();
+  const [base, ...adapters] = data;
+  document.title = byId("title").textContent = base.id;
+  const list = byId("model");
+  const chosen = list.value;
+  list.replaceChildren(new Option("none, the base model", ""), ...adapters.map(({ id }) => new Option(id, id)));
+  list.value = adapters.some(({ id }) => id === chosen) ? chosen : "";
+  const { defaults, limits } = base;
+  const [width, height] = (defaults.size ?? "x").split("x");
+  byId("width").placeholder = width;
+  byId("height").placeholder = height;
+  byId("width").step = byId("height").step = limits.size_multiple ?? 1;
+  byId("num_inference_steps").placeholder = defaults.num_inference_steps ?? "";
+  byId("num_inference_steps").max = limits.max_steps;
+  byId("guidance_scale").placeholder = defaults.guidance_scale ?? "";
+}
+
+function showStatus({ state, percent, in_flight, queued, ranks }) {
+  const [lamp, text] = STATES[state] ?? ["wait", state];
+  const load = percent !== null ? `, ${percent} %` : "";
+  const work = state === "ready" && in_flight + queued ? `, ${in_flight} in work, ${queued} waiting` : "";
+  byId("lamp").className = lamp;
+  setText("state-text", text + load + work);
+  byId("ranks").replaceChildren(...ranks.map(({ rank, state }) => element("li", `rank ${rank}: ${state}`)));
+}
+
+/** Only where it changes: a screen reader reads what is set. */
+function setText(id, text) {
+  if (byId(id).textContent !== text) byId(id).textContent = text;
+}
+
+let timer = null;
+
+/** Show the state, and again after a while; not while nobody looks. */
+async function refresh() {
+  clearTimeout(timer);
+  if (document.hidden) return;
+  let pause = AWAY_MS;
+  try {
+    const status = await (await call("v1/status")).json();
+    showStatus(status);
+    if (status.state !== lastState) await loadModels();
+    lastState = status.state;
+    pause = status.percent !== null ? LOADING_MS : CALM_MS;
+  } catch (error) {
+    lastState = null;
+    byId("lamp").className = "bad";
+    setText("state-text", error instanceof Problem ? error.message : "the worker does not answer");
+    byId("ranks").replaceChildren();
+    // Nothing to ask until there is a key.
+    if (error instanceof Problem && error.code === "Unauthorized") return;
+  }
+  clearTimeout(timer);
+  timer = setTimeout(refresh, pause);
+}
+
+byId("request").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!running) make();
+});
+byId("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("request").requestSubmit();
+});
+byId("cancel").addEventListener("click", () => running?.abort());
+byId("again").addEventListener("click", ({ target }) => {
+  byId("seed").value = target.dataset.seed;
+  byId("seed").focus();
+});
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, byId("key").value);
+  byId("key").value = "";
+  byId("key-section").hidden = true;
+  refresh();
+});
+document.addEventListener("visibilitychange", refresh);
+refresh();

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page at `/` of the data port: three files that a browser needs nothing else for, and the state they show.
+
+The files need no key, as they hold nothing; `/v1/status` is part of the API, and wants it where there is one.
+"""
+
+import hashlib
+from importlib import resources
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from diffusion_worker.engine.documents import EngineState, LoadStage, RankState, StateDocument
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.errors import ErrorCode
+
+# Nothing from elsewhere, nothing inline, in nobody's frame; pictures are made of answers.
+POLICY = "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Asked for anew each time, and sent again only after the worker was replaced by another one.
+    "Cache-Control": "no-cache",
+}
+
+
+class PageFile(NamedTuple):
+    """One file of the page, read when the worker starts."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+class RankStatus(BaseModel):
+    """One rank process."""
+
+    rank: int
+    state: RankState
+
+
+class Status(BaseModel):
+    """What the worker does now, for people. `percent` is how much of the model is loaded, null where none is being loaded.
+
+    `generation` counts the lives of the rank group, `problem` is the code of what keeps it from serving.
+    """
+
+    model: str
+    state: EngineState
+    asleep: bool
+    stage: LoadStage
+    percent: int | None
+    generation: int
+    in_flight: int
+    queued: int
+    ranks: list[RankStatus]
+    problem: ErrorCode | None
+
+
+def page_router() -> APIRouter:
+    """The routes of the page's files, which are no part of the API's description."""
+    router = APIRouter(include_in_schema=False)
+    for path, name, media_type in (
+        ("/", "page.html", "text/html"),
+        ("/page.css", "page.css", "text/css"),
+        ("/page.js", "page.js", "text/javascript"),
+    ):
+        _add_file(router, path, _read(name, media_type))
+    return router
+
+
+status_router = APIRouter()
+
+
+@status_router.get("/v1/status")
+async def status(request: Request) -> Status:
+    """What the page shows of the worker; only where there is a page."""
+    engine: Engine = request.app.state.engine
+    return status_of(engine.state_document())
+
+
+def status_of(document: StateDocument) -> Status:
+    """The state document without what is for the operator alone: paths, processes, messages, memory."""
+    loading = document.state in (EngineState.STARTING, EngineState.RESTARTING)
+    done, total = document.load.bytes_done, document.load.bytes_total
+    return Status(
+        model=document.model.served_name,
+        state=document.state,
+        asleep=document.state is EngineState.ASLEEP,
+        stage=document.load.stage,
+        percent=(min(100, 100 * done // total) if total else 0) if loading else None,
+        generation=document.generation,
+        in_flight=document.in_flight,
+        queued=document.queued,
+        ranks=[RankStatus(rank=rank.rank, state=rank.state) for rank in document.ranks],
+        problem=ErrorCode(document.failure.code) if document.failure else None,
+    )
+
+
+def _read(name: str, media_type: str) -> PageFile:
+    content = resources.files("diffusion_worker.server").joinpath("page", name).read_bytes()
+    return PageFile(content, f"{media_type}; charset=utf-8", f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+def _add_file(router: APIRouter, path: str, file: PageFile) -> None:
+    async def answer(request: Request) -> Response:
+        headers = {**HEADERS, "ETag": file.etag}
+        if file.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, headers={**headers, "Content-Type": file.media_type})
+
+    router.add_api_route(path, answer, methods=["GET", "HEAD"], response_model=None)
