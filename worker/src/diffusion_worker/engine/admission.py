@@ -11,6 +11,13 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo, Task
 
 MAX_SEED = 2**63 - 1
+# What to send instead where a model does not serve a task, but another one.
+HINTS = {
+    (Task.GENERATE, Task.EDIT): ": it needs a picture, send one to /v1/images/edits",
+    (Task.GENERATE, Task.INPAINT): ": it needs a picture and a mask, send them to /v1/images/edits",
+    (Task.EDIT, Task.INPAINT): ": it needs a mask beside the picture",
+    (Task.INPAINT, Task.EDIT): ": it takes no mask",
+}
 
 
 class InputPicture(msgspec.Struct, frozen=True):
@@ -45,26 +52,44 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     previews: int = 0
 
 
-def with_defaults(params: GenerationParams, defaults: RequestDefaults) -> GenerationParams:
+def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> GenerationParams:
     """The request with what the worker's options say where it says nothing. An edit without a size takes that of its picture."""
-    sized = params.width is not None or params.height is not None or params.task is not Task.GENERATE
+    height, width = params.height, params.width
+    if height is None and width is None:
+        height, width = size_of_edit(params.images[0], limits, model) if params.images else (defaults.height, defaults.width)
     return msgspec.structs.replace(
         params,
         steps=defaults.steps if params.steps is None else params.steps,
         guidance_scale=defaults.guidance_scale if params.guidance_scale is None else params.guidance_scale,
-        height=params.height if sized else defaults.height,
-        width=params.width if sized else defaults.width,
+        height=height,
+        width=width,
     )
+
+
+def size_of_edit(picture: InputPicture, limits: RequestLimits, model: ModelInfo) -> tuple[int, int]:
+    """Height and width of what is made of a picture: its own, scaled down to the limit, and down to what the model can make."""
+    # So that any number of such parts is a number of tokens that the ranks can share.
+    step = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
+    scale = min(1.0, math.sqrt(limits.max_pixels / (picture.height * picture.width)))
+    height = max(step, int(picture.height * scale) // step * step)
+    width = max(step, int(picture.width * scale) // step * step)
+    # A strip that had to become wider may be too long now.
+    if height > width:
+        return min(height, limits.max_pixels // width // step * step), width
+    return height, min(width, limits.max_pixels // height // step * step)
 
 
 def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
     """Raises RequestError (InvalidRequest) that names the field, what was expected and what was found."""
+    _check_task(params, model)
     if model.kind != "image":
         _refuse("model", "one that makes pictures", f"{model.pipeline}, which makes a {model.kind}")
     if not params.prompt.strip():
         _refuse("prompt", "a text", "an empty one")
     if len(params.prompt) > limits.max_prompt_chars:
         _refuse("prompt", f"at most {limits.max_prompt_chars} characters", len(params.prompt))
+    if params.negative_prompt is not None and len(params.negative_prompt) > limits.max_prompt_chars:
+        _refuse("negative_prompt", f"at most {limits.max_prompt_chars} characters", len(params.negative_prompt))
     if not 1 <= params.n <= limits.max_images:
         _refuse("n", f"1 to {limits.max_images}", params.n)
     if params.seed is not None and not 0 <= params.seed <= MAX_SEED - limits.max_images:
@@ -84,7 +109,8 @@ def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -
     width, height = params.width or model.default_width, params.height or model.default_height
     if not width or not height or math.isinf(most_load):
         return
-    kind = RequestClass(height, width, model.default_frames, guided=is_guided(params.guidance_scale), exact=False)
+    seen = sum(picture.height * picture.width for picture in params.images) if model.references else 0
+    kind = RequestClass(height, width, model.default_frames, guided=is_guided(params.guidance_scale), exact=False, references=seen)
     if kind.load > most_load:
         most_pixels = int(width * height * most_load / kind.load)
         _refuse("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")
@@ -106,6 +132,24 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
         )
     if params.width * params.height > limits.max_pixels:
         _refuse("size", f"at most {limits.max_pixels} pixels", size)
+
+
+def _check_task(params: GenerationParams, model: ModelInfo) -> None:
+    """Whether the model does such a thing at all, and whether it has the pictures that it takes for that."""
+    if model.kind == "image" and params.task not in model.tasks:
+        served = " and ".join(model.tasks) or "no route of pictures"
+        hint = next((HINTS[params.task, task] for task in model.tasks if (params.task, task) in HINTS), "")
+        _refuse("model", f"one that serves {params.task}", f"{model.pipeline}, which serves {served}{hint}")
+    if params.task is Task.GENERATE:
+        return
+    if not 1 <= len(params.images) <= model.max_input_images:
+        expected = "one picture" if model.max_input_images == 1 else f"1 to {model.max_input_images} pictures"
+        _refuse("image", f"{expected} for {model.pipeline}", len(params.images))
+    if params.mask is not None and (params.mask.height, params.mask.width) != (params.images[0].height, params.images[0].width):
+        expected = f"the size of the picture, {params.images[0].width}x{params.images[0].height}"
+        _refuse("mask", expected, f"{params.mask.width}x{params.mask.height}")
+    if params.strength is not None and not 0 < params.strength <= 1:
+        _refuse("strength", "more than 0 and at most 1", params.strength)
 
 
 def _refuse(field: str, expected: str, found: object) -> None:

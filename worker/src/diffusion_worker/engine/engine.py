@@ -142,7 +142,7 @@ class Engine:
         """
         self.life.require_ready("this request", restarting_too=True)
         assert self._model is not None
-        params = admission.with_defaults(params, self.config.defaults)
+        params = admission.with_defaults(params, self.config.defaults, self.config.limits, self._model)
         accelerated = self.accelerates(params)
         admission.check(params, self.config.limits, self._model)
         admission.check_memory(params, self._model, self._steps.memory.most_load(time.monotonic()))

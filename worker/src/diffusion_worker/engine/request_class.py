@@ -7,23 +7,31 @@ they came. What the ranks cannot merge after all (another prompt length, say) th
 
 import msgspec
 
-from diffusion_worker.messages import RequestSpec, Task
+from diffusion_worker.messages import RequestSpec
 
 # Stands for the pipeline's own size where nobody knows it.
 UNKNOWN_PIXELS = 512 * 512
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What the pipeline takes where a request says nothing; None where that is not known. Pixels, frames, steps."""
+    """What the pipeline takes where a request says nothing; None where that is not known. Pixels, frames, steps.
+
+    `references`: the pictures of an edit are seen by the model beside the one it makes.
+    """
 
     height: int | None = None
     width: int | None = None
     frames: int | None = None
     steps: int | None = None
+    references: bool = False
 
 
 class RequestClass(msgspec.Struct, frozen=True):
-    """What requests have to have in common to share steps."""
+    """What requests have to have in common to share steps.
+
+    An edit that starts from its picture is of one class with pictures made from words: the calls are the same. `references`
+    are the pixels of pictures that the model sees beside the one it makes.
+    """
 
     height: int | None
     width: int | None
@@ -31,13 +39,13 @@ class RequestClass(msgspec.Struct, frozen=True):
     guided: bool
     exact: bool
     accelerated: bool = False
-    task: Task = Task.GENERATE
+    references: int = 0
 
     @property
     def load(self) -> float:
         """Pixels of one request's model calls: what their time and memory follow, about."""
         pixels = self.height * self.width if self.height and self.width else UNKNOWN_PIXELS
-        return float(pixels * (self.frames or 1) * (2 if self.guided else 1))
+        return float((pixels * (self.frames or 1) + self.references) * (2 if self.guided else 1))
 
     @property
     def sized(self) -> bool:
@@ -63,5 +71,5 @@ def class_of(spec: RequestSpec, defaults: Defaults) -> RequestClass:
         guided=is_guided(spec.guidance_scale),
         exact=spec.exact,
         accelerated=spec.accelerated,
-        task=spec.task,
+        references=sum(item.shape[0] * item.shape[1] for item in spec.images) if defaults.references else 0,
     )

@@ -2,39 +2,56 @@
 """The requests of one class in the order they came, and how far each of them is. Pure."""
 
 import itertools
+import math
 
 import msgspec
 
 from diffusion_worker.engine.request_class import RequestClass
-from diffusion_worker.messages import RequestSpec
+from diffusion_worker.messages import RequestSpec, Task
 
 # Until a pipeline has shown how many steps it takes by itself.
 USUAL_STEPS = 50
+# Clients choose strengths freely; nobody sends so many kinds of requests side by side.
+REMEMBERED_COURSES = 1024
+
+
+class Course(msgspec.Struct, frozen=True):
+    """What of a request decides how many ticks it takes; an edit of little strength leaves most of its steps out."""
+
+    steps: int | None
+    task: Task = Task.GENERATE
+    strength: float | None = None
 
 
 class RunLengths:
-    """How many ticks requests take by the steps they ask for. At first one more than steps; then as it was seen.
+    """How many ticks requests take by what they ask for. At first one more than steps; then as it was seen.
 
-    Some schedulers call the model twice a step, some pipelines leave steps out, and only the pipeline knows its default.
+    Some schedulers call the model twice a step, some pipelines leave steps out, and only the pipeline knows its defaults.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int | None, int] = {}
-        self._varying: set[int | None] = set()
+        self._seen: dict[Course, int] = {}
+        self._varying: set[Course] = set()
 
-    def of(self, steps: int | None) -> int:
-        """Ticks that a request of so many steps takes, decode included."""
-        return self._seen.get(steps, (steps or USUAL_STEPS) + 1)
+    def of(self, course: Course) -> int:
+        """Ticks that a request takes, decode included."""
+        steps = course.steps or USUAL_STEPS
+        return self._seen.get(course, (steps if course.strength is None else math.ceil(steps * course.strength)) + 1)
 
-    def sure(self, steps: int | None) -> bool:
+    def sure(self, course: Course) -> bool:
         """Whether that is known: seen, and the same each time."""
-        return steps in self._seen and steps not in self._varying
+        return course in self._seen and course not in self._varying
 
-    def observe(self, steps: int | None, ticks: int) -> None:
-        """A request of so many steps took so many ticks."""
-        if self._seen.get(steps, ticks) != ticks:
-            self._varying.add(steps)
-        self._seen[steps] = max(ticks, self._seen.get(steps, 0))
+    def observe(self, course: Course, ticks: int) -> None:
+        """A request took so many ticks."""
+        if self._seen.get(course, ticks) != ticks:
+            self._varying.add(course)
+        ticks = max(ticks, self._seen.pop(course, 0))
+        self._seen[course] = ticks  # the newest last
+        while len(self._seen) > REMEMBERED_COURSES:
+            oldest = next(iter(self._seen))
+            del self._seen[oldest]
+            self._varying.discard(oldest)
 
 
 class QueuedRequest(msgspec.Struct, eq=False):

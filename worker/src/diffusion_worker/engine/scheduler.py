@@ -18,7 +18,7 @@ import msgspec
 from diffusion_worker.engine.cost_curve import CostCurve
 from diffusion_worker.engine.memory_model import MemoryModel
 from diffusion_worker.engine.request_class import Defaults, RequestClass, class_of
-from diffusion_worker.engine.request_queue import ClassQueue, QueuedRequest, RunLengths
+from diffusion_worker.engine.request_queue import ClassQueue, Course, QueuedRequest, RunLengths
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import RequestSpec, Tick, TickDone
 
@@ -94,7 +94,7 @@ class StepScheduler:
     def add(self, spec: RequestSpec, now_s: float) -> None:
         """Queue a request."""
         kind = class_of(spec, self._defaults)
-        length = self._lengths.of(spec.steps or self._defaults.steps)
+        length = self._lengths.of(self._course(spec))
         request = QueuedRequest(spec, kind, now_s, next(self._arrivals), length)
         self._requests[spec.request_id] = request
         self._queues.setdefault(kind, ClassQueue(kind)).add(request)
@@ -232,7 +232,7 @@ class StepScheduler:
 
     def _is_last(self, request: QueuedRequest) -> bool:
         """Whether its next tick is known to be its last, in which it is decoded."""
-        return request.sent > 0 and request.left == 1 and self._lengths.sure(self._steps(request))
+        return request.sent > 0 and request.left == 1 and self._lengths.sure(self._course(request.spec))
 
     def _is_overdue(self, queue: ClassQueue, now_s: float) -> bool:
         oldest = queue.oldest
@@ -256,8 +256,8 @@ class StepScheduler:
         measured = curve.seconds(batch) if curve else None
         return kind.load * (self._pixel_s or GUESSED_PIXEL_S) * batch if measured is None else measured
 
-    def _steps(self, request: QueuedRequest) -> int | None:
-        return request.spec.steps or self._defaults.steps
+    def _course(self, spec: RequestSpec) -> Course:
+        return Course(spec.steps or self._defaults.steps, spec.task, spec.strength)
 
     def _learn_costs(self, sent: SentTick, done: TickDone, ended: set[str]) -> None:
         """Costs from a tick's report. Those that ended in it were decoded, not denoised."""
@@ -281,12 +281,12 @@ class StepScheduler:
             self._pixel_s = seconds / (batch * sent.kind.load)
 
     def _learn_length(self, request: QueuedRequest) -> None:
-        steps = self._steps(request)
-        expected = self._lengths.of(steps)
-        self._lengths.observe(steps, request.reported)
-        if (length := self._lengths.of(steps)) != expected:
+        course = self._course(request.spec)
+        expected = self._lengths.of(course)
+        self._lengths.observe(course, request.reported)
+        if (length := self._lengths.of(course)) != expected:
             for other in self._requests.values():
-                if self._steps(other) == steps:
+                if self._course(other.spec) == course:
                     other.length = length
 
     def _forget(self, request: QueuedRequest) -> None:

@@ -109,7 +109,7 @@ class StepLoop:
 
     def describe(self, model: ModelInfo) -> None:
         """What was loaded; before the first request."""
-        defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps)
+        defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps, model.references)
         self._scheduler.describe(defaults, model.free_bytes)
 
     @property
