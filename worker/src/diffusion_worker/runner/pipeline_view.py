@@ -45,14 +45,14 @@ def hooks_models(guider: Any) -> bool:
 
 def view_of(pipeline: Any) -> Any:
     """A view of a pipeline for one request; it has to be called inside the request's fiber."""
+    view = copy.copy(pipeline)
     parts: dict[str, Any] = {name: StandIn(name, module) for name, module in modules_of(pipeline).items()}
     schedulers = schedulers_of(pipeline)
     for name, scheduler in schedulers.items():
         own = copy.deepcopy(scheduler)
-        parts[name] = _marking(own) if name == MAIN_SCHEDULER or MAIN_SCHEDULER not in schedulers else own
+        parts[name] = _marking(own, view) if name == MAIN_SCHEDULER or MAIN_SCHEDULER not in schedulers else own
     for name, guider in guiders_of(pipeline).items():
         parts[name] = guider.new()
-    view = copy.copy(pipeline)
     # Past the pipeline's own __setattr__, which would register the parts in the shared config.
     view.__dict__.update(parts)
     kind: Any = type(pipeline)
@@ -108,23 +108,30 @@ def _blocks_of(block: Any) -> Iterator[Any]:
         yield from _blocks_of(inner)
 
 
-def _marking(scheduler: Any) -> Any:
+def _marking(scheduler: Any, view: Any) -> Any:
     """The scheduler with a step that suspends the fiber when it returns.
 
     A bound method, so that a copy of the scheduler steps the copy: pipelines copy theirs for a second latent or for each
     frame (LTX 2's audio, SkyReels V2). Not a class of its own: Bria asks for the scheduler's type.
     """
     plain: Any = type(scheduler)
-    scheduler.step = types.MethodType(_marking_step(plain), scheduler)
-    return scheduler
 
-
-@functools.cache
-def _marking_step(plain: Any) -> Any:
     @functools.wraps(plain.step)  # pipelines look at its signature
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain.step(self, *args, **kwargs)
-        mark_step()
+        mark_step(steps_of(view, self))
         return result
 
-    return step
+    scheduler.step = types.MethodType(step, scheduler)
+    return scheduler
+
+
+def steps_of(view: Any, scheduler: Any) -> int | None:
+    """How many steps the loop that steps this scheduler takes: as its pipeline counts, or the time steps that are left to it."""
+    inner = (part for part in vars(view).values() if isinstance(part, diffusers.DiffusionPipeline))
+    for pipeline in (view, *inner):
+        counted = vars(pipeline).get("_num_timesteps")
+        if isinstance(counted, int) and any(part is scheduler for part in vars(pipeline).values()):
+            return counted
+    timesteps = getattr(scheduler, "timesteps", None)
+    return None if timesteps is None else len(timesteps) - (getattr(scheduler, "begin_index", None) or 0)

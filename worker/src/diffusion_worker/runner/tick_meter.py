@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tick took of a rank's device: the time of its denoiser calls and the most memory beside what was there before."""
+"""What a tick took of a rank's device: the time of its model calls and the most memory beside what was there before."""
 
 import contextlib
 import time
@@ -9,38 +9,56 @@ from typing import Any
 import torch
 
 
+class Span:
+    """The time from its making to `end`: on a GPU that of the work put on it meanwhile, known when it is done with that."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._seconds = 0.0
+        self._started_s = time.perf_counter()
+        self._events: tuple[Any, Any] | None = None
+        if device is not None:
+            event: Any = torch.cuda.Event
+            self._events = event(enable_timing=True), event(enable_timing=True, blocking=True)
+            self._events[0].record()
+
+    def end(self) -> None:
+        """The work was done, or put on the device."""
+        if self._events is None:
+            self._seconds = time.perf_counter() - self._started_s
+        else:
+            self._events[1].record()
+
+    @property
+    def seconds(self) -> float:
+        """Waits for the device, in any thread."""
+        if self._events is not None:
+            begin, end = self._events
+            end.synchronize()
+            self._seconds, self._events = begin.elapsed_time(end) / 1000, None
+        return self._seconds
+
+
 class TickMeter:
     """Measures one tick. On a GPU times come from events, so that only the end of the tick waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
-        self._before = 0
+        self._denoising: list[Span] = []
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextlib.contextmanager
-    def denoising(self) -> Iterator[None]:
-        """Count the time of what runs inside."""
-        if self._device is None:
-            started = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - started
-            return
-        event: Any = torch.cuda.Event
-        begin, end = event(enable_timing=True), event(enable_timing=True)
-        begin.record()
-        yield
-        end.record()
-        self._events.append((begin, end))
+    def measuring(self, *, denoises: bool) -> Iterator[Span]:
+        """The time of what runs inside, which counts where it belongs to a step; what fails does not."""
+        span = Span(self._device)
+        yield span
+        span.end()
+        if denoises:
+            self._denoising.append(span)
 
     def denoise_seconds(self) -> float:
         """Seconds of all denoiser calls; waits for the device."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        on_device_ms: float = sum(begin.elapsed_time(end) for begin, end in self._events)
-        return self._seconds + on_device_ms / 1000
+        return sum(span.seconds for span in self._denoising)
 
     def peak_bytes(self, weights_bytes: int) -> int:
         """The most memory of the device beside `weights_bytes`; 0 on a CPU, where it is not known."""
