@@ -129,7 +129,7 @@ def test_an_adapter_tells_two_prompts_apart() -> None:
 def test_what_cannot_be_compared_or_is_drawn_anew_is_not_kept(call: ModelCall, bypassed: int) -> None:
     cache = PromptCache(4)
     assert cache.key(call) is None
-    assert cache.stats()["bypassed"] == bypassed
+    assert cache.stats().bypassed == bypassed
 
 
 def test_what_a_request_does_to_its_answer_does_not_reach_the_next() -> None:
@@ -152,7 +152,7 @@ def test_bytes_are_bounded_as_entries_are() -> None:
     assert [cache.get(key, alone=True) is not None for key in "abc"] == [False, True, True]
     cache.put("large", torch.ones(100), alone=True)
     assert cache.get("large", alone=True) is None
-    assert cache.stats()["bypassed"] == 1
+    assert cache.stats().bypassed == 1
 
 
 def test_an_answer_with_more_than_tensors_is_not_kept() -> None:

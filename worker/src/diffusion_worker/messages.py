@@ -267,6 +267,8 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     prompt_cache: PromptCacheStats | None = None
     # As in `ModelInfo`, when they are others than before: what was compiled does not fit, and runs as it is.
     features: dict[str, str] | None = None
+    # Of `rows`, those of which a step cache skipped most blocks.
+    skipped: int = 0
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):

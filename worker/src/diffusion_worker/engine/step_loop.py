@@ -73,6 +73,8 @@ class StepStats(msgspec.Struct):
     ticks: int = 0
     rows: int = 0
     model_calls: int = 0
+    # Of the rows, those that a step cache skipped for the most part.
+    skipped_rows: int = 0
     step_seconds: float = 0.0
     replayed: int = 0
     # None where there is no prompt cache.
@@ -239,6 +241,7 @@ class StepLoop:
         stats.ticks += 1
         stats.rows += done.rows
         stats.model_calls += done.calls
+        stats.skipped_rows += done.skipped
         stats.step_seconds += done.seconds
         stats.pictures += len(done.finished)
         if done.features is not None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diffusion_worker.messages import PromptCacheStats
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.contents import content
 from diffusion_worker.runner.outputs import is_plain, tensors_of, with_tensors
@@ -37,6 +38,7 @@ class PromptCache:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._hits = self._misses = self._bypassed = 0
+        self._told: PromptCacheStats | None = None
 
     def key(self, call: ModelCall, adapter: str | None = None) -> Hashable | None:
         """What a call is kept by; None for one that is no text encoder's or cannot be compared. `adapter` is an identity, its digest."""
@@ -78,15 +80,17 @@ class PromptCache:
         self.clear()
         self._hits = self._misses = self._bypassed = 0
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> PromptCacheStats:
         """Entries kept and allowed, and how many calls were answered, made, and not kept."""
-        return {
-            "size": len(self._kept),
-            "max_size": self._entries,
-            "hits": self._hits,
-            "misses": self._misses,
-            "bypassed": self._bypassed,
-        }
+        return PromptCacheStats(len(self._kept), self._entries, self._hits, self._misses, self._bypassed)
+
+    def news(self) -> PromptCacheStats | None:
+        """The counts, if they are not those that this gave last."""
+        now = self.stats()
+        if now == self._told:
+            return None
+        self._told = now
+        return now
 
 
 def _is_text(call: ModelCall) -> bool:

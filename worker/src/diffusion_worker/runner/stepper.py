@@ -8,7 +8,7 @@ that are pending then; the tick ends when every request is done or has finished 
 
 import logging
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
-from diffusion_worker.messages import ErrorReport, Progress
+from diffusion_worker.messages import ErrorReport, PromptCacheStats, Progress
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall, answer, execute, split
 from diffusion_worker.runner.faults import classify, require_usable_rank
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 # (or decodes its frames in parts), and goes on in the next tick, so that it can be cancelled and others advance.
 CALLS_A_TICK = 8
 
+# Calls a module, as diffusers itself would where `plain` is true: bit by bit, and with a model that changes meanwhile.
+Compute = Callable[[torch.nn.Module, ModelCall, bool], Any]
 States = dict[str, DiffusionRequestState]
 Event = tuple[DiffusionRequestState, FiberEvent]
 Failure = TypeVar("Failure", bound=BaseException)
@@ -54,7 +56,9 @@ class StepOutput(msgspec.Struct):
     denoise_seconds: float = 0.0
     peak_bytes: int = 0
     split: bool = False
+    features: dict[str, str] | None = None
     skipped: int = 0
+    prompt_cache: PromptCacheStats | None = None
 
 
 class Stepper:
@@ -67,6 +71,7 @@ class Stepper:
         self._modules: dict[str, torch.nn.Module] = {}
         self._loras: DiffusionLoRAManager | None = None
         self._cache: StepCache | None = None
+        self._compute: Compute = lambda module, call, plain: execute(module, call)
         # Calls whose output could not be split once are not merged again.
         self._indivisible: set[tuple[str, str]] = set()
         # Learnt from what requests do: a pipeline without steps ends its ticks after each denoiser call.
@@ -74,9 +79,16 @@ class Stepper:
         self._output = StepOutput()
         self._meter = TickMeter(torch.device("cpu"))
 
-    def serve(self, modules: dict[str, torch.nn.Module], loras: DiffusionLoRAManager | None, *, cache: StepCache | None = None) -> None:
-        """From now on calls are made on these modules; `cache` is on some of them."""
-        self._modules, self._loras, self._cache = modules, loras, cache
+    def serve(
+        self,
+        modules: dict[str, torch.nn.Module],
+        loras: DiffusionLoRAManager | None,
+        *,
+        cache: StepCache | None = None,
+        compute: Compute = lambda module, call, plain: execute(module, call),
+    ) -> None:
+        """From now on calls are made on these modules, by `compute`; `cache` is on some of them."""
+        self._modules, self._loras, self._cache, self._compute = modules, loras, cache, compute
         self._indivisible.clear()
         self._without_steps = False
 
@@ -175,10 +187,11 @@ class Stepper:
         if plan is not None:
             return plan.execute(lambda: self._execute(call, batch, rows, None), rows)
         module = call.module if call.module is not None else self._modules[call.component]
+        plain = any(item.state.exact or item.state.whole for item in batch.items)
         if self._loras is None or not any(item.state.spec.lora for item in batch.items):
-            return execute(module, call)
+            return self._compute(module, call, plain)
         with self._loras.rows(batch.loras[rows]):
-            return execute(module, call)
+            return self._compute(module, call, plain)
 
     def _remember(self, batch: InputBatch, parts: list[Any]) -> None:
         for item, part in zip(batch.items, parts, strict=True):

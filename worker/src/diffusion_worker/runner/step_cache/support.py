@@ -14,8 +14,15 @@ from diffusion_worker.config import StepCache as Kind
 from diffusion_worker.runner.step_cache.kinds import CacheKind
 from diffusion_worker.runner.step_support import why_whole
 
+_WITH_BLOCKS = frozenset(
+    {
+        *("CogView4Transformer2DModel", "DiTTransformer2DModel", "FluxTransformer2DModel", "HunyuanImageTransformer2DModel"),
+        *("HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel", "MochiTransformer3DModel", "PixArtTransformer2DModel"),
+        *("QwenImageTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"),
+    }
+)
 SUPPORTED: dict[Kind, frozenset[str]] = {
-    Kind.FIRST_BLOCK: frozenset({"SD3Transformer2DModel", "FluxTransformer2DModel"}),
+    Kind.FIRST_BLOCK: _WITH_BLOCKS,
     Kind.TAYLOR_SEER: frozenset({"SD3Transformer2DModel", "FluxTransformer2DModel"}),
     Kind.MAG_CACHE: frozenset({"FluxTransformer2DModel"}),
 }
