@@ -68,6 +68,8 @@ class Engine:
             window_s=config.batch_window_s,
             broken=lambda reason: self._supervisor.on_stepping_broken(reason),
         )
+        # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
+        self._version = importlib.metadata.version("diffusion-worker")
         self._last_request_at: float | None = None
         self._adapters = AdapterTable(slots=config.max_loras)
         self._loader = AdapterLoader(self._adapters, ranks, ranks_total=config.ranks, abort=self._abort)
@@ -180,7 +182,7 @@ class Engine:
             guidance_scale=self._model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,
             accelerated=accelerated,
             exact=params.exact or self.config.exact,
-            engine=importlib.metadata.version("diffusion-worker"),
+            engine=self._version,
         )
 
     @property
