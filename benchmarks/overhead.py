@@ -23,6 +23,7 @@ from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pixels import pixels_of
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
 STEPS = 10
@@ -107,6 +108,8 @@ def _engine(runner: DiffusionModelRunner, size: int) -> None:
         if output.errors:
             raise RuntimeError(output.errors["one"].message)
         output = runner.execute_stepwise(Tick(1))
+    # In a rank this is beside the next step.
+    pixels_of(output.pictures["one"])
 
 
 def _require_calm(name: str, seconds: list[float]) -> None:

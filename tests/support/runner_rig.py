@@ -13,6 +13,7 @@ from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import CallFailed
+from diffusion_worker.runner.pixels import pixels_of
 from worker_process import DIGITS_MODEL
 
 Pictures = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
@@ -58,7 +59,7 @@ class RunnerRig:
         errors: dict[str, ErrorReport] = {}
         for number in range(1000):
             output = self.runner.execute_stepwise(Tick(number, [spec for spec, tick in zip(requests, at, strict=True) if tick == number]))
-            pictures |= output.pictures
+            pictures |= {name: pixels_of(returned) for name, returned in output.pictures.items()}
             errors |= output.errors
             if len(pictures) + len(errors) == len(requests) + running:
                 return pictures, errors

@@ -18,7 +18,7 @@ from diffusion_worker.engine.admission import GenerationParams, check
 from diffusion_worker.errors import ConfigError, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import describe, load_pipeline, make_body
-from diffusion_worker.runner.request_body import to_pixels
+from diffusion_worker.runner.pixels import pixels_of, to_pixels
 from families.all import FAMILIES
 from families.family import mask, picture
 from runner_rig import RunnerRig, request
@@ -112,7 +112,7 @@ def check_with_pictures(rig: RunnerRig, asked: list[tuple[RequestSpec, dict[str,
     for tick in range(8):
         output = rig.runner.execute_stepwise(Tick(tick))
         assert not output.errors, output.errors
-        pictures |= output.pictures
+        pictures |= {name: pixels_of(returned) for name, returned in output.pictures.items()}
     assert max(call.rows for call in rig.denoiser_calls()) == 4
     for spec, conditioning in asked:
         assert np.abs(pictures[spec.request_id].astype(float) - plain_picture(plain, spec, conditioning)).max() <= 1.5

@@ -35,6 +35,7 @@ from diffusion_worker.messages import (
 )
 from diffusion_worker.ranks.broadcast import RankEnd, ServerEnd
 from diffusion_worker.ranks.extension import extended_worker
+from diffusion_worker.ranks.output import Output
 from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker
 from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
@@ -76,7 +77,7 @@ class FakeWire:
         self.messages = list(messages)
         self.sent: list[Any] = []
 
-    def receive(self, on_dropped: Any) -> Any:
+    def receive(self, on_dropped: Any, on_idle: Any) -> Any:
         return self.messages.pop(0), []
 
     def send(self, message: Any, frames: Any = None) -> None:
@@ -84,7 +85,8 @@ class FakeWire:
 
 
 def proc(*messages: Any, rank: int = 0) -> WorkerProc:
-    return WorkerProc(rank, FakeWire(*messages), FakeWorker(), frozenset({"greet"}))  # type: ignore[arg-type]
+    wire: Any = FakeWire(*messages)
+    return WorkerProc(rank, Output(wire.send), wire, FakeWorker(), frozenset({"greet"}))  # type: ignore[arg-type]
 
 
 def worker_of(of: WorkerProc) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.request_body import PipelineBody
 from families import svd, wan
 from families.family import build_seeded
@@ -83,4 +84,4 @@ def test_a_pipeline_that_returns_its_frames_bare_gives_all_of_them() -> None:
     arguments = family.request(1, 2, 3.0)
     rig.runner.join(video("moves"), PipelineBody(rig.pipeline, arguments, seed=1))
     outputs = [rig.runner.execute_stepwise(Tick(number)) for number in range(3)]
-    assert outputs[-1].pictures["moves"].shape == (2, 16, 16, 3)
+    assert pixels_of(outputs[-1].pictures["moves"]).shape == (2, 16, 16, 3)

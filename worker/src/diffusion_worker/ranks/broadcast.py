@@ -23,6 +23,8 @@ import zmq.asyncio
 from diffusion_worker.messages import Tick, ToRank, ToServer, decode_to_rank, decode_to_server, encode
 
 SUBSCRIBED = b"\x01"
+# A rank that waits for the next message looks after itself that often.
+IDLE_MS = 1000
 FOLDER_PREFIX = "diffusion-worker-"
 LOCK = "lock"
 # A server locks its folder right after it made it.
@@ -113,6 +115,7 @@ class RankEnd:
         self._answers.connect(endpoints.answers)
         self._broadcast = _unlimited(self._context.socket(zmq.SUB))
         self._broadcast.subscribe(b"")
+        self._broadcast.setsockopt(zmq.RCVTIMEO, IDLE_MS)
         self._broadcast.connect(endpoints.broadcast)
 
     def __enter__(self) -> "RankEnd":
@@ -121,11 +124,18 @@ class RankEnd:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._context.destroy(linger=2000)
 
-    def receive(self, on_dropped: Callable[[int], None]) -> tuple[ToRank, list[bytes]]:
-        """The next message of the broadcast with its frames; waits for it. `on_dropped` hears how many were no message so far."""
+    def receive(self, on_dropped: Callable[[int], None], on_idle: Callable[[], None] = lambda: None) -> tuple[ToRank, list[bytes]]:
+        """The next message of the broadcast with its frames; waits for it, and calls `on_idle` about once a second meanwhile.
+
+        `on_dropped` hears how many were no message so far.
+        """
         while True:
+            try:
+                head, *frames = self._broadcast.recv_multipart()
+            except zmq.Again:
+                on_idle()
+                continue
             # What has more or fewer parts than it says is nobody's, and its parts must not be taken for messages of their own.
-            head, *frames = self._broadcast.recv_multipart()
             try:
                 message = decode_to_rank(head)
                 if len(frames) == (sum(message.frames) if isinstance(message, Tick) else 0):
@@ -135,9 +145,9 @@ class RankEnd:
             self.dropped += 1
             on_dropped(self.dropped)
 
-    def send(self, message: ToServer, frames: list[memoryview] | None = None) -> None:
-        """Answer the server."""
-        self._answers.send_multipart([encode(message), *(frames or [])], copy=False)
+    def send(self, message: ToServer, frames: Sequence[memoryview] = ()) -> None:
+        """Answer the server. One thread at a time."""
+        self._answers.send_multipart([encode(message), *frames], copy=False)
 
 
 def _unlimited(socket: Any) -> Any:

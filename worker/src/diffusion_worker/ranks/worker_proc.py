@@ -24,7 +24,6 @@ from diffusion_worker.messages import (
     ErrorReport,
     Failed,
     Fatal,
-    Finished,
     LoadProgress,
     Ready,
     Rpc,
@@ -36,8 +35,11 @@ from diffusion_worker.messages import (
 )
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd
 from diffusion_worker.ranks.extension import extended_worker
+from diffusion_worker.ranks.finished_pictures import PictureReport
+from diffusion_worker.ranks.output import Output
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
+from diffusion_worker.runner.pixels import RawPicture
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +71,15 @@ class RankArguments(msgspec.Struct, frozen=True):
 
 
 class WorkerProc:
-    """One rank's process: owns the wire and the worker. `extension` names methods of the worker that take any plain data."""
+    """One rank's process: owns the wire and the worker. `extension` names methods of the worker that take any plain data.
 
-    def __init__(self, rank: int, wire: RankEnd, worker: DiffusionWorker, extension: frozenset[str] = frozenset()) -> None:
+    Whatever it says goes through `output`, in order: an answer to sleep comes after the pictures that were finished before.
+    """
+
+    def __init__(self, rank: int, output: Output, wire: RankEnd, worker: DiffusionWorker, extension: frozenset[str] = frozenset()) -> None:
         self.worker = worker
         self._rank = rank
+        self._output = output
         self._wire = wire
         self._methods = {**dict.fromkeys(extension), **RPC_METHODS}
 
@@ -95,16 +101,17 @@ class WorkerProc:
         """Load the model and say so."""
 
         def report(done: int, total: int) -> None:
-            self._wire.send(LoadProgress(self._rank, done, total))
+            self._output.send(LoadProgress(self._rank, done, total))
 
         model = self.worker.load_model(report)
-        self._wire.send(Ready(self._rank, os.getpid(), model, self.worker.memory()))
+        self._output.send(Ready(self._rank, os.getpid(), model, self.worker.memory()))
 
     def worker_busy_loop(self) -> None:
-        """Act on every message in order until `Shutdown`."""
+        """Act on every message in order until `Shutdown`; all answers are sent then."""
         while True:
             message, frames = self.recv_message()
             if isinstance(message, Shutdown):
+                self._output.flush()
                 return
             if isinstance(message, Tick):
                 self._tick(message, frames)
@@ -113,11 +120,11 @@ class WorkerProc:
 
     def recv_message(self) -> tuple[ToRank, list[bytes]]:
         """The next message of the broadcast, with its frames. What is none is counted, told to the server and not acted on."""
-        return self._wire.receive(self._on_dropped)
+        return self._wire.receive(self._on_dropped, self._output.check)
 
     def _on_dropped(self, count: int) -> None:
         log.warning("dropped a frame that is no message, %d so far", count)
-        self._wire.send(Dropped(self._rank, count))
+        self._output.send(Dropped(self._rank, count))
 
     def execute_rpc(self, rpc: Rpc) -> RpcReply | None:
         """Call the method it names; None if that is for other ranks.
@@ -159,7 +166,7 @@ class WorkerProc:
 
     def return_result(self, reply: RpcReply) -> None:
         """Answer the server."""
-        self._wire.send(reply)
+        self._output.send(reply)
 
     def _tick(self, tick: Tick, frames: list[bytes]) -> None:
         started = time.monotonic()
@@ -168,10 +175,8 @@ class WorkerProc:
             self.worker.free_memory()
         if self._rank != 0:
             return
-        pictures = list(output.pictures.values())
         done = TickDone(
             number=tick.number,
-            finished=[Finished(name, index, frame.shape) for index, (name, frame) in enumerate(output.pictures.items())],
             failed=[Failed(name, error) for name, error in output.errors.items()],
             rows=output.rows,
             calls=output.calls,
@@ -179,29 +184,41 @@ class WorkerProc:
             denoise_seconds=output.denoise_seconds,
             peak_bytes=output.peak_bytes,
             split=output.split,
+            progress=output.progress,
+            features=output.features,
+            skipped=output.skipped,
+            prompt_cache=output.prompt_cache,
         )
-        self._wire.send(done, [picture.data.cast("B") for picture in pictures])
+        if not output.pictures:
+            self._output.send(done)
+            return
+        for picture in output.pictures.values():
+            if isinstance(picture, RawPicture):
+                picture.begin_copy()
+        self._output.send_made(PictureReport(done, output).make)
 
 
 def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> int:
+    output = Output(wire.send)
     try:
         worker_class, extension = extended_worker(arguments.config.worker_extension)
         worker = worker_class(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)
-        proc = WorkerProc(arguments.rank, wire, worker, extension)
+        proc = WorkerProc(arguments.rank, output, wire, worker, extension)
         proc.load()
         proc.worker_busy_loop()
         worker.shutdown()
         return 0
     except ConfigError as error:
-        wire.send(Fatal(arguments.rank, str(error), config=True))
+        output.last_words(Fatal(arguments.rank, str(error), config=True))
         return 1
     except RankFault as error:
         log.error("rank ends: %s", error)
-        wire.send(Fatal(arguments.rank, str(error), fault=error.fault))
+        output.last_words(Fatal(arguments.rank, str(error), fault=error.fault))
     except Exception as error:
         log.exception("rank failed")
         fault = classify(error)
-        wire.send(Fatal(arguments.rank, f"{type(error).__name__}: {error}", fault=Fault.DEFECT if fault is Fault.REQUEST else fault))
+        words = f"{type(error).__name__}: {error}"
+        output.last_words(Fatal(arguments.rank, words, fault=Fault.DEFECT if fault is Fault.REQUEST else fault))
     return EXIT_FAULT
 
 

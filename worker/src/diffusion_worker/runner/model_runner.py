@@ -27,8 +27,8 @@ from diffusion_worker.runner.pipeline import (
     load_pipeline,
     modules_of,
 )
+from diffusion_worker.runner.pixels import Pixels, pixels_of
 from diffusion_worker.runner.prompt_cache import PromptCache
-from diffusion_worker.runner.request_body import Pixels
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
 from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
@@ -231,7 +231,7 @@ class DiffusionModelRunner:
             if (error := output.errors.get(spec.request_id)) is not None:
                 raise RequestError(ErrorCode(error.code), error.message)
             if spec.request_id in output.pictures:
-                return self._checked(output.pictures[spec.request_id])
+                return self._checked(pixels_of(output.pictures[spec.request_id]))
         raise AssertionError("unreachable")
 
     def _checked(self, picture: Any) -> Pixels:

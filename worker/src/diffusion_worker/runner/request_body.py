@@ -18,9 +18,9 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.mended import mend
 from diffusion_worker.runner.pipeline_view import guide, guiders_of, hooks_models, view_of
+from diffusion_worker.runner.pixels import RawPicture, keep_on_device
 from diffusion_worker.runner.step_support import why_exclusive
 
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Arguments = dict[str, Any]
 
 FRAMES = ("num_frames", "video_length", "frames")
@@ -31,7 +31,7 @@ NO_NEGATIVE_PROMPT = " "
 
 
 class PipelineBody:
-    """Runs the pipeline once; returns uint8 [height, width, 3], or [frames, height, width, 3] of a video.
+    """Runs the pipeline once; returns a picture, or the frames of a video.
 
     Requests of another `batch_key` never share a model call with this one; one that is `whole` has the model for
     itself from its first step to its end: nobody else advances meanwhile.
@@ -49,8 +49,9 @@ class PipelineBody:
             or any(map(hooks_models, guiders_of(pipeline).values()))
         )
 
-    def __call__(self) -> Pixels:
+    def __call__(self) -> RawPicture:
         view = view_of(self._pipeline)
+        keep_on_device(view)
         mend(view)
         if self._guidance is not None:
             guide(view, self._guidance)
@@ -58,7 +59,7 @@ class PipelineBody:
         generator = torch.Generator().manual_seed(self._seed)
         processors = _attention_processors(self._pipeline) if self.whole else {}
         try:
-            return to_pixels(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
+            return RawPicture(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
         finally:
             if self.whole:
                 _unhook(self._pipeline, view)
@@ -132,25 +133,6 @@ def first_output(pipeline: Any) -> str:
     """The name of what a modular pipeline is for: its pictures or videos, or else the first output of its last block."""
     names = [output.name for output in pipeline._blocks.outputs]
     return next((name for name in ("images", "videos") if name in names), names[0])
-
-
-def to_pixels(output: Any) -> Pixels:
-    """The first picture or video of what a pipeline returned, whatever it returned it as.
-
-    Raises:
-        RequestError: EngineFailed, the model made no numbers.
-    """
-    first = output[0]
-    if isinstance(first, list | tuple):
-        first = np.stack([np.asarray(frame) for frame in first])
-    pixels = first.float().movedim(-3, -1).cpu().numpy() if isinstance(first, torch.Tensor) else np.asarray(first)
-    if pixels.dtype != np.uint8:
-        if not np.isfinite(pixels).all():
-            raise RequestError(ErrorCode.ENGINE_FAILED, "the model returned values that are no numbers")
-        pixels = (pixels.clip(0, 1) * 255).round().astype(np.uint8)
-    if pixels.shape[-1] == 1:
-        pixels = pixels.repeat(3, axis=-1)
-    return np.ascontiguousarray(pixels)
 
 
 def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:

@@ -37,9 +37,9 @@ class StageClock:
         """A call that the request was in."""
         self._spans.append((stage, span))
 
-    def report(self, post_s: float) -> StageSeconds:
-        """All of it, with what it took to make pixels; waits for the device, in any thread."""
+    def report(self) -> StageSeconds:
+        """All of it but what it takes to make pixels; waits for the device, in any thread."""
         seconds = {stage.value: 0.0 for stage in Stage}
         for stage, span in self._spans:
             seconds[stage.value] += span.seconds
-        return StageSeconds(**seconds, post=post_s, peak_bytes=self.peak_bytes)
+        return StageSeconds(**seconds, peak_bytes=self.peak_bytes)

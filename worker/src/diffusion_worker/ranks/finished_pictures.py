@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a tick that brought pictures: made of what their pipelines returned, in the thread that sends it."""
+
+import time
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.messages import Failed, Finished, StageSeconds, TickDone
+from diffusion_worker.ranks.output import Said
+from diffusion_worker.runner.pixels import Pixels, pixels_of
+from diffusion_worker.runner.stage_clock import StageClock
+from diffusion_worker.runner.stepper import StepOutput, report_of
+
+
+class PictureReport:
+    """Of one tick, from its end on the rank's main thread to the bytes on the wire."""
+
+    def __init__(self, done: TickDone, output: StepOutput) -> None:
+        self._done = done
+        self._pictures = output.pictures
+        self._clocks = output.clocks
+
+    def make(self) -> Said:
+        """The report with its frames. A picture that cannot be made is its own request's error.
+
+        Raises:
+            RankFault: the device is lost.
+        """
+        finished: list[Finished] = []
+        failed = list(self._done.failed)
+        frames: list[memoryview] = []
+        for request_id, picture in self._pictures.items():
+            try:
+                pixels, stages = _made(picture, self._clocks[request_id])
+            except Exception as error:
+                failed.append(Failed(request_id, report_of(error, asked=True)))
+                continue
+            finished.append(Finished(request_id, len(frames), pixels.shape, stages))
+            frames.append(pixels.data.cast("B"))
+        return msgspec.structs.replace(self._done, finished=finished, failed=failed), frames
+
+
+def _made(picture: Any, clock: StageClock) -> tuple[Pixels, StageSeconds]:
+    """A picture's pixels, and what it took in all."""
+    # First, as it waits for what the device has to do for the picture: that is no part of making pixels of it.
+    stages = clock.report()
+    started_s = time.perf_counter()
+    pixels = pixels_of(picture)
+    return pixels, msgspec.structs.replace(stages, post=time.perf_counter() - started_s)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pipeline returned, made pixels, beside the next step: the thread that wants the pixels makes them, and a GPU sends them.
+
+A pipeline's body ends with a `RawPicture`. `keep_on_device` lets a view's image processor leave the picture where it was
+decoded, instead of waiting for a copy of it.
+"""
+
+import copy
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.video_processor import VideoProcessor
+
+from diffusion_worker.errors import ErrorCode, RequestError
+
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Of a pipeline that cuts its pictures out of what it decoded, after that was made an array.
+CUTS_ARRAYS = frozenset({"VisualClozeProcessor"})
+
+
+class RawPicture:
+    """A picture or video as the pipeline returned it."""
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+        self._copy: _Copy | None = None
+
+    def begin_copy(self) -> None:
+        """Have a GPU make bytes of it and send them beside whatever it does next. Waits for nothing; needless elsewhere."""
+        first = self._output[0]
+        if isinstance(first, torch.Tensor) and first.is_cuda:
+            self._copy, self._output = _Copy(first), None
+
+    def pixels(self) -> Pixels:
+        """uint8 [height, width, 3], or [frames, height, width, 3]; in any thread, waits for the copy.
+
+        Raises:
+            RequestError: EngineFailed, the model made no numbers.
+        """
+        return to_pixels(self._output) if self._copy is None else self._copy.pixels()
+
+
+def pixels_of(returned: Any) -> Pixels:
+    """The pixels of what a body returned; whatever is no `RawPicture` is pixels already."""
+    pixels: Pixels = returned.pixels() if isinstance(returned, RawPicture) else returned
+    return pixels
+
+
+class _Copy:
+    """Bytes on their way from a GPU, on a stream of their own and into memory that the device can write to by itself."""
+
+    def __init__(self, picture: torch.Tensor) -> None:
+        made, finite = bytes_of(picture)
+        stream = _copy_stream(picture.device)
+        stream.wait_stream(torch.cuda.current_stream(picture.device))
+        with torch.cuda.stream(stream):
+            self._pixels = torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)
+            self._finite = torch.empty((), dtype=finite.dtype, pin_memory=True).copy_(finite, non_blocking=True)
+            # Blocking: whoever waits for it sleeps instead of taking a core.
+            self._done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._done.record(stream)
+        for tensor in (made, finite):
+            tensor.record_stream(stream)
+
+    def pixels(self) -> Pixels:
+        self._done.synchronize()
+        _require_numbers(bool(self._finite))
+        pixels: Pixels = self._pixels.numpy()
+        return np.ascontiguousarray(_in_colour(pixels))
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def bytes_of(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor [..., channels, height, width] of 0 to 1 as uint8 [..., height, width, channels], and whether all of it is numbers.
+
+    The same bytes as `to_pixels` makes.
+    """
+    values = picture.float().movedim(-3, -1)
+    return (values.clamp(0, 1) * 255).round().to(torch.uint8).contiguous(), values.isfinite().all()
+
+
+def to_pixels(output: Any) -> Pixels:
+    """The first picture or video of what a pipeline returned, whatever it returned it as.
+
+    Raises:
+        RequestError: EngineFailed, the model made no numbers.
+    """
+    first = output[0]
+    if isinstance(first, list | tuple):
+        first = np.stack([np.asarray(frame) for frame in first])
+    pixels = first.float().movedim(-3, -1).cpu().numpy() if isinstance(first, torch.Tensor) else np.asarray(first)
+    if pixels.dtype != np.uint8:
+        _require_numbers(bool(np.isfinite(pixels).all()))
+        pixels = (pixels.clip(0, 1) * 255).round().astype(np.uint8)
+    return np.ascontiguousarray(_in_colour(pixels))
+
+
+def _require_numbers(finite: bool) -> None:
+    if not finite:
+        raise RequestError(ErrorCode.ENGINE_FAILED, "the model returned values that are no numbers")
+
+
+def _in_colour(pixels: Pixels) -> Pixels:
+    return pixels.repeat(3, axis=-1) if pixels.shape[-1] == 1 else pixels
+
+
+def keep_on_device(view: Any) -> None:
+    """Let a view's image processors return a tensor where they are asked for an array: the same numbers, not copied yet.
+
+    Those of videos stay as they are, they stack the arrays of several; and a custom pipeline may do anything with its arrays.
+    """
+    if not type(view).__module__.startswith("diffusers."):
+        return
+    for name, part in list(vars(view).items()):
+        plain = getattr(type(part), "postprocess", None) is VaeImageProcessor.postprocess
+        if plain and not isinstance(part, VideoProcessor) and type(part).__name__ not in CUTS_ARRAYS:
+            own = copy.copy(part)
+            own.postprocess = functools.partial(_postprocess, part)
+            view.__dict__[name] = own
+
+
+def _postprocess(processor: Any, image: Any, output_type: str = "pil", *args: Any, **kwargs: Any) -> Any:
+    return processor.postprocess(image, "pt" if output_type == "np" else output_type, *args, **kwargs)
