@@ -43,11 +43,12 @@ WEIGHTS_BYTES = 1_000_000
 FAKE_STAGES = StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, peak_bytes=2_000_000)
 
 
-def fake_pixels(spec: RequestSpec, adapter_path: str | None = None) -> bytes:
-    """The picture of a request: the same for the same request, another for another."""
+def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequence[bytes | memoryview] = ()) -> bytes:
+    """The picture of a request and the frames of its pictures: the same for the same request, another for another."""
     lora = (adapter_path, spec.lora.scale) if spec.lora else None
     fields = (spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale, lora)
-    pattern = hashlib.sha256(repr(fields).encode()).digest()
+    edit = (spec.task, spec.strength, spec.images, spec.mask, [hashlib.sha256(frame).digest() for frame in frames]) if frames else ()
+    pattern = hashlib.sha256(repr(fields + edit).encode()).digest()
     size = (spec.height or DEFAULT_SIZE) * (spec.width or DEFAULT_SIZE) * 3
     return (pattern * (size // len(pattern) + 1))[:size]
 
@@ -90,6 +91,8 @@ class FakeRankGroup:
         self.method_errors: dict[str, ErrorReport] = {}
         # Pictures of so many pixels and more are out of memory.
         self.out_of_memory_pixels: int | None = None
+        # What the ranks say of the model they loaded.
+        self.model = ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
         # What was called; warm-ups are counted apart, as every start has one.
         self.calls: list[str] = []
         self.warm_ups = 0
@@ -108,7 +111,8 @@ class FakeRankGroup:
     def _begin(self) -> None:
         """Nothing of an earlier generation is left."""
         self._failure: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
-        self._ticks: asyncio.Queue[Tick] = asyncio.Queue()
+        self._ticks: asyncio.Queue[tuple[Tick, list[bytes | memoryview]]] = asyncio.Queue()
+        self._frames: dict[str, list[bytes | memoryview]] = {}
         self._active: dict[str, tuple[RequestSpec, int]] = {}
         self._adapters: dict[int, str] = {}
         self._prompt_cache: set[str] = set()
@@ -131,7 +135,7 @@ class FakeRankGroup:
             raise ConfigError(self._config_error)
         await self._wait(self.loading)
         self._state = [RankState.READY] * len(self._state)
-        return ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
+        return self.model
 
     async def restart(self) -> ModelInfo:
         """The next generation, unless `restart_errors` says otherwise; waits for `loading`."""
@@ -147,14 +151,14 @@ class FakeRankGroup:
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Queue one tick."""
         self._check()
-        self._ticks.put_nowait(tick)
+        self._ticks.put_nowait((tick, list(frames)))
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         """Run the next queued tick; waits for `stepping`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait(self.stepping)
-                tick = await self._ticks.get()
+                tick, frames = await self._ticks.get()
                 await asyncio.sleep(self._step_s)
                 self._check()
         except TimeoutError:
@@ -162,8 +166,9 @@ class FakeRankGroup:
             self._check()
         for request_id in tick.leave:
             self._active.pop(request_id, None)
-        for spec in tick.join:
+        for spec, count in zip(tick.join, tick.frames or [0] * len(tick.join), strict=True):
             self._active[spec.request_id] = (spec, spec.steps or DEFAULT_STEPS)
+            self._frames[spec.request_id] = [frames.pop(0) for _ in range(count)]
         return self._advance(tick)
 
     def _advance(self, tick: Tick) -> TickReport:
@@ -181,7 +186,8 @@ class FakeRankGroup:
             if left == 1:
                 del self._active[request_id]
                 done.finished.append(Finished(request_id, len(frames), _shape(spec), FAKE_STAGES))
-                frames.append(fake_pixels(spec, self._adapters[spec.lora.lora_int_id] if spec.lora else None))
+                adapter = self._adapters[spec.lora.lora_int_id] if spec.lora else None
+                frames.append(fake_pixels(spec, adapter, self._frames[request_id]))
         return TickReport(done, frames)
 
     def _progress(self, spec: RequestSpec, left: int, done: TickDone, frames: list[bytes | memoryview]) -> None:

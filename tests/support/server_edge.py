@@ -12,6 +12,7 @@ import httpx2
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.messages import ModelInfo
 from diffusion_worker.server.app import control_app, data_app
 from fake_rank_group import FakeRankGroup
 
@@ -65,6 +66,14 @@ class Edge:
         await self.wait_for(reached)
         return document
 
+    async def wait_tasks(self, before: set[asyncio.Task[Any]]) -> None:
+        """Returns when no task is left that was not there before."""
+
+        async def gone() -> bool:
+            return asyncio.all_tasks() - before <= {asyncio.current_task()}
+
+        await self.wait_for(gone)
+
     async def wait_for(self, check: Callable[[], Awaitable[bool]]) -> None:
         """Let the event loop turn until `check` holds."""
         async with asyncio.timeout(DEADLINE_S):
@@ -75,9 +84,11 @@ class Edge:
 
 
 @asynccontextmanager
-async def serving_edge(*, token_path: Path | None = None, **settings: Any) -> AsyncIterator[Edge]:
-    """An edge whose engine has started and is ended afterwards."""
-    edge = Edge(FakeRankGroup(settings.get("ranks", 1)), token_path=token_path, **settings)
+async def serving_edge(*, token_path: Path | None = None, model: ModelInfo | None = None, **settings: Any) -> AsyncIterator[Edge]:
+    """An edge whose engine has started and is ended afterwards; `model` is what its ranks say that they loaded."""
+    group = FakeRankGroup(settings.get("ranks", 1))
+    group.model = model or group.model
+    edge = Edge(group, token_path=token_path, **settings)
     await edge.engine.start()
     try:
         yield edge

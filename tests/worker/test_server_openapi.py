@@ -23,6 +23,7 @@ async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: E
         "/healthz",
         "/metrics",
         "/readyz",
+        "/v1/images/edits",
         "/v1/images/generations",
         "/v1/models",
         "/v1/models/{model}",

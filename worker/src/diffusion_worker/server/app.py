@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI, params
 from fastapi.security import HTTPBearer
 
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.server import control, images, probes
+from diffusion_worker.server import control, edits, images, probes
 from diffusion_worker.server.bearer_token import RequireToken, TokenFile
 from diffusion_worker.server.body_limit import BodyLimit
 from diffusion_worker.server.encoding_threads import EncodingThreads
@@ -40,6 +40,7 @@ def data_app(engine: Engine) -> FastAPI:
         secured = _require(app, TokenFile(Path(engine.config.api_key_path), "--api-key-file"), "the API key", _is_api)
     app.add_middleware(RequestLog, metrics=app.state.metrics)
     app.include_router(images.router, dependencies=secured)
+    app.include_router(edits.router, dependencies=secured)
     app.include_router(probes.router)
     if engine.config.ui:
         app.include_router(page_router())

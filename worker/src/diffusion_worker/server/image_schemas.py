@@ -41,7 +41,7 @@ REFUSED = {
     "image": "pictures to start from are for /v1/images/edits",
     "mask": "pictures to start from are for /v1/images/edits",
     "strength": "pictures to start from are for /v1/images/edits",
-    "input_fidelity": "pictures to start from are for /v1/images/edits",
+    "input_fidelity": "how close an edit stays to its picture is said by strength, at /v1/images/edits",
 }
 
 

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/images/edits`: pictures made of pictures, as `client.images.edit(...)` of the OpenAI SDK asks for them.
+
+The body is a form whose pictures are files (`image`, or several `image[]`) or `data:` URLs (`url`). Nothing is ever fetched
+from an address that a client names: it would be this server that asks there.
+"""
+
+import base64
+import binascii
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.responses import Response
+
+from diffusion_worker.engine.admission import GenerationParams
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.messages import Task
+from diffusion_worker.server.encoding_threads import EncodingThreads
+from diffusion_worker.server.generation import answer_generation
+from diffusion_worker.server.image_schemas import Finite, ImagesAnswer, PictureRequest
+from diffusion_worker.server.input_pictures import MAX_FILE_BYTES, DecodedPicture, decode, refused
+from diffusion_worker.server.problems import shortened
+from diffusion_worker.server.schemas import ERRORS
+
+# As many pictures as OpenAI takes, and a mask.
+MAX_FILES = 17
+MAX_FIELDS = 64
+# Of a field that is no file; a picture in a `data:` URL is a third longer than its file.
+MAX_TEXT_BYTES = 16_777_216
+PICTURES = ("image", "image[]", "url", "url[]")
+
+router = APIRouter()
+
+
+class EditRequest(PictureRequest):
+    """The fields of an edit beside its pictures. A form has only texts, so they are read as what they stand for."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    strength: Annotated[Finite | None, Field(gt=0, le=1, description="How far to go from the picture, for models that start from it.")] = (
+        None
+    )
+    input_fidelity: Annotated[
+        Literal["low"] | None, Field(description="Accepted; how close to its picture an edit stays is said by strength.")
+    ] = None
+
+
+class EditForm(NamedTuple):
+    """A form taken apart: texts by field, and pictures as files or `data:` URLs in their order."""
+
+    texts: dict[str, str]
+    pictures: list[tuple[str, UploadFile | str]]
+    mask: UploadFile | None
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may be null, for a place where there is no null."""
+    kinds = [kind for kind in schema.get("anyOf", []) if kind.get("type") != "null"]
+    rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
+    return rest | kinds[0] if len(kinds) == 1 else schema
+
+
+def form_schema() -> dict[str, Any]:
+    """The body for the OpenAPI document. In a form there is no null, so what may be null may be absent."""
+    fields = EditRequest.model_json_schema()["properties"]
+    properties = {name: _without_null(schema) for name, schema in fields.items() if schema.get("type") != "null"}
+    file = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
+    properties["image"] = file
+    properties["image[]"] = {"type": "array", "items": file, "description": "Several pictures."}
+    properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "A picture as a data: URL."}
+    properties["mask"] = file | {"description": "A PNG of the picture's size; what is fully transparent in it is made anew."}
+    return {"type": "object", "properties": properties, "required": ["prompt"], "additionalProperties": False}
+
+
+BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form_schema()}}}}
+
+
+@router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses={200: {"model": ImagesAnswer}, **ERRORS})
+async def edit_images(request: Request) -> Response:
+    """Make `n` pictures of one or several pictures and a prompt; with a mask, make a part of the first one anew."""
+    form = await _read_form(request)
+    try:
+        fields = _fields(form.texts)
+        options = msgspec.structs.replace(fields.options(), events="image_edit")
+        params = await _with_pictures(request, form, fields.params(), fields.strength)
+    finally:
+        for file in [form.mask, *(sent for _, sent in form.pictures)]:
+            if isinstance(file, UploadFile):
+                await file.close()
+    return await answer_generation(request, params, options)
+
+
+async def _read_form(request: Request) -> EditForm:
+    """The form; large files wait on disk, without a name.
+
+    Raises:
+        RequestError: InvalidRequest, it is none, or one with other things in it.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise refused("body", "a form, sent as multipart/form-data", shortened(kind) or "no content type")
+    parser = MultiPartParser(request.headers, request.stream(), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BYTES)
+    try:
+        parsed = await parser.parse()
+    except MultiPartException as error:
+        raise refused("body", "a form, sent as multipart/form-data", f"one that cannot be read: {error.message}") from None
+    try:
+        return _sorted(parsed.multi_items())
+    except BaseException:
+        await parsed.close()
+        raise
+
+
+def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
+    """The parts of a form by what they are; raises RequestError (InvalidRequest)."""
+    texts: dict[str, str] = {}
+    pictures: list[tuple[str, UploadFile | str]] = []
+    mask = None
+    for name, value in items:
+        root, is_file = name.partition("[")[0], isinstance(value, UploadFile)
+        if name in PICTURES:
+            if is_file != (root == "image"):
+                raise refused(root, *("a file", "a text") if root == "image" else ("a data: URL", "a file"))
+            pictures.append((root, value))
+        elif name == "markup":
+            raise refused(name, "none, as a picture is changed by words and a mask only", "one")
+        elif name == "mask":
+            if mask is not None or not isinstance(value, UploadFile):
+                raise refused(name, "one file", "a text" if mask is None else "a second one")
+            mask = value
+        elif isinstance(value, UploadFile):
+            raise refused(shortened(name), "a text, as files are for image, image[] and mask", "a file")
+        elif texts.setdefault(root if root == "svg" else name, value) is not value:
+            raise refused(shortened(name), "one value", "a second one")
+    return EditForm(texts, pictures, mask)
+
+
+def _fields(texts: dict[str, str]) -> EditRequest:
+    """Raises RequestValidationError, which is answered as that of any other body."""
+    try:
+        return EditRequest.model_validate(texts)
+    except ValidationError as error:
+        raise RequestValidationError([{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]) from None
+
+
+async def _with_pictures(request: Request, form: EditForm, params: GenerationParams, strength: float | None) -> GenerationParams:
+    """The request with its pictures, decoded one after the other.
+
+    Raises:
+        RequestError: InvalidRequest, there is none, one cannot be used, or the mask is none for it.
+    """
+    engine: Engine = request.app.state.engine
+    threads: EncodingThreads = request.app.state.encoding
+    if not form.pictures:
+        raise refused("image", "a picture", "none")
+    names = [name if len(form.pictures) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.pictures)]
+    most = engine.config.limits.max_pixels
+    images = [await threads.run(_decode_part, name, sent, most) for name, (_, sent) in zip(names, form.pictures, strict=True)]
+    mask = None
+    if form.mask is not None:
+        mask = _usable_mask(await threads.run(_decode_part, "mask", form.mask, most), images[0])
+    elif engine.model is not None and Task.EDIT not in engine.model.tasks and Task.INPAINT in engine.model.tasks:
+        # For a model that only inpaints, transparency of the picture itself says where.
+        mask = images[0].mask
+    return msgspec.structs.replace(
+        params,
+        task=Task.EDIT if mask is None else Task.INPAINT,
+        images=[image.picture for image in images],
+        mask=mask,
+        strength=strength,
+    )
+
+
+def _usable_mask(mask: DecodedPicture, image: DecodedPicture) -> Any:
+    if (mask.height, mask.width) != (image.height, image.width):
+        raise refused("mask", f"the size of the picture, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
+    if mask.mask is None or 255 not in mask.mask.pixels:
+        found = "one without transparency" if mask.mask is None else "no such pixel"
+        raise refused("mask", "a PNG that is fully transparent where the picture is to be made anew", found)
+    return mask.mask
+
+
+def _decode_part(field: str, sent: UploadFile | str, max_pixels: int) -> DecodedPicture:
+    content = _content_of_url(field, sent) if isinstance(sent, str) else sent.file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise refused(field, f"a file of at most {MAX_FILE_BYTES} bytes", "a larger one")
+    return decode(field, content, max_pixels=max_pixels)
+
+
+def _content_of_url(field: str, url: str) -> bytes:
+    head, comma, content = url.partition(",")
+    if not head.startswith("data:"):
+        raise refused(field, "a data: URL, as nothing is fetched from elsewhere", "another one")
+    if not comma or not head.endswith(";base64"):
+        raise refused(field, "a data: URL in base64", "another one")
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError):
+        raise refused(field, "a data: URL in base64", "one that is none") from None

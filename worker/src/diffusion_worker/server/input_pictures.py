@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures that a client sent, from the bytes of a file to pixels. Slow, and the bytes are anybody's: called in threads.
+
+PNG, JPEG and WebP are told by their first bytes, whatever a client calls them. How many pixels a picture has is known from its
+header, before anything is decoded: Pillow's own check comes later, and is a setting of the whole process.
+"""
+
+import io
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from PIL import ImageOps
+from PIL.Image import Image, Resampling, new
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from diffusion_worker.engine.admission import InputPicture
+from diffusion_worker.errors import ErrorCode, RequestError
+
+# As OpenAI says it. Forty million pixels are a picture of 8K and more; decoded with transparency they are 160 MB.
+MAX_FILE_BYTES = 50_000_000
+MAX_FILE_PIXELS = 40_000_000
+
+# What Pillow raises for files that are broken in one way or another.
+BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, ZeroDivisionError, MemoryError, struct.error)
+# Sixteen bits a pixel of grey, which Pillow cuts off at 255 where it makes colours of them.
+SIXTEEN_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+
+
+class DecodedPicture(NamedTuple):
+    """`picture` has at most the pixels that were asked for; `height` and `width` are those of the file.
+
+    `mask` is 255 where the file is fully transparent; None where it has no transparency at all.
+    """
+
+    picture: InputPicture
+    mask: InputPicture | None
+    height: int
+    width: int
+
+
+class Format(NamedTuple):
+    """A format of files: how they begin, the size in pixels that they claim, and what reads them."""
+
+    name: str
+    size: Callable[[bytes], tuple[int, int] | None]
+    opened: Callable[[io.BytesIO], Image]
+
+
+def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedPicture:
+    """A picture as it is seen: turned as its EXIF says, transparent parts on white, scaled down to `max_pixels`.
+
+    Raises:
+        RequestError: InvalidRequest that names the field, what was expected and what was found.
+    """
+    format_ = _format_of(content)
+    if format_ is None:
+        raise refused(field, "a picture in PNG, JPEG or WebP", f"{len(content)} bytes of something else" if content else "no bytes")
+    try:
+        claimed = format_.size(content)
+        if claimed is not None:
+            _check_pixels(field, *claimed)
+        image: Any = format_.opened(io.BytesIO(content))
+        width, height = image.size
+        _check_pixels(field, width, height)
+        target = _fitting(width, height, max_pixels)
+        image.draft("RGB", target)  # a JPEG can be decoded at half its size, or less
+        image = ImageOps.exif_transpose(image)
+        if (image.width > image.height) != (width > height):
+            width, height, target = height, width, target[::-1]
+        return _decoded(image, target, height, width)
+    except BROKEN as error:
+        raise refused(field, f"a whole {format_.name} file", f"one that cannot be decoded ({type(error).__name__})") from None
+
+
+def refused(field: str, expected: str, found: object) -> RequestError:
+    """InvalidRequest."""
+    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})
+
+
+def _decoded(image: Image, target: tuple[int, int], height: int, width: int) -> DecodedPicture:
+    if image.mode in SIXTEEN_BITS:
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    mask = None
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        alpha = image.getchannel("A")
+        mask = alpha.point(lambda value: 0 if value else 255)
+        on_white = new("RGB", image.size, "white")
+        on_white.paste(image, mask=alpha)
+        image = on_white
+    image = image.convert("RGB")
+    if image.size != target:
+        image = image.resize(target, Resampling.LANCZOS, reducing_gap=3.0)
+    if mask is not None and mask.size != target:
+        mask = mask.resize(target, Resampling.NEAREST)
+    return DecodedPicture(_pixels(image, 3), None if mask is None else _pixels(mask, 1), height, width)
+
+
+def _pixels(image: Image, channels: int) -> InputPicture:
+    return InputPicture(image.tobytes(), image.height, image.width, channels)
+
+
+def _check_pixels(field: str, width: int, height: int) -> None:
+    if width * height > MAX_FILE_PIXELS:
+        raise refused(field, f"a picture of at most {MAX_FILE_PIXELS} pixels", f"one of {width}x{height}")
+
+
+def _fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
+    """The size of a picture that is scaled down until it has no more than so many pixels."""
+    scale = min(1.0, math.sqrt(max_pixels / (width * height))) if width and height else 1.0
+    return max(1, int(width * scale)), max(1, int(height * scale))
+
+
+def _format_of(content: bytes) -> Format | None:
+    if content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return PNG
+    if content.startswith(b"\xff\xd8\xff"):
+        return JPEG
+    return WEBP if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
+
+
+def _png_size(content: bytes) -> tuple[int, int] | None:
+    return struct.unpack(">II", content[16:24]) if content[12:16] == b"IHDR" else None
+
+
+def _webp_size(content: bytes) -> tuple[int, int] | None:
+    """Its reader takes memory for all pixels before it says how many there are."""
+    kind = content[12:16]
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(content[24:27], "little"), 1 + int.from_bytes(content[27:30], "little")
+    if kind == b"VP8L":
+        bits = int.from_bytes(content[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if kind == b"VP8 ":
+        return int.from_bytes(content[26:28], "little") & 0x3FFF, int.from_bytes(content[28:30], "little") & 0x3FFF
+    raise ValueError("a WebP file without a picture")
+
+
+PNG = Format("PNG", _png_size, PngImageFile)
+# Its reader stops at the header.
+JPEG = Format("JPEG", lambda content: None, JpegImageFile)
+WEBP = Format("WebP", _webp_size, WebPImageFile)
