@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """All weights of a pipeline in slabs, with a mirror to fill them from again: sleep copies nothing, wake copies once.
 
-A tensor's mirror is the mapped checkpoint file wherever the file holds just these values (after conversion to the model's
-dtype), since its pages cost nothing while nobody reads them; what is in no file (computed buffers, renamed or fused
-tensors) is copied into memory of our own at load.
+A tensor's mirror is the checkpoint's file wherever it was filled from there, or the file holds just these values (after
+conversion to the model's dtype); what is in no file (computed buffers, fused tensors) is copied into memory of our own at load.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.memory.checkpoint import stored_in
+from diffusion_worker.memory.filling import Fill, ReportBytes, fill_tensors, read_tensor
+from diffusion_worker.memory.placeholders import Placeholders, is_lost
 from diffusion_worker.memory.slabs import Slab, make_slab, resident_bytes
+from diffusion_worker.memory.weight_files import StoredTensor
 from diffusion_worker.messages import MemoryReport
 
 ALIGNMENT = 64  # a cache line, and what vectorised kernels like
 NO_SLEEP = "sleep: not supported with --shard, whose weights are in no memory of ours"
+
+NOTHING_UNREAD = Placeholders()
 
 # A tensor's name and the whole of it -> what this rank has of it.
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
@@ -33,24 +37,18 @@ class _Whole(NamedTuple):
 
 
 class _Placed:
-    """One tensor of a module: its place in a slab, and how to get its contents again."""
+    """One tensor of a module: its place in a slab, and where to get its contents again, a file or memory of our own."""
 
-    def __init__(self, view: torch.Tensor, read_file: Callable[[], torch.Tensor] | None, whole: "_Whole") -> None:
+    def __init__(self, view: torch.Tensor, fill: Fill | None, whole: _Whole) -> None:
         self.view = view
-        self.read_file = read_file
-        self.kept = None if read_file else view.to("cpu", copy=True)
+        self.fill = fill
+        self.kept = None if fill else view.to("cpu", copy=True)
         self.whole = whole
 
     def replace(self, values: torch.Tensor) -> None:
         """Other contents, given whole. What the file holds is no mirror of them, so they are kept in memory."""
         self.view.copy_(self.whole.cut(values))
-        self.read_file, self.kept = None, self.view.to("cpu", copy=True)
-
-    def fill(self) -> None:
-        """Copy the mirror into the slab; conversion from the file's dtype is part of the copy."""
-        source = self.read_file() if self.read_file else self.kept
-        assert source is not None
-        self.view.copy_(source)
+        self.fill, self.kept = None, self.view.to("cpu", copy=True)
 
 
 class ModelWeights:
@@ -62,26 +60,47 @@ class ModelWeights:
         self._placed: list[_Placed] = []
         self._elsewhere: list[torch.Tensor] = []
 
-    def place(self, module: torch.nn.Module, checkpoint: Path, *, cut: Cut = lambda name, whole: whole) -> int:
-        """Move every parameter and buffer of a module into a slab of its own; returns their bytes.
+    def place(
+        self,
+        module: torch.nn.Module,
+        checkpoint: Path,
+        *,
+        cut: Cut | None = None,
+        unread: Placeholders = NOTHING_UNREAD,
+        report: ReportBytes = lambda count: None,
+    ) -> int:
+        """Move every parameter and buffer of a module into a slab of its own; returns their bytes, of which `report` hears on the way.
 
-        `checkpoint` is the folder of the module's safetensors files; it need not exist. `cut` says, by a tensor's name,
-        which part of it this rank has.
+        What is in a slab already, since another module shares it, stays there. `unread` says where the contents of tensors
+        are that have none yet. `checkpoint` is the folder of the module's safetensors files, which need not exist: it is the
+        mirror of other tensors that it holds. `cut` says, by a tensor's name, which part of it this rank has.
+
+        Raises:
+            ConfigError: a file cannot be read to its end, or was written to meanwhile.
         """
-        named = [(name, tensor, cut(name, tensor.data)) for name, tensor in _named_tensors(module)]
-        if not named:
+        here = {placed.view.data_ptr() for placed in self._placed}
+        tensors = [(name, tensor) for name, tensor in _named_tensors(module) if tensor.data_ptr() not in here]
+        parts = [_part(name, tensor.data, cut, unread) for name, tensor in tensors]
+        if not parts:
             return 0
-        offsets, size = _layout([part for _, _, part in named])
-        tensor_shapes = {name: tensor.shape for name, tensor, _ in named}
+        offsets, size = _layout(parts)
         slab = make_slab(size, self._device)
         self._slabs.append(slab)
-        files = _checkpoint_readers(checkpoint)
-        for (name, tensor, part), offset in zip(named, offsets, strict=True):
+        mirrors = stored_in(checkpoint)
+        empty: list[Fill] = []
+        for (name, tensor), part, offset in zip(tensors, parts, offsets, strict=True):
             view = _view_of(slab, offset, part)
-            view.copy_(part)
+            whole = _Whole(tensor.shape, functools.partial(cut, name) if cut else lambda whole: whole)
+            fill: Fill | None
+            if stored := unread.stored_of(tensor):
+                empty.append(fill := _fill_of(view, stored, whole))
+            else:
+                view.copy_(part)
+                fill = _matching(mirrors.get(name), view, whole)
+                report(_nbytes(view))
             tensor.data = view
-            whole = _Whole(tensor_shapes[name], functools.partial(cut, name))
-            self._placed.append(_Placed(view, _matching_reader(_cut_reader(files.get(name), name, cut), view), whole))
+            self._placed.append(_Placed(view, fill, whole))
+        fill_tensors(empty, report)
         return size
 
     def whole_shape(self, tensor: torch.Tensor) -> torch.Size | None:
@@ -122,8 +141,10 @@ class ModelWeights:
         """Fill the slabs from their mirrors."""
         for slab in self._slabs:
             slab.restore()
+        fill_tensors(placed.fill for placed in self._placed if placed.fill is not None)
         for placed in self._placed:
-            placed.fill()
+            if placed.kept is not None:
+                placed.view.copy_(placed.kept)
 
     def report(self) -> MemoryReport:
         """Where the weights are now."""
@@ -137,6 +158,22 @@ class ModelWeights:
             mirror_memory_bytes=in_memory,
             mappings=["{:x}-{:x}".format(*slab.address_range) for slab in self._slabs if slab.address_range is not None],
         )
+
+
+def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportBytes) -> None:
+    """Give the tensors of a module that have no contents yet memory of their own, outside of slabs, and what is stored for them.
+
+    Raises:
+        ConfigError: a file cannot be read to its end, or was written to meanwhile.
+    """
+    fills = []
+    for _, tensor in _named_tensors(module):
+        if stored := unread.stored_of(tensor):
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
+            fills.append(Fill(tensor.data, stored))
+        else:
+            report(_nbytes(tensor))
+    fill_tensors(fills, report)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -161,25 +198,22 @@ def _view_of(slab: Slab, offset: int, like: torch.Tensor) -> torch.Tensor:
     return slab.bytes[offset : offset + _nbytes(like)].view(like.dtype).view(like.shape)
 
 
-def _checkpoint_readers(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """How to read each tensor of a component's safetensors files, which stay mapped: replacing a file changes nothing."""
-    readers: dict[str, Callable[[], torch.Tensor]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        handle: Any = safe_open(path, framework="pt")
-        for key in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-            readers[key] = functools.partial(handle.get_tensor, key)
-    return readers
+def _part(name: str, whole: torch.Tensor, cut: Cut | None, unread: Placeholders) -> torch.Tensor:
+    """This rank's part of a tensor; of one that has no contents only what it will look like."""
+    if unread.stored_of(whole):
+        whole = torch.empty_like(whole, device="meta")
+    elif is_lost(whole):
+        raise ConfigError(f"tensor {name}: its contents were not read, and it was copied: this pipeline class cannot be loaded")
+    return whole if cut is None else cut(name, whole)
 
 
-def _cut_reader(read: Callable[[], torch.Tensor] | None, name: str, cut: Cut) -> Callable[[], torch.Tensor] | None:
-    """Reads this rank's part; of a mapped file nothing else is touched."""
-    return None if read is None else lambda: cut(name, read())
+def _fill_of(view: torch.Tensor, stored: StoredTensor, whole: _Whole) -> Fill:
+    return Fill(view, stored, None if whole.shape == view.shape else whole.cut)
 
 
-def _matching_reader(reader: Callable[[], torch.Tensor] | None, view: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """The reader, if the file holds just what the model holds."""
-    if reader is None:
+def _matching(stored: StoredTensor | None, view: torch.Tensor, whole: _Whole) -> Fill | None:
+    """How to fill a tensor again from its file, if the file holds just what it holds."""
+    if stored is None or stored.shape != whole.shape:
         return None
-    stored = reader()
-    same = stored.shape == view.shape and torch.equal(stored.to(view.device, view.dtype), view)
-    return reader if same else None
+    content = whole.cut(read_tensor(stored))
+    return _fill_of(view, stored, whole) if torch.equal(content.to(view.device, view.dtype), view) else None

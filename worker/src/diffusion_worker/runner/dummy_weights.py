@@ -5,17 +5,16 @@ For trying a deployment, its sizes and its speed before the weights are there. T
 every rank and at every start.
 """
 
-import importlib
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import transformers
 
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.component_loading import class_of
 
 
 def build_dummy_modules(folder: Path, classes: Mapping[str, tuple[str, str]], dtype: torch.dtype) -> dict[str, torch.nn.Module]:
@@ -26,19 +25,10 @@ def build_dummy_modules(folder: Path, classes: Mapping[str, tuple[str, str]], dt
     """
     modules = {}
     for name, (library, kind) in sorted(classes.items()):
-        found = _class_of(name, library, kind)
+        found = class_of(name, library, kind)
         if isinstance(found, type) and issubclass(found, torch.nn.Module):
             modules[name] = _build(found, name, folder / name, dtype)
     return modules
-
-
-def _class_of(name: str, library: str, kind: str) -> Any:
-    """A component's class; a library that is no package is a folder of diffusers' pipelines."""
-    try:
-        package = getattr(diffusers.pipelines, library, None) or importlib.import_module(library)
-        return getattr(package, kind)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"component {name}: {library}.{kind} cannot be found: {error}") from error
 
 
 def _build(kind: Any, name: str, folder: Path, dtype: torch.dtype) -> torch.nn.Module:

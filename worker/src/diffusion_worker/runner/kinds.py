@@ -4,7 +4,9 @@
 Everything that can be known to be wrong is refused here, when the model is loaded: a request never finds out.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from torch import nn
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.lora.layers import LinearPart
-from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.memory.filling import ReportBytes
+from diffusion_worker.memory.placeholders import Placeholders
+from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, read_in_place
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner import sequence, sharding, tensor, vae_tiles
 from diffusion_worker.runner.parallel import Parallel
@@ -39,18 +43,27 @@ class ParallelKinds:
             assert parallel.mesh is not None
             self._ulysses = sequence.Ulysses(parallel.mesh, rank=parallel.rank, world=parallel.world, device=parallel.device)
 
-    def place(self, name: str, weights: ModelWeights, checkpoint: Path) -> None:
-        """Put the weights of a component where its kind wants them, and make its calls use it."""
+    def place(
+        self,
+        name: str,
+        weights: ModelWeights,
+        checkpoint: Path,
+        *,
+        unread: Placeholders = NOTHING_UNREAD,
+        report: ReportBytes = lambda count: None,
+    ) -> None:
+        """Put the weights of a component where its kind wants them, and make its calls use it; see `ModelWeights.place`."""
         module, config = self._modules[name], self._config
         denoises = name in self._denoisers
         if config.tensor > 1 and denoises:
-            self._place_parts(name, module, weights, checkpoint)
+            self._place_parts(name, functools.partial(weights.place, module, checkpoint, unread=unread, report=report))
         elif config.shard > 1 and sharding.is_sharded(name):
+            read_in_place(module, unread, report)
             self._place_shards(name, module, weights)
         else:
             if self._ulysses is not None and denoises:
                 self._split_sequence(name, module)
-            weights.place(module, checkpoint)
+            weights.place(module, checkpoint, unread=unread, report=report)
         if config.vae_tiling and name == "vae":
             self._parallel.decode_tiles(name, vae_tiles.VaeTiles(module, self._parallel).decode)
 
@@ -67,10 +80,10 @@ class ParallelKinds:
         """
         return info if self._config.sequence == 1 else sequence.describe(info, self._token_pixels(), self._config.sequence)
 
-    def _place_parts(self, name: str, module: nn.Module, weights: ModelWeights, checkpoint: Path) -> None:
+    def _place_parts(self, name: str, place: Callable[..., int]) -> None:
         assert self._parallel.mesh is not None
-        self._cuts[name] = cut = tensor.TensorCut(module, self._parallel.mesh["tensor"].get_group())
-        weights.place(module, checkpoint, cut=cut.cut)
+        self._cuts[name] = cut = tensor.TensorCut(self._modules[name], self._parallel.mesh["tensor"].get_group())
+        place(cut=cut.cut)
         cut.connect()
         self._parallel.compute_together(name, lambda call: call)
 

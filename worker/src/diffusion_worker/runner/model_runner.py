@@ -3,7 +3,7 @@
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +13,12 @@ import torch
 from diffusion_worker.config import LoadFormat, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
-from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.memory.placeholders import Placeholders
+from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights
 from diffusion_worker.messages import ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.kinds import ParallelKinds
+from diffusion_worker.runner.loading_progress import LoadingProgress, ReportProgress
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import (
     check_pipeline_class,
@@ -38,8 +40,6 @@ from diffusion_worker.runner.warm_up import warm_up
 from diffusion_worker.runner.weight_loading import replace_weights
 
 __all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput", "UnknownRequest"]
-
-ReportProgress = Callable[[int, int], None]
 
 
 class DuplicateRequest(ValueError):
@@ -73,23 +73,22 @@ class DiffusionModelRunner:
         Raises:
             ConfigError: the model cannot be loaded.
         """
-        dtype = dtype_of(self._config.dtype, self._device)
-        return self.adopt(load_pipeline(self._config, dtype), dtype, report)
+        dtype, unread = dtype_of(self._config.dtype, self._device), Placeholders()
+        return self.adopt(load_pipeline(self._config, dtype, unread=unread), dtype, report, unread=unread)
 
-    def adopt(self, pipeline: Any, dtype: torch.dtype, report: ReportProgress) -> ModelInfo:
-        """Serve a pipeline that is in host memory already."""
+    def adopt(self, pipeline: Any, dtype: torch.dtype, report: ReportProgress, *, unread: Placeholders = NOTHING_UNREAD) -> ModelInfo:
+        """Serve a pipeline that is in host memory, but for what `unread` says is still in files."""
         self.pipeline = pipeline
         modules = modules_of(pipeline)
         total = sum(tensor.numel() * tensor.element_size() for module in modules.values() for tensor in module.state_dict().values())
         kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
         self._tasks = TaskPipelines(pipeline)
         info = self._tasks.describe(kinds.describe(describe(pipeline, dtype, total)))
-        done = 0
+        progress = LoadingProgress(total, report)
         for name, module in modules.items():
             module.eval().requires_grad_(False)
-            done += sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
-            kinds.place(name, self.weights, checkpoint_folder(self._config, name))
-            report(done, total)
+            kinds.place(name, self.weights, checkpoint_folder(self._config, name), unread=unread, report=progress.add)
+        progress.finish()
         # One slot more than adapters: a new version is loaded beside the one it replaces.
         slots, max_rank = self._config.max_loras + 1, self._config.max_lora_rank
         self.loras = DiffusionLoRAManager(denoiser_of(pipeline), slots=slots, max_rank=max_rank, part_of=kinds.part_of)

@@ -16,6 +16,8 @@ import transformers
 
 from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index, split_import_path
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.memory.placeholders import Placeholders
+from diffusion_worker.runner.component_loading import class_of, is_loadable, load_component
 from diffusion_worker.runner.dummy_weights import build_dummy_modules
 from diffusion_worker.runner.pipeline_view import modules_of, silence
 from diffusion_worker.runner.step_support import missing_libraries
@@ -42,8 +44,11 @@ def checkpoint_folder(config: WorkerConfig, component: str) -> Path:
     return Path(config.model) / component
 
 
-def load_pipeline(config: WorkerConfig, dtype: torch.dtype) -> Any:
+def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placeholders | None = None) -> Any:
     """The pipeline of the model folder, in the way of `config.load_format`.
+
+    Its weights are in host memory, as diffusers loads them. With `unread` given most are still in their files, and `unread`
+    says where: they are to be placed before anything is computed.
 
     Raises:
         ConfigError: no such pipeline class, or it cannot be made from this folder.
@@ -56,7 +61,7 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype) -> Any:
     diffusers.logging.get_logger("diffusers.guiders.guider_utils").setLevel(diffusers.logging.ERROR)
     load = _load_modular if issubclass(pipeline_class, diffusers.ModularPipeline) else _load_classic
     try:
-        pipeline = load(config, pipeline_class, index, dtype)
+        pipeline = load(config, pipeline_class, index, dtype, unread)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
         raise ConfigError(f"model {config.model!r}: {pipeline_class.__name__} cannot be loaded: {error}") from error
     _check_components(config, pipeline)
@@ -99,24 +104,22 @@ def _import_class(path: str) -> Any:
         raise ConfigError(f"--pipeline {path!r}: module {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _load_classic(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype) -> Any:
+def _load_classic(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype, unread: Placeholders | None) -> Any:
     # Optional components are [null, null] in the index; the classes that know them want them passed.
     known = inspect.signature(pipeline_class.__init__).parameters
     given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None] and name in known}
-    if config.load_format is LoadFormat.DUMMY:
-        given |= build_dummy_modules(Path(config.model), _classes_of(index), dtype)
+    classes = {name: kind for name, kind in _classes_of(index).items() if name in known}
+    given |= _modules(config, classes, dtype, unread)
     return pipeline_class.from_pretrained(config.model, dtype=dtype, use_safetensors=True, local_files_only=True, **given)
 
 
-def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype) -> Any:
+def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype, unread: Placeholders | None) -> Any:
     """A folder with an index of either kind: the blocks say which of its components they want."""
     pipeline = pipeline_class(pretrained_model_name_or_path=config.model, local_files_only=True)
     here = {name for name in pipeline.pretrained_component_names if (Path(config.model) / name).is_dir()}
-    if config.load_format is LoadFormat.DUMMY:
-        classes = {name: kind for name, kind in _classes_of(index).items() if name in here}
-        dummies = build_dummy_modules(Path(config.model), classes, dtype)
-        pipeline.update_components(**dummies)
-        here -= dummies.keys()
+    modules = _modules(config, {name: kind for name, kind in _classes_of(index).items() if name in here}, dtype, unread)
+    pipeline.update_components(**modules)
+    here -= modules.keys()
     # One after the other: asked for several, it logs what fails and goes on without.
     for name in sorted(here):
         spec = pipeline.get_component_spec(name)
@@ -124,6 +127,19 @@ def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, An
         place = {"pretrained_model_name_or_path": config.model, "subfolder": name, "revision": None}
         pipeline.update_components(**{name: spec.load(local_files_only=True, **place, **weights)})
     return pipeline
+
+
+def _modules(
+    config: WorkerConfig, classes: dict[str, tuple[str, str]], dtype: torch.dtype, unread: Placeholders | None
+) -> dict[str, torch.nn.Module]:
+    """The components that are not left to diffusers' own loading of the pipeline."""
+    folder = Path(config.model)
+    if config.load_format is LoadFormat.DUMMY:
+        return build_dummy_modules(folder, classes, dtype)
+    if unread is None:
+        return {}
+    found = {name: class_of(name, library, kind) for name, (library, kind) in sorted(classes.items())}
+    return {name: load_component(name, kind, folder / name, dtype, unread=unread) for name, kind in found.items() if is_loadable(kind)}
 
 
 def _holds_weights(kind: Any) -> bool:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of one component: a safetensors file, or several with an index, checked against each other before anything is read."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.memory.weight_files import StoredTensor, WeightFile
+
+MOST_NAMES = 3
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint(NamedTuple):
+    """Where each tensor of a component is. `variant` is the word in its file names (`fp16`), None without one."""
+
+    tensors: dict[str, StoredTensor]
+    variant: str | None
+    sharded: bool
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] | None = None
+
+
+def read_checkpoint(folder: Path, stem: str, *, index_first: bool) -> Checkpoint:
+    """The weights in a component's folder whose files are named after `stem`.
+
+    `index_first` is which one wins where there are both a single file and an index. Where there is neither, files of the only
+    variant are taken.
+
+    Raises:
+        ConfigError: there are no weights, or they are not what their headers and their index say.
+    """
+    for variant in (None, *_only_variant(folder, stem)):
+        single, index = _names(stem, variant)
+        for name in (index, single) if index_first else (single, index):
+            if (folder / name).exists():
+                tensors = _read_sharded(folder / name) if name == index else WeightFile(folder / name).tensors
+                return Checkpoint(tensors, variant, sharded=name == index)
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    found = f"only {pickled[0]}, and pickled weights are never loaded" if pickled else "none there"
+    raise ConfigError(f"{folder}: expected weights in {stem}.safetensors or in shards with an index, found {found}")
+
+
+def stored_in(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in every safetensors file of a folder that can be read; of two with one name, any."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors |= WeightFile(path).tensors
+        except ConfigError as error:
+            logger.warning("weights file ignored: %s", error)
+    return tensors
+
+
+def _names(stem: str, variant: str | None) -> tuple[str, str]:
+    """Names of a single file and of an index."""
+    if variant is None:
+        return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+    return f"{stem}.{variant}.safetensors", f"{stem}.safetensors.index.{variant}.json"
+
+
+def _only_variant(folder: Path, stem: str) -> list[str]:
+    singles = {path.name.removeprefix(f"{stem}.").removesuffix(".safetensors") for path in folder.glob(f"{stem}.*.safetensors")}
+    indices = {path.name.removeprefix(f"{stem}.safetensors.index.").removesuffix(".json") for path in folder.glob(f"{stem}.*.index.*.json")}
+    # The shards of a variant have their number in the place of a variant's name.
+    found = sorted(name for name in singles | indices if name.isalnum())
+    if len(found) > 1 and not any((folder / name).exists() for name in _names(stem, None)):
+        raise ConfigError(f"{folder}: expected {stem}.safetensors or files of one variant, found the variants {', '.join(found)}")
+    return found[:1]
+
+
+def _read_sharded(index: Path) -> dict[str, StoredTensor]:
+    try:
+        said = msgspec.json.decode(index.read_bytes(), type=_Index)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{index}: cannot be read: {error}") from None
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(said.weight_map.values())):
+        if Path(name).name != name:
+            raise ConfigError(f"{index}: expected names of files beside it, found {name!r}")
+        if not (index.parent / name).exists():
+            missing = [tensor for tensor, file in said.weight_map.items() if file == name]
+            raise ConfigError(f"{index}: {name} is missing, and with it {some_tensors(missing)}")
+        file = WeightFile(index.parent / name)
+        if twice := tensors.keys() & file.tensors.keys():
+            other = tensors[min(twice)].file.path.name
+            raise ConfigError(f"{index}: both {other} and {name} have {some_tensors(twice)}")
+        tensors |= file.tensors
+    _check_index(index, said, tensors)
+    return tensors
+
+
+def _check_index(index: Path, said: _Index, tensors: dict[str, StoredTensor]) -> None:
+    if absent := said.weight_map.keys() - tensors.keys():
+        raise ConfigError(f"{index}: no file has {some_tensors(absent)}")
+    if elsewhere := [name for name, file in said.weight_map.items() if tensors[name].file.path.name != file]:
+        name = min(elsewhere)
+        found, expected = tensors[name].file.path.name, said.weight_map[name]
+        raise ConfigError(f"{index}: expected {some_tensors(elsewhere)} in {expected}, found {name} in {found}")
+    if unnamed := tensors.keys() - said.weight_map.keys():
+        raise ConfigError(f"{index}: does not name {some_tensors(unnamed)}, found in its files")
+    total = sum(stored.nbytes for stored in tensors.values())
+    expected_total = (said.metadata or {}).get("total_size")
+    if expected_total not in (None, total):
+        # Tools that rename or convert leave it as it was; the tensors themselves were all found.
+        logger.warning("%s: total_size says %s bytes, the files have %d", index, expected_total, total)
+
+
+def some_tensors(names: Any) -> str:
+    """The first few of some tensors, and how many there are."""
+    listed = ", ".join(sorted(names)[:MOST_NAMES])
+    return f"{len(names)} tensors ({listed}{', …' if len(names) > MOST_NAMES else ''})" if len(names) > 1 else f"tensor {listed}"

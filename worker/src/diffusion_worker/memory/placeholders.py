@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors whose contents are still in a file: they have a shape, a dtype, and one element of memory."""
+
+import torch
+
+from diffusion_worker.memory.weight_files import StoredTensor
+
+
+class Placeholders:
+    """The placeholders of a pipeline, and what each stands for.
+
+    They are known by their address: libraries wrap tensors in parameters, and share those that are tied.
+    """
+
+    def __init__(self) -> None:
+        self._stored: dict[int, StoredTensor] = {}
+        # An address is nobody else's as long as its tensor lives.
+        self._tensors: list[torch.Tensor] = []
+
+    def make(self, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+        """A placeholder of a stored tensor, for its contents in some dtype."""
+        # Not a number, so that no library takes two of them for equal.
+        tensor = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(stored.shape)
+        self._stored[tensor.data_ptr()] = stored
+        self._tensors.append(tensor)
+        return tensor
+
+    def stored_of(self, tensor: torch.Tensor) -> StoredTensor | None:
+        """What a tensor stands for; None for one that has its contents."""
+        return self._stored.get(tensor.data_ptr())
+
+
+def is_lost(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that no `Placeholders` knows is a copy of one that did: nothing else has many elements in one place."""
+    return tensor.numel() > 1 and not any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One safetensors file: which tensors are where in it, checked against its size before a byte of them is read.
+
+A file stays open as long as one of its tensors is known: another file in its place changes nothing here, and a change of this
+one is noticed.
+"""
+
+import math
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from diffusion_worker.errors import ConfigError
+
+# The format's own bound for the header, which is JSON and holds names, shapes and offsets only.
+MOST_HEADER_BYTES = 100_000_000
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class WeightFile:
+    """An open file of weights."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError where the file cannot be read, or is not what its header says."""
+        self.path = path
+        self._mapped: torch.Tensor | None = None
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.descriptor)
+            self._stamp = self._look()
+            self.tensors = self._read_header(self._stamp[0])
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def check_unchanged(self) -> None:
+        """Raises ConfigError if the file was written to since it was opened."""
+        if self._look() != self._stamp:
+            raise ConfigError(f"{self.path}: was written to since it was opened, expected a file that stays as it is")
+
+    def read_exactly(self, buffers: list[memoryview], start: int) -> None:
+        """Fill the buffers one after the other from `start` on; raises ConfigError where the file ends before."""
+        missing = [buffer for buffer in buffers if buffer.nbytes]
+        while missing:
+            count = os.preadv(self.descriptor, missing, start)
+            if count == 0:
+                raise ConfigError(f"{self.path}: expected {sum(b.nbytes for b in missing)} more bytes at {start}, found the file's end")
+            start += count
+            while missing and count >= missing[0].nbytes:
+                count -= missing.pop(0).nbytes
+            if count:
+                missing[0] = missing[0][count:]
+
+    def mapped(self) -> torch.Tensor:
+        """The whole file as bytes in memory that nobody else sees; of what is not touched nothing is read."""
+        if self._mapped is None:
+            self._mapped = torch.frombuffer(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return self._mapped
+
+    def _look(self) -> tuple[int, int]:
+        found = os.fstat(self.descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def _read_header(self, size: int) -> dict[str, "StoredTensor"]:
+        if size < 8:
+            raise ConfigError(f"{self.path}: expected a safetensors file, found {size} bytes")
+        length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
+        if length > min(size - 8, MOST_HEADER_BYTES):
+            raise ConfigError(f"{self.path}: expected a safetensors file, found a header of {length} bytes in a file of {size}")
+        try:
+            header = msgspec.json.decode(os.pread(self.descriptor, length, 8), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{self.path}: the header cannot be read: {error}") from None
+        header.pop("__metadata__", None)
+        tensors = {name: self._entry(name, entry, 8 + length) for name, entry in header.items()}
+        self._check_extent(tensors.values(), begin=8 + length, size=size)
+        return tensors
+
+    def _entry(self, name: str, entry: Any, data: int) -> "StoredTensor":
+        try:
+            found = msgspec.convert(entry, _Entry)
+            dtype, (begin, end) = DTYPES[found.dtype], found.data_offsets
+        except (msgspec.ValidationError, KeyError) as error:
+            raise ConfigError(f"{self.path}: tensor {name}: the header cannot be understood: {error}") from None
+        stored = StoredTensor(self, name, data + begin, dtype, torch.Size(found.shape))
+        if begin < 0 or min(found.shape, default=0) < 0 or end - begin != stored.nbytes:
+            said = f"{found.dtype} of shape {tuple(found.shape)}"
+            raise ConfigError(f"{self.path}: tensor {name}: expected {stored.nbytes} bytes for {said}, found {end - begin}")
+        return stored
+
+    def _check_extent(self, tensors: Any, *, begin: int, size: int) -> None:
+        """Every tensor starts where another ends, and the last one ends with the file."""
+        for stored in sorted(tensors, key=lambda stored: (stored.start, stored.nbytes)):
+            if stored.start != begin:
+                raise ConfigError(f"{self.path}: tensor {stored.name}: expected its bytes from {begin} on, the header says {stored.start}")
+            begin += stored.nbytes
+            if begin > size:
+                raise ConfigError(f"{self.path}: tensor {stored.name}: expected its end at {begin}, found the file's end at {size}")
+        if begin != size:
+            raise ConfigError(f"{self.path}: expected the file's end at {begin}, found {size} bytes")
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file; `start` is where its first byte is."""
+
+    file: WeightFile
+    name: str
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a load is, told often enough to see that it moves and seldom enough to cost nothing."""
+
+from collections.abc import Callable
+
+ReportProgress = Callable[[int, int], None]
+
+# Told at least each time that this part of the bytes was added.
+PART = 0.01
+
+
+class LoadingProgress:
+    """Sums bytes up for a report of bytes done and in all."""
+
+    def __init__(self, total: int, report: ReportProgress) -> None:
+        self._total = total
+        self._report = report
+        self._done = 0
+        self._told = 0
+
+    def add(self, count: int) -> None:
+        """So many more bytes are in place."""
+        # Tied weights count once for each name in the total, and parts of a tensor less than it.
+        self._done = min(self._total, self._done + count)
+        if self._done - self._told >= self._total * PART:
+            self._tell()
+
+    def finish(self) -> None:
+        """All of them are."""
+        self._done = self._total
+        self._tell()
+
+    def _tell(self) -> None:
+        self._told = self._done
+        self._report(self._done, self._total)
