@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished pictures are copied, made bytes and sent beside the next step: nothing waits for them but what comes after them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from diffusion_worker.errors import ErrorCode, Fault, RequestError
+from diffusion_worker.messages import Fatal, Finished, Rpc, RpcReply, Shutdown, Tick, TickDone
+from diffusion_worker.ranks.finished_pictures import PictureReport
+from diffusion_worker.ranks.output import Output
+from diffusion_worker.ranks.worker_proc import WorkerProc
+from diffusion_worker.runner.faults import RankFault
+from diffusion_worker.runner.pixels import RawPicture, bytes_of, to_pixels
+from diffusion_worker.runner.stage_clock import StageClock
+from diffusion_worker.runner.stepper import StepOutput
+
+DEADLINE_S = 10.0
+
+
+class SlowPicture(RawPicture):
+    """A picture that is there when `ready` says so: one that never is would end the test by its deadline."""
+
+    def __init__(self, ready: threading.Event, error: BaseException | None = None) -> None:
+        super().__init__(np.ones((1, 4, 6, 3)))
+        self._ready, self._error = ready, error
+
+    def pixels(self) -> Any:
+        if not self._ready.wait(DEADLINE_S):
+            raise TimeoutError("nobody went on: everybody waits for this picture")
+        if self._error is not None:
+            raise self._error
+        return super().pixels()
+
+
+class FakeWorker:
+    """A worker whose ticks are what a test says."""
+
+    def __init__(self, ticks: dict[int, Callable[[], StepOutput]]) -> None:
+        self._ticks = ticks
+        self.slept = False
+
+    def execute_stepwise(self, tick: Tick, frames: Any) -> StepOutput:
+        return self._ticks.get(tick.number, StepOutput)()
+
+    def sleep(self) -> None:
+        self.slept = True
+
+    def memory(self) -> None:
+        return None
+
+
+class Wire:
+    """Keeps what is sent, in order, with the thread that sent it; `receive` gives the messages one by one."""
+
+    def __init__(self, *messages: Any) -> None:
+        self._messages = list(messages)
+        self.sent: list[tuple[Any, list[bytes]]] = []
+        self.threads: list[threading.Thread] = []
+
+    def receive(self, on_dropped: Any, on_idle: Any) -> Any:
+        return self._messages.pop(0), []
+
+    def send(self, message: Any, frames: Any = ()) -> None:
+        self.sent.append((message, [bytes(frame) for frame in frames]))
+        self.threads.append(threading.current_thread())
+
+    @property
+    def said(self) -> list[Any]:
+        return [message for message, _ in self.sent]
+
+
+def finished(name: str, picture: RawPicture) -> StepOutput:
+    return StepOutput(pictures={name: picture}, clocks={name: StageClock()})
+
+
+def loop(wire: Wire, worker: FakeWorker, *, rank: int = 0) -> None:
+    WorkerProc(rank, Output(wire.send), wire, worker).worker_busy_loop()  # type: ignore[arg-type]
+
+
+def test_the_next_step_begins_while_a_large_picture_is_on_its_way_and_reports_come_in_order() -> None:
+    next_begun = threading.Event()
+
+    def second() -> StepOutput:
+        next_begun.set()
+        return StepOutput()
+
+    wire = Wire(Tick(1), Tick(2), Tick(3), Shutdown())
+    loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(next_begun)), 2: second}))
+    assert [done.number for done in wire.said] == [1, 2, 3]
+    assert wire.said[0].finished[0].request_id == "a"
+    assert wire.sent[0][1] == [b"\xff" * (4 * 6 * 3)]
+
+
+def test_a_tick_without_pictures_is_sent_by_the_thread_that_made_it() -> None:
+    wire = Wire(Tick(1), Tick(2), Shutdown())
+    loop(wire, FakeWorker({}))
+    assert wire.threads == [threading.current_thread()] * 2
+
+
+def test_sleep_is_answered_after_the_pictures_that_were_finished_before_it() -> None:
+    asleep = threading.Event()
+
+    class Sleeps(FakeWorker):
+        def sleep(self) -> None:
+            asleep.set()
+
+    wire = Wire(Tick(1), Rpc(7, "sleep"), Shutdown())
+    loop(wire, Sleeps({1: lambda: finished("a", SlowPicture(asleep))}))
+    assert [type(message) for message in wire.said] == [TickDone, RpcReply]
+    assert (wire.said[0].finished[0].request_id, wire.said[1].error) == ("a", None)
+
+
+def test_shutdown_waits_until_every_picture_is_sent() -> None:
+    ready = threading.Event()
+
+    class Late(Wire):
+        def receive(self, on_dropped: Any, on_idle: Any) -> Any:
+            message, frames = super().receive(on_dropped, on_idle)
+            if isinstance(message, Shutdown):
+                threading.Timer(0.01, ready.set).start()
+            return message, frames
+
+    wire = Late(Tick(1), Tick(2), Shutdown())
+    loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(ready)), 2: lambda: finished("b", SlowPicture(ready))}))
+    assert [done.finished[0].request_id for done in wire.said] == ["a", "b"]
+
+
+def test_a_rank_that_dies_sends_what_it_has_finished_before_its_last_words() -> None:
+    dying = threading.Event()
+
+    def dies() -> StepOutput:
+        dying.set()
+        raise RankFault(Fault.COLLECTIVE, "a peer is gone")
+
+    wire = Wire(Tick(1), Tick(2))
+    output = Output(wire.send)
+    proc = WorkerProc(0, output, wire, FakeWorker({1: lambda: finished("a", SlowPicture(dying)), 2: dies}))  # type: ignore[arg-type]
+    with pytest.raises(RankFault):
+        proc.worker_busy_loop()
+    output.last_words(Fatal(0, "a peer is gone"))
+    assert [type(message) for message in wire.said] == [TickDone, Fatal]
+
+
+def test_a_picture_of_no_numbers_is_the_error_of_its_own_request_and_the_others_of_the_tick_get_theirs() -> None:
+    at_once = threading.Event()
+    at_once.set()
+    good, bad = SlowPicture(at_once), RawPicture(np.full((1, 2, 2, 3), np.nan))
+    both = StepOutput(pictures={"bad": bad, "good": good}, clocks={"bad": StageClock(), "good": StageClock()})
+    wire = Wire(Tick(1), Shutdown())
+    loop(wire, FakeWorker({1: lambda: both}))
+    (done,) = wire.said
+    assert [(failed.request_id, failed.error.code) for failed in done.failed] == [("bad", ErrorCode.ENGINE_FAILED)]
+    assert "no numbers" in done.failed[0].error.message
+    assert [(item.request_id, item.frame) for item in done.finished] == [("good", 0)]
+
+
+def test_a_device_that_is_lost_while_a_picture_is_copied_ends_the_rank_also_when_nothing_comes() -> None:
+    at_once = threading.Event()
+    at_once.set()
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    class Idle(Wire):
+        def receive(self, on_dropped: Any, on_idle: Any) -> Any:
+            while not self._messages:
+                on_idle()
+            return super().receive(on_dropped, on_idle)
+
+    wire = Idle(Tick(1))
+    with pytest.raises(RankFault, match="illegal memory access"):
+        loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(at_once, lost))}))
+    assert wire.sent == []
+
+
+def test_only_the_rank_that_answers_makes_pictures_pixels() -> None:
+    never = threading.Event()
+    wire = Wire(Tick(1), Shutdown())
+    loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(never))}), rank=1)
+    assert wire.sent == []
+
+
+def test_making_pixels_counts_as_post_and_the_picture_goes_with_what_its_stages_took() -> None:
+    clock = StageClock()
+    clock.peak_bytes = 5
+    made, frames = PictureReport(TickDone(1), StepOutput(pictures={"a": RawPicture(np.zeros((1, 64, 64, 3)))}, clocks={"a": clock})).make()
+    assert isinstance(made, TickDone)
+    (picture,) = made.finished
+    assert isinstance(picture, Finished)
+    assert (picture.shape, len(frames[0]), picture.stages.peak_bytes) == ((64, 64, 3), 64 * 64 * 3, 5)
+    assert 0 < picture.stages.post < 1
+    assert msgspec.structs.replace(picture.stages, post=0.0).denoise == 0
+
+
+def test_a_gpu_would_make_the_same_bytes_as_a_cpu() -> None:
+    values = torch.rand(1, 3, 40, 50, generator=torch.Generator().manual_seed(1)) * 1.2 - 0.1
+    values[0, 0, 0, :8] = torch.arange(8) / 255 + 0.5 / 255
+    for given in (values, values.to(torch.bfloat16), values.half()):
+        made, finite = bytes_of(given[0])
+        assert np.array_equal(made.numpy(), to_pixels(given))
+        assert bool(finite)
+    values[0, 1, 2, 3] = float("inf")
+    assert not bool(bytes_of(values[0])[1])
+    with pytest.raises(RequestError, match="no numbers"):
+        to_pixels(values)
