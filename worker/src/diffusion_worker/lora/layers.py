@@ -3,6 +3,9 @@
 
 Slot buffers are allocated once, at the largest rank, and zero padded: loading and removing an adapter only writes into
 them. Rows without an adapter get the base layer's result untouched.
+
+In a compiled model each row has a slot, so that calls differ in nothing that is compiled but the number of rows: what a row
+without an adapter adds is then computed too, and is zero.
 """
 
 from collections.abc import Callable
@@ -38,11 +41,24 @@ class RowAdapters:
         self.scales = torch.tensor([scale for _, _, scale in chosen], dtype=torch.float32, device=device)
 
 
+class SlotOfEachRow:
+    """The same for a compiled model: a slot for each row, with a strength of zero where it has no adapter."""
+
+    def __init__(self, slots: list[int | None], scales: list[float], device: torch.device) -> None:
+        strengths = [0.0 if slot is None else scale for slot, scale in zip(slots, scales, strict=True)]
+        self.slots = torch.tensor([slot or 0 for slot in slots], dtype=torch.long, device=device)
+        self.scales = torch.tensor(strengths, dtype=torch.float32, device=device)
+        if len(slots) > 1:
+            for tensor in (self.slots, self.scales):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 class RowAdaptersHolder:
-    """The one place where all layers of a model look up the rows of the running call."""
+    """The one place where all layers of a model look up the rows of the running call: one of the two, or none."""
 
     def __init__(self) -> None:
         self.current: RowAdapters | None = None
+        self.static: SlotOfEachRow | None = None
 
 
 class LoRALinear(nn.Module):
@@ -56,10 +72,13 @@ class LoRALinear(nn.Module):
         self.base = base
         self._holder = holder
         self._part = part
-        out_features, in_features = base.weight.shape
+        self._named = False
+        # Of four bits only this state knows what the weight looks like; elsewhere the weight does, also where it is a part.
+        like = getattr(base.weight, "quant_state", base.weight)
+        out_features, in_features = like.shape
         # Plain tensors, also where the weight is one of several ranks' shards.
-        self._a = torch.zeros(slots, max_rank, in_features, dtype=base.weight.dtype, device=base.weight.device)
-        self._b = torch.zeros(slots, out_features, max_rank, dtype=base.weight.dtype, device=base.weight.device)
+        self._a = torch.zeros(slots, max_rank, in_features, dtype=like.dtype, device=base.weight.device)
+        self._b = torch.zeros(slots, out_features, max_rank, dtype=like.dtype, device=base.weight.device)
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         """Pipelines look at a linear's own attributes (`weight.dtype`, `in_features`)."""
@@ -73,19 +92,38 @@ class LoRALinear(nn.Module):
         self._a[slot].zero_()
         self._b[slot].zero_()
         if factors is not None:
+            self._named = True
             rank = factors.a.shape[0]
             self._a[slot, :rank].copy_(self._part.cut_a(factors.a) if self._part else factors.a)
             self._b[slot, :, :rank].copy_(self._part.cut_b(factors.b) if self._part else factors.b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
+        if self._holder.static is not None:
+            return self._add_to_each_row(x, out, self._holder.static)
         call = self._holder.current
         if call is None:
             return out
         if x.shape[0] != call.total:
-            raise RuntimeError(f"a wrapped layer got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")
+            raise _other_rows(x.shape[0], call.total)
         low = torch.einsum("k...i,kri->k...r", x[call.rows], self._a[call.slots])
         if self._part is not None:
             low = self._part.add_up(low)
         scales = call.scales.to(low.dtype).reshape(-1, *[1] * (low.dim() - 1))
         return out.index_add(0, call.rows, torch.einsum("k...r,kor->k...o", low * scales, self._b[call.slots]))
+
+    def _add_to_each_row(self, x: torch.Tensor, out: torch.Tensor, call: SlotOfEachRow) -> torch.Tensor:
+        if x.shape[0] != call.slots.shape[0]:
+            if self._named:
+                raise _other_rows(x.shape[0], call.slots.shape[0])
+            # Wrapped like all others when the model was compiled, and no adapter has anything for it.
+            return out
+        low = torch.einsum("k...i,kri->k...r", x, self._a[call.slots])
+        if self._part is not None:
+            low = self._part.add_up(low)
+        scales = call.scales.to(low.dtype).reshape(-1, *[1] * (low.dim() - 1))
+        return out + torch.einsum("k...r,kor->k...o", low * scales, self._b[call.slots])
+
+
+def _other_rows(found: int, expected: int) -> RuntimeError:
+    return RuntimeError(f"a wrapped layer got {found} rows in a call of {expected}: adapters cannot be told apart")

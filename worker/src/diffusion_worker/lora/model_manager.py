@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters of one rank: which are loaded, in which slot, and which rows of a call use them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, invalid, read_checkpoint
-from diffusion_worker.lora.layers import LinearPart, LoRALinear, RowAdapters, RowAdaptersHolder
+from diffusion_worker.lora.layers import LinearPart, LoRALinear, RowAdapters, RowAdaptersHolder, SlotOfEachRow
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
+
+# No id of an adapter: those are positive.
+EMPTY = 0
 
 
 class DiffusionLoRAManager:
@@ -28,6 +31,31 @@ class DiffusionLoRAManager:
         self._slots: dict[int, int] = {}
         self._wrapped: dict[str, LoRALinear] = {}
         self._holder = RowAdaptersHolder()
+        self._static = False
+
+    def make_static(self, regions: Iterable[nn.Module]) -> None:
+        """Give every linear layer inside of these its slots now: what is compiled then knows them, whoever uses them later."""
+        if self._slot_count <= 1:
+            return  # one slot is for what replaces an adapter, and there is none to replace
+        self._static = True
+        inside = {id(part) for region in regions for part in region.modules() if isinstance(part, nn.Linear)}
+        for name, part in list(self._denoiser.named_modules()):
+            if id(part) in inside:
+                self._wrap(name)
+
+    @contextmanager
+    def empty_adapter(self) -> Iterator[int | None]:
+        """The id of an adapter that changes nothing, for a warm-up; None where no layer has slots yet, or none is free."""
+        if not self._wrapped or not self._free:
+            yield None
+            return
+        slot = self._free.pop(0)
+        self._slots[EMPTY] = slot
+        try:
+            yield EMPTY
+        finally:
+            del self._slots[EMPTY]
+            self._free.insert(0, slot)
 
     def add_adapter(self, request: LoRARequest, *, expected_digest: str | None = None) -> LoadedLoRA:
         """Read, check and load one adapter. A refused one leaves nothing behind.
@@ -73,11 +101,15 @@ class DiffusionLoRAManager:
             raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, f"the adapter of the request is not loaded (id {missing[0]})")
         slots = [None if use is None else self._slots[use.lora_int_id] for use in uses]
         scales = [0.0 if use is None else use.scale for use in uses]
-        self._holder.current = RowAdapters(slots, scales, next(self._denoiser.parameters()).device)
+        device = next(self._denoiser.parameters()).device
+        if self._static:
+            self._holder.static = SlotOfEachRow(slots, scales, device)
+        else:
+            self._holder.current = RowAdapters(slots, scales, device)
         try:
             yield
         finally:
-            self._holder.current = None
+            self._holder.current = self._holder.static = None
 
     def _check(self, request: LoRARequest, checkpoint: LoRACheckpoint) -> None:
         """Every tensor binds, or the adapter is refused with the first names that do not."""

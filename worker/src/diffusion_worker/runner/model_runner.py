@@ -4,19 +4,22 @@
 import gc
 import itertools
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from diffusion_worker.config import LoadFormat, WorkerConfig
+from diffusion_worker.config import Compile, LoadFormat, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.memory.placeholders import Placeholders
-from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights
+from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
 from diffusion_worker.messages import ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.agreement import failures_of_all
+from diffusion_worker.runner.calls import ModelCall, execute
+from diffusion_worker.runner.compilation import Compilation
 from diffusion_worker.runner.kinds import ParallelKinds
 from diffusion_worker.runner.loading_progress import LoadingProgress, ReportProgress
 from diffusion_worker.runner.parallel import Parallel
@@ -33,10 +36,11 @@ from diffusion_worker.runner.pixels import Pixels, pixels_of
 from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
+from diffusion_worker.runner.step_cache.cache import make_step_cache
 from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
 from diffusion_worker.runner.tasks import TaskPipelines
 from diffusion_worker.runner.tick_meter import TickMeter
-from diffusion_worker.runner.warm_up import warm_up
+from diffusion_worker.runner.warm_up import PLAIN, Variant, compiled_variants, warm_up
 from diffusion_worker.runner.weight_loading import replace_weights
 
 __all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput", "UnknownRequest"]
@@ -61,6 +65,7 @@ class DiffusionModelRunner:
         self._prompts = PromptCache(config.prompt_cache_size) if config.prompt_cache_size else None
         self._stepper = Stepper(self._states, parallel, self._prompts)
         self._weights_bytes = 0
+        self._compilation = Compilation(Compile.NONE, {})
         self.pipeline: Any = None
         self._model: ModelInfo | None = None
         self._tasks: TaskPipelines | None = None
@@ -80,7 +85,7 @@ class DiffusionModelRunner:
         """Serve a pipeline that is in host memory, but for what `unread` says is still in files."""
         self.pipeline = pipeline
         modules = modules_of(pipeline)
-        total = sum(tensor.numel() * tensor.element_size() for module in modules.values() for tensor in module.state_dict().values())
+        total = sum(map(weights_bytes, modules.values()))
         kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
         self._tasks = TaskPipelines(pipeline)
         info = self._tasks.describe(kinds.describe(describe(pipeline, dtype, total)))
@@ -92,7 +97,16 @@ class DiffusionModelRunner:
         # One slot more than adapters: a new version is loaded beside the one it replaces.
         slots, max_rank = self._config.max_loras + 1, self._config.max_lora_rank
         self.loras = DiffusionLoRAManager(denoiser_of(pipeline), slots=slots, max_rank=max_rank, part_of=kinds.part_of)
-        self._stepper.serve(modules, self.loras)
+        self._compilation = Compilation(self._config.compile, modules)
+        self.loras.make_static(self._compilation.regions)
+        # After what compiles layers: its hooks stay outside of what is compiled.
+        cache = make_step_cache(self._config.step_cache, pipeline, modules, self._parallel)
+        if cache is not None:
+            info = msgspec.structs.replace(info, features=info.features | {"step_cache": str(self._config.step_cache)})
+        if self._config.quantization is not Quantization.NONE:
+            info = msgspec.structs.replace(info, features=info.features | {"quantization": str(self._config.quantization)})
+        info = msgspec.structs.replace(info, features=info.features | self._compilation.features)
+        self._stepper.serve(modules, self.loras, cache=cache, compute=self._compute)
         self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
         self.clear_prompt_embed_cache()
         self._model = info
@@ -104,14 +118,35 @@ class DiffusionModelRunner:
         Raises:
             RequestError: one of them failed.
         """
-        assert self._model is not None
+        assert self._model is not None and self.loras is not None
         try:
-            warm_up(self._config, self._model, self.execute_stepwise)
+            with self.loras.empty_adapter() as adapter:
+                variants = self._warm_up_variants(adapter)
+                warm_up(self._config, self._model, self.execute_stepwise, variants=variants)
         finally:
             self.drop_all()
             if self._prompts is not None:
                 self._prompts.reset()
         return self._model.features
+
+    def _warm_up_variants(self, adapter: int | None) -> Sequence[Variant]:
+        if not self._compilation.regions:
+            return PLAIN
+        return compiled_variants(self.pipeline, most_pictures=self._config.max_batch_size, adapter=adapter)
+
+    def _compute(self, module: torch.nn.Module, call: ModelCall, plain: bool) -> Any:
+        """Call a module, as diffusers itself does if `plain`."""
+        with self._compilation.off() if plain else nullcontext():
+            return execute(module, call)
+
+    def _new_features(self) -> dict[str, str] | None:
+        """What became of the options; None if that is what it was."""
+        assert self._model is not None
+        features = self._model.features | self._compilation.features
+        if features == self._model.features:
+            return None
+        self._model = msgspec.structs.replace(self._model, features=features)
+        return features
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -193,8 +228,12 @@ class DiffusionModelRunner:
             for spec in tick.join:
                 self._drop(spec.request_id)
             raise
+        output.features = self._new_features()
         output.denoise_seconds = meter.denoise_seconds()
+        output.prompt_cache = None if self._prompts is None else self._prompts.news()
         output.peak_bytes = meter.peak_bytes(self._weights_bytes)
+        for state in chosen:
+            state.clock.peak_bytes = max(state.clock.peak_bytes, output.peak_bytes)
         return output
 
     def _admit(self, tick: Tick, frames: Sequence[bytes], output: StepOutput) -> None:
@@ -268,7 +307,7 @@ class DiffusionModelRunner:
 
     def get_prompt_embed_cache_stats(self) -> dict[str, int] | None:
         """Size, largest size, hits, misses and bypassed calls of the prompt cache; None where it is off."""
-        return None if self._prompts is None else self._prompts.stats()
+        return None if self._prompts is None else msgspec.structs.asdict(self._prompts.stats())
 
     def release(self) -> None:
         """Sleep: forget every request and all that was made with the weights, and give their memory back."""

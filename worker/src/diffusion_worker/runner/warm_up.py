@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm-up on one rank: requests of few steps, run as any other, of which nothing is left but what was compiled for them."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from typing import Any
 
 import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import ErrorReport, ModelInfo, PictureInput, RequestSpec, Task, Tick
+from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, PictureInput, RequestSpec, Task, Tick
+from diffusion_worker.runner.request_body import inputs_of
 from diffusion_worker.runner.stepper import StepOutput
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,13 @@ SIDE = 512
 Execute = Callable[[Tick, Sequence[bytes]], StepOutput]
 
 
+class Variant(msgspec.Struct, frozen=True):
+    """How often a request is made at once, and what is other about it, by the fields of `RequestSpec`."""
+
+    pictures: int = 1
+    changes: dict[str, Any] = {}
+
+
 class WarmUpRequest(msgspec.Struct, frozen=True):
     """A request with its frames."""
 
@@ -28,14 +37,32 @@ class WarmUpRequest(msgspec.Struct, frozen=True):
     frames: list[bytes]
 
 
-def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, pictures: int = 1) -> None:
-    """Run the warm-up in every size, `pictures` at once: `execute` advances what joined by a step.
+PLAIN = (Variant(),)
+
+
+def compiled_variants(pipeline: Any, *, most_pictures: int, adapter: int | None) -> list[Variant]:
+    """What makes other versions of compiled code: one row or more, and rows with an adapter."""
+    rows = [Variant()]
+    guidance = inputs_of(pipeline).get("guidance_scale")
+    if isinstance(guidance, int | float) and guidance > 1:
+        rows.append(Variant(changes={"guidance_scale": 1.0}))
+    if most_pictures > 1:
+        rows.append(Variant(pictures=2))
+    if adapter is None:
+        return rows
+    use = {"lora": LoRAUse(adapter, 1.0)}
+    return rows + [Variant(variant.pictures, variant.changes | use) for variant in rows]
+
+
+def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variants: Sequence[Variant] = PLAIN) -> None:
+    """Run the warm-up in every size and variant: `execute` advances what joined by a step.
 
     Raises:
         RequestError: a request failed; the message says which and why.
     """
-    for request in warm_up_requests(config, model):
-        specs = [msgspec.structs.replace(request.spec, request_id=f"{request.spec.request_id}-{number}") for number in range(pictures)]
+    for request, variant in itertools.product(warm_up_requests(config, model), variants):
+        name, changes = request.spec.request_id, variant.changes
+        specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **changes) for number in range(variant.pictures)]
         failed = _run(execute, specs, request.frames)
         if failed is not None:
             spec, size = request.spec, f"{request.spec.width}x{request.spec.height}" if request.spec.width else "the default size"
@@ -76,7 +103,7 @@ def _run(execute: Execute, specs: list[RequestSpec], frames: list[bytes]) -> Err
     left = {spec.request_id for spec in specs}
     tick = Tick(1, specs, frames=[len(frames)] * len(specs) if frames else [])
     given = frames * len(specs)
-    for number in count(2):
+    for number in itertools.count(2):
         output = execute(tick, given)
         if output.errors:
             return next(iter(output.errors.values()))
