@@ -22,7 +22,7 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.messages import Task
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.generation import answer_generation
-from diffusion_worker.server.image_schemas import Finite, ImagesAnswer, PictureRequest
+from diffusion_worker.server.image_schemas import PICTURE_ANSWERS, Finite, PictureRequest
 from diffusion_worker.server.input_pictures import MAX_FILE_BYTES, DecodedPicture, decode, refused
 from diffusion_worker.server.problems import shortened
 from diffusion_worker.server.schemas import ERRORS
@@ -80,7 +80,7 @@ def form_schema() -> dict[str, Any]:
 BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form_schema()}}}}
 
 
-@router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses={200: {"model": ImagesAnswer}, **ERRORS})
+@router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses=PICTURE_ANSWERS | ERRORS)
 async def edit_images(request: Request) -> Response:
     """Make `n` pictures of one or several pictures and a prompt; with a mask, make a part of the first one anew."""
     form = await _read_form(request)

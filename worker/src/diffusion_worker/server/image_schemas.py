@@ -6,13 +6,13 @@ dropped. Null stands for a field that is absent. Only the form is checked here; 
 engine's state is the engine's to judge.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from diffusion_worker.engine.admission import MAX_SEED, GenerationParams
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.server.answers import AnswerOptions
+from diffusion_worker.server.answers import ZIP_MEDIA_TYPE, AnswerOptions
 from diffusion_worker.server.encoding import OutputFormat
 
 MAX_PARTIAL_IMAGES = 3
@@ -50,7 +50,7 @@ class PictureRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, Field(min_length=1, description="What the picture shows.")]
+    prompt: Annotated[str, Field(min_length=1, description="What the picture shows; not only spaces.")]
     model: Annotated[ModelName | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
     n: Annotated[int | None, Field(ge=1, description="How many pictures, one if absent. Their seeds follow each other.")] = None
     size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
@@ -192,6 +192,19 @@ class ImagesAnswer(BaseModel):
     quality: Literal["medium", "high"]
     size: str
     data: list[ImageData]
+
+
+# For `responses` of the routes that make pictures: the forms of an answer by media type.
+PICTURE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ImagesAnswer,
+        "content": {
+            "text/event-stream": {"schema": {"type": "string", "description": "With stream: server-sent events."}},
+            **{f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in OutputFormat},
+            ZIP_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
 
 
 def _accelerated(quality: str | None) -> bool | None:

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.generation import answer_generation
-from diffusion_worker.server.image_schemas import ImagesAnswer, ImagesRequest
+from diffusion_worker.server.image_schemas import PICTURE_ANSWERS, ImagesRequest
 from diffusion_worker.server.model_cards import ModelCard, ModelList, model_cards
 from diffusion_worker.server.problems import shortened
 from diffusion_worker.server.running_requests import RunningRequests
@@ -15,7 +15,7 @@ from diffusion_worker.server.schemas import ERRORS
 router = APIRouter()
 
 
-@router.post("/v1/images/generations", response_model=None, responses={200: {"model": ImagesAnswer}, **ERRORS})
+@router.post("/v1/images/generations", response_model=None, responses=PICTURE_ANSWERS | ERRORS)
 async def generate_images(body: ImagesRequest, request: Request) -> Response:
     """Make `n` pictures of one prompt. Their seeds follow each other and are in the answer."""
     return await answer_generation(request, body.params(), body.options())

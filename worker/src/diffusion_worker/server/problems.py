@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from diffusion_worker.errors import RETRYABLE, ErrorCode, GroupFailed, RequestError
 from diffusion_worker.server.image_schemas import REFUSED, SIZE_PATTERN
@@ -23,6 +24,7 @@ PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
 # nginx's number for a client that went away; nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # Errors of the framework and of the body's arrival; all others are InvalidRequest.
 HTTP_CODES: dict[int, ErrorCode] = {HTTPStatus.NOT_FOUND: ErrorCode.NOT_FOUND, HTTPStatus.REQUEST_TIMEOUT: ErrorCode.TIMEOUT}
 # Patterns in the words of their readers.
@@ -154,8 +156,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
         HTTPStatus.NOT_FOUND: f"{route}: there is no such route",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route has no such method",
     }
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_allowed_methods(request))
     problem = RequestError(code, messages.get(error.status_code, error.detail))
-    return error_answer(problem, request=request, status=error.status_code, headers=error.headers)
+    return error_answer(problem, request=request, status=error.status_code, headers=headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """All methods of the request's path; the framework names those of the first route that has it."""
+    routes = request.app.routes
+    return [name for name in METHODS if any(route.matches({**request.scope, "method": name})[0] is Match.FULL for route in routes)]
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
