@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAPI documents of both ports say what the ports do, and the metrics are what Prometheus reads."""
+"""The OpenAPI documents of both ports say what the ports do."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from diffusion_worker.messages import RequestSpec
 from server_edge import Edge, serving_edge
@@ -57,53 +55,6 @@ async def test_the_wrong_answer_of_the_framework_itself_is_nowhere_in_the_docume
 async def test_there_are_no_pages_that_load_scripts_from_elsewhere(edge: Edge) -> None:
     for path in ("/docs", "/redoc"):
         assert (await edge.data.get(path)).status_code == 404
-
-
-async def metrics(edge: Edge) -> dict[tuple[str, str], float]:
-    """Every sample by name and its labels' values."""
-    answer = await edge.data.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    return {
-        (sample.name, ",".join(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
-
-
-async def test_metrics_count_requests_by_code_and_what_the_ranks_did(edge: Edge) -> None:
-    await edge.images(prompt="p", n=2, num_inference_steps=3)
-    await edge.images(prompt="p", n=0)
-    await edge.images(prompt="p", model="nobody")
-    found = await metrics(edge)
-    assert {code: found["diffusion_worker_requests_total", code] for code in ("OK", "InvalidRequest", "NotFound")} == {
-        "OK": 1,
-        "InvalidRequest": 1,
-        "NotFound": 1,
-    }
-    assert found["diffusion_worker_images_total", ""] == 2
-    assert found["diffusion_worker_steps_total", ""] >= 3
-    assert found["diffusion_worker_model_calls_total", ""] >= 3
-    assert found["diffusion_worker_request_seconds_count", ""] == 1
-    assert found["diffusion_worker_requests_in_flight", ""] == 0
-
-
-async def test_metrics_show_state_adapters_and_memory(edge: Edge) -> None:
-    await edge.put_adapter("stripes", "/loras/stripes")
-    await edge.operate("sleep")
-    await edge.wait_state(state="asleep")
-    found = await metrics(edge)
-    assert (found["diffusion_worker_state", "asleep"], found["diffusion_worker_state", "ready"]) == (1, 0)
-    assert found["diffusion_worker_adapters", "Loaded"] == 1
-    assert [found["diffusion_worker_rank_weights_resident_bytes", rank] for rank in "01"] == [0, 0]
-    assert [found["diffusion_worker_rank_weights_bytes", rank] for rank in "01"] == [1_000_000, 1_000_000]
-
-
-async def test_no_label_comes_from_a_client(edge: Edge) -> None:
-    await edge.put_adapter("a-made-up-name", "/loras/x")
-    body: dict[str, Any] = {"prompt": "p", "model": "a-made-up-name"}
-    await edge.data.post("/v1/images/generations", json=body, headers={"x-request-id": "a-made-up-name"})
-    await edge.data.get("/a-made-up-name")
-    assert "a-made-up-name" not in (await edge.data.get("/metrics")).text
 
 
 def test_a_spec_of_the_wire_has_the_fields_that_a_request_may_set() -> None:

@@ -4,6 +4,8 @@
 import asyncio
 import contextlib
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters import Adapter, AdapterTable
 from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterSource, AdapterState, DesiredState, Problem
+from diffusion_worker.engine.durations import Durations
 from diffusion_worker.engine.rank_answers import require_success
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
@@ -27,10 +30,19 @@ REPLACE_DRAIN_S = 120.0
 Abort = Callable[[list[str], ErrorCode, str], None]
 
 
+class AdapterLoads:
+    """What became of the loads since the start: their codes, OK among them, and how long the successful ones took."""
+
+    def __init__(self) -> None:
+        self.codes = Counter[str]()
+        self.durations = Durations()
+
+
 class AdapterLoader:
     """Keeps the ranks' adapters as the table says."""
 
     def __init__(self, table: AdapterTable, ranks: RankGroup, *, ranks_total: int, abort: Abort) -> None:
+        self.loads = AdapterLoads()
         self._table = table
         self._ranks = ranks
         self._ranks_total = ranks_total
@@ -79,6 +91,7 @@ class AdapterLoader:
                 raise
             adapter.loaded = loaded
             adapter.state = AdapterState.LOADED
+            self.loads.codes["OK"] += 1
             if replaces and (previous := self._table.put(adapter)) is not None:
                 self._in_background(self._retire(previous, REPLACE_DRAIN_S))
             log.info("adapter=%s loaded digest=%s rank=%d", name, loaded.digest, loaded.rank)
@@ -101,6 +114,7 @@ class AdapterLoader:
         call = AdapterCall(operation_id="restart", source=adapter.source, digest=loaded.digest)
         try:
             await self._load(adapter, call)
+            self.loads.codes["OK"] += 1
         except RequestError as error:
             log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
             adapter.loaded = None
@@ -129,6 +143,7 @@ class AdapterLoader:
         return replies
 
     async def _load(self, adapter: Adapter, call: AdapterCall) -> LoadedLoRA:
+        started = time.monotonic()
         request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": call.source.path}
         try:
             replies = await self.call_all("add_lora", timeout_s=call.deadline_seconds, request=request, digest=call.digest)
@@ -139,9 +154,11 @@ class AdapterLoader:
             # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
             self._in_background(self._unload(adapter))
             raise
+        self.loads.durations.observe(time.monotonic() - started)
         return results[0]
 
     def _mark_failed(self, adapter: Adapter, error: RequestError) -> None:
+        self.loads.codes[error.code] += 1
         adapter.state = AdapterState.FAILED
         adapter.error = Problem(error.code, error.message, error.retryable)
 

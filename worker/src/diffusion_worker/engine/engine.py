@@ -18,7 +18,7 @@ import msgspec
 
 from diffusion_worker.config import StepCache, WorkerConfig
 from diffusion_worker.engine import admission
-from diffusion_worker.engine.adapter_loading import AdapterLoader
+from diffusion_worker.engine.adapter_loading import AdapterLoader, AdapterLoads
 from diffusion_worker.engine.adapters import AdapterTable
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.documents import (
@@ -36,7 +36,7 @@ from diffusion_worker.engine.documents import (
     StateDocument,
 )
 from diffusion_worker.engine.life import EngineLife
-from diffusion_worker.engine.operations import Operations, read_desired
+from diffusion_worker.engine.operations import Operations, OperationsDone, read_desired
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
@@ -69,7 +69,7 @@ class Engine:
             broken=lambda reason: self._supervisor.on_stepping_broken(reason),
         )
         # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
-        self._version = importlib.metadata.version("diffusion-worker")
+        self.version = importlib.metadata.version("diffusion-worker")
         self._last_request_at: float | None = None
         self._adapters = AdapterTable(slots=config.max_loras)
         self._loader = AdapterLoader(self._adapters, ranks, ranks_total=config.ranks, abort=self._abort)
@@ -182,7 +182,7 @@ class Engine:
             guidance_scale=self._model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,
             accelerated=accelerated,
             exact=params.exact or self.config.exact,
-            engine=self._version,
+            engine=self.version,
         )
 
     @property
@@ -194,6 +194,16 @@ class Engine:
     def stats(self) -> StepStats:
         """What the ranks did since the start, for metrics."""
         return self._steps.stats
+
+    @property
+    def adapter_loads(self) -> AdapterLoads:
+        """What became of the loads of adapters, for metrics."""
+        return self._loader.loads
+
+    @property
+    def operations_done(self) -> OperationsDone:
+        """What became of sleeps and wakes, for metrics."""
+        return self._operations.done
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
         """Names a request may ask for: the base, then the loaded adapters."""

@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,27 @@ from typing import Any
 import msgspec
 
 from diffusion_worker.engine.documents import DesiredState, Operation, OperationResult, Problem
+from diffusion_worker.engine.durations import Durations
 from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
 
 log = logging.getLogger(__name__)
+
+OPERATION_KINDS = ("sleep", "wake")
+
+
+class OperationsDone:
+    """What became of the operations since the start: how long the successful ones took, and how many failed, by kind."""
+
+    def __init__(self) -> None:
+        self.durations = {kind: Durations() for kind in OPERATION_KINDS}
+        self.failures = Counter[str]()
 
 
 class Operations:
     """At most one operation at a time; a repeated id never starts a second one."""
 
     def __init__(self) -> None:
+        self.done = OperationsDone()
         self.last: OperationResult | None = None
         self._current: tuple[str, str, float] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -67,7 +80,12 @@ class Operations:
         finally:
             self._current = None
         self.last = OperationResult(operation_id, kind, problem)
-        log.info("%s operation=%s seconds=%.3f error=%s", kind, operation_id, time.monotonic() - started, problem)
+        seconds = time.monotonic() - started
+        if problem is None:
+            self.done.durations[kind].observe(seconds)
+        else:
+            self.done.failures[kind] += 1
+        log.info("%s operation=%s seconds=%.3f error=%s", kind, operation_id, seconds, problem)
 
 
 def read_desired(path: str | None) -> DesiredState:

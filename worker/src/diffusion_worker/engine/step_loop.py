@@ -4,11 +4,13 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from diffusion_worker.engine.durations import Durations
 from diffusion_worker.engine.memory_model import MemoryModel
 from diffusion_worker.engine.rank_group import RankGroup, TickReport
 from diffusion_worker.engine.request_class import Defaults
@@ -75,7 +77,8 @@ class StepStats(msgspec.Struct):
     model_calls: int = 0
     # Of the rows, those that a step cache skipped for the most part.
     skipped_rows: int = 0
-    step_seconds: float = 0.0
+    pixels: int = 0
+    step_durations: Durations = msgspec.field(default_factory=Durations)
     replayed: int = 0
     # None where there is no prompt cache.
     prompt_cache: PromptCacheStats | None = None
@@ -242,8 +245,9 @@ class StepLoop:
         stats.rows += done.rows
         stats.model_calls += done.calls
         stats.skipped_rows += done.skipped
-        stats.step_seconds += done.seconds
+        stats.step_durations.observe(done.seconds)
         stats.pictures += len(done.finished)
+        stats.pixels += sum(math.prod(finished.shape[:-1]) for finished in done.finished)
         if done.features is not None:
             self.features = done.features
         if done.prompt_cache is not None:

@@ -31,10 +31,10 @@ def data_app(engine: Engine) -> FastAPI:
         ConfigError: the file of the API key is missing or empty.
     """
     app = _app(engine, title="diffusion-worker")
-    app.state.metrics = Metrics(engine)
+    app.state.encoding = EncodingThreads()
+    app.state.metrics = Metrics(engine, app.state.encoding)
     app.state.started_at = int(time.time())
     app.state.running = RunningRequests()
-    app.state.encoding = EncodingThreads()
     secured = []
     if engine.config.api_key_path is not None:
         secured = _require(app, TokenFile(Path(engine.config.api_key_path), "--api-key-file"), "the API key", _is_api)

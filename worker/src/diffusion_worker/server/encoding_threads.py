@@ -8,11 +8,13 @@ steps everybody waits for. What does not fit waits in order.
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from diffusion_worker.config import usable_cores
+from diffusion_worker.engine.durations import Durations
 
 # Half of the cores are left to the loop and to ranks on CPUs. Four encode 300 pictures of 1024x1024 a second.
 MAX_THREADS = 4
@@ -28,11 +30,29 @@ class EncodingThreads:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or max(1, min(MAX_THREADS, usable_cores() // 2))
+        self.pending = 0
+        self.waited, self.worked = Durations(), Durations()
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="encoding", initializer=_go_behind)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the function returns or raises. Cancelled before its turn, it never runs."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        times = [time.monotonic()]
+
+        def work() -> T:
+            times.append(time.monotonic())
+            try:
+                return function(*args, **kwargs)
+            finally:
+                times.append(time.monotonic())
+
+        self.pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self.pending -= 1
+            if len(times) == 3:
+                self.waited.observe(times[1] - times[0])
+                self.worked.observe(times[2] - times[1])
 
 
 def _go_behind() -> None:

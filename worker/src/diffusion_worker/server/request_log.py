@@ -10,9 +10,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffusion_worker.errors import ErrorCode
-from diffusion_worker.server.metrics import Metrics
+from diffusion_worker.server.metrics import ROUTES, Metrics
 
-OBSERVED_PATH = "/v1/images/generations"
 # A client's own id is kept if it is harmless in a header and in a log.
 CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -46,8 +45,8 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
             finished = True
         finally:
-            if scope["path"] == OBSERVED_PATH:
+            if scope["path"] in ROUTES:
                 code = str(state.get("error_code", "OK" if finished else ErrorCode.ENGINE_FAILED))
                 seconds = time.monotonic() - started
-                self._metrics.observe_request(code, seconds)
+                self._metrics.observe_request(scope["path"], code, seconds)
                 log.info("image request request_id=%s code=%s seconds=%.3f", request_id, code, seconds)
