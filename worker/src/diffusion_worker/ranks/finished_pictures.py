@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a tick that brought pictures: made of what their pipelines returned, in the thread that sends it."""
 
+import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from diffusion_worker.messages import Failed, Finished, StageSeconds, TickDone
+from diffusion_worker.errors import RequestError
+from diffusion_worker.messages import Failed, Finished, Preview, StageSeconds, TickDone
 from diffusion_worker.ranks.output import Said
-from diffusion_worker.runner.pixels import Pixels, pixels_of
+from diffusion_worker.runner.pixels import Pixels, RawPicture, pixels_of
 from diffusion_worker.runner.stage_clock import StageClock
 from diffusion_worker.runner.stepper import StepOutput, report_of
+
+log = logging.getLogger(__name__)
+
+# Height, width and colours; a video has its frames before them, and is shown by its first.
+PICTURE_DIMENSIONS = 3
 
 
 class PictureReport:
@@ -19,10 +27,17 @@ class PictureReport:
     def __init__(self, done: TickDone, output: StepOutput) -> None:
         self._done = done
         self._pictures = output.pictures
+        self._previews = output.previews
         self._clocks = output.clocks
 
+    def begin_copies(self) -> None:
+        """Have the device begin with its part; to be called where it was given the rest of the tick's work."""
+        for picture in (*self._pictures.values(), *(preview.picture for preview in self._previews)):
+            if isinstance(picture, RawPicture):
+                picture.begin_copy()
+
     def make(self) -> Said:
-        """The report with its frames. A picture that cannot be made is its own request's error.
+        """The report with its frames. A picture that cannot be made is its own request's error, a preview nobody's.
 
         Raises:
             RankFault: the device is lost.
@@ -38,7 +53,20 @@ class PictureReport:
                 continue
             finished.append(Finished(request_id, len(frames), pixels.shape, stages))
             frames.append(pixels.data.cast("B"))
-        return msgspec.structs.replace(self._done, finished=finished, failed=failed), frames
+        previews = list(self._made_previews(frames))
+        return msgspec.structs.replace(self._done, finished=finished, failed=failed, previews=previews), frames
+
+    def _made_previews(self, frames: list[memoryview]) -> Iterator[Preview]:
+        """Adds their frames."""
+        for preview in self._previews:
+            try:
+                pixels = pixels_of(preview.picture)
+            except RequestError as error:
+                log.warning("a preview cannot be made: %s", error.message)
+                continue
+            picture = pixels if pixels.ndim == PICTURE_DIMENSIONS else pixels[0]
+            yield Preview(preview.request_id, preview.number, len(frames), picture.shape)
+            frames.append(picture.data.cast("B"))
 
 
 def _made(picture: Any, clock: StageClock) -> tuple[Pixels, StageSeconds]:

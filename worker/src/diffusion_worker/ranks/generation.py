@@ -8,6 +8,7 @@ stopped, or missed a deadline, is killed as a whole. Everything here ends with i
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -19,8 +20,10 @@ from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, 
 from diffusion_worker.messages import (
     Dropped,
     Fatal,
+    Finished,
     LoadProgress,
     ModelInfo,
+    Preview,
     Ready,
     Rpc,
     RpcReply,
@@ -287,11 +290,9 @@ class Generation:
 
 
 def _frames_fit(done: TickDone, frames: list[bytes | memoryview]) -> bool:
-    """Whether every finished request's frame came along, in its size."""
-    for finished in done.finished:
-        size = 1
-        for side in finished.shape:
-            size *= side
-        if not 0 <= finished.frame < len(frames) or len(frames[finished.frame]) != size:
+    """Whether the frame of every picture and preview came along, in its size."""
+    brought: list[Finished | Preview] = [*done.finished, *done.previews]
+    for made in brought:
+        if not 0 <= made.frame < len(frames) or len(frames[made.frame]) != math.prod(made.shape):
             return False
     return True

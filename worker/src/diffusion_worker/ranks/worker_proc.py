@@ -39,7 +39,6 @@ from diffusion_worker.ranks.finished_pictures import PictureReport
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
-from diffusion_worker.runner.pixels import RawPicture
 
 log = logging.getLogger(__name__)
 
@@ -189,13 +188,12 @@ class WorkerProc:
             skipped=output.skipped,
             prompt_cache=output.prompt_cache,
         )
-        if not output.pictures:
+        if not output.pictures and not output.previews:
             self._output.send(done)
             return
-        for picture in output.pictures.values():
-            if isinstance(picture, RawPicture):
-                picture.begin_copy()
-        self._output.send_made(PictureReport(done, output).make)
+        report = PictureReport(done, output)
+        report.begin_copies()
+        self._output.send_made(report.make)
 
 
 def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> int:

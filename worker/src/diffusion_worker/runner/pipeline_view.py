@@ -16,7 +16,7 @@ import diffusers
 import torch
 from diffusers.guiders.guider_utils import BaseGuidance
 
-from diffusion_worker.runner.request_state import mark_step
+from diffusion_worker.runner.request_state import take_step
 from diffusion_worker.runner.stand_in import StandIn
 
 # The scheduler of the denoising loop; a pipeline without one of this name marks the steps of all it has.
@@ -118,9 +118,7 @@ def _marking(scheduler: Any, view: Any) -> Any:
 
     @functools.wraps(plain.step)  # pipelines look at its signature
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = plain.step(self, *args, **kwargs)
-        mark_step(steps_of(view, self))
-        return result
+        return take_step(plain.step, self, args, kwargs, lambda: steps_of(view, self))
 
     scheduler.step = types.MethodType(step, scheduler)
     return scheduler

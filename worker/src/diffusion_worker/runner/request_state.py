@@ -16,6 +16,7 @@ from diffusion_worker.runner.own_precision import OwnPrecision
 from diffusion_worker.runner.own_randomness import OwnRandomness
 from diffusion_worker.runner.stage_clock import StageClock
 from diffusion_worker.runner.step_cache.kinds import Branch
+from diffusion_worker.runner.way import Step, Way
 
 
 class StepBoundary(enum.Enum):
@@ -43,14 +44,34 @@ Body = Callable[[], Any]
 
 
 class Fiber(greenlet.greenlet):  # type: ignore[misc]
-    """What a body runs in; `called` tells whether it called a model since its last step, `steps` how many it will take."""
+    """What a body runs in; `called` tells whether it called a model since its last step, `steps` how many it will take.
+
+    Steps are remembered in its `way`, if it has one. With a `replay` no step is taken: that says what the scheduler returns.
+    """
 
     called = False
     steps: int | None = None
+    way: Way | None = None
+    replay: Callable[[Any], Any] | None = None
+
+
+def take_step(
+    step: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Callable[[], int | None]
+) -> Any:
+    """What a wrapped scheduler does in place of its step: suspends the running fiber after it; `count` says how many there will be."""
+    fiber = greenlet.getcurrent()
+    assert isinstance(fiber, Fiber), "a wrapped scheduler steps inside a request's fiber only"
+    if fiber.replay is not None:
+        return fiber.replay(scheduler)
+    result = step(scheduler, *args, **kwargs)
+    if fiber.way is not None:
+        fiber.way.stepped(Step(scheduler, args, kwargs, result))
+    mark_step(count())
+    return result
 
 
 def mark_step(steps: int | None = None) -> None:
-    """Called by a wrapped scheduler after its step: suspends the running fiber, whose loop has so many steps in all.
+    """Suspends the running fiber, which has taken a step of a loop of so many in all.
 
     Only once for what it called models for: some pipelines step twice with one prediction (Cosmos), or with a scheduler
     for each frame (SkyReels V2) or for the sound (LTX 2).
@@ -66,8 +87,11 @@ class DiffusionRequestState:
     """A request between ticks. `body` runs the pipeline and returns its picture.
 
     `exact` requests have every call to themselves. `whole` ones run while no other request advances: they change the shared
-    model, or say so themselves. Calls of another `batch_key` are never merged with theirs.
+    model, or say so themselves. Calls of another `batch_key` are never merged with theirs. `way` is kept for previews only.
     """
+
+    # Whether it goes on to its end however many calls that takes, as nobody advances it again.
+    in_one_tick = False
 
     def __init__(self, spec: RequestSpec, body: Body, *, exact: bool = False) -> None:
         self.spec = spec
@@ -76,6 +100,8 @@ class DiffusionRequestState:
         self.batch_key: Hashable = getattr(body, "batch_key", None)
         self.contents = Contents()
         self.clock = StageClock()
+        self.way = Way() if spec.previews else None
+        self.previews_begun = 0
         self.steps_done = 0
         # Calls since the tick began, by component and method, and the one that was put off to the next tick.
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -83,11 +109,13 @@ class DiffusionRequestState:
         # What a step cache remembers, by the kind of call; and calls since the last step, by component and context.
         self.branches: dict[Hashable, Branch] = {}
         self._since_step: Counter[tuple[str, str]] = Counter()
+        self.body = body
         self._asked = False
-        self._body = body
+        self._call: ModelCall | None = None
         self._randomness = OwnRandomness(spec.seed)
         self._precision = OwnPrecision()
         self._fiber = Fiber(self._run)
+        self._fiber.way = self.way
 
     @property
     def begun(self) -> bool:
@@ -110,6 +138,9 @@ class DiffusionRequestState:
 
     def resume(self, value: Any = None) -> FiberEvent:
         """Go on until the next event; `value` is what the suspended model call returns."""
+        if self.way is not None and self._call is not None:
+            self.way.answered(self._call, value)
+            self._call = None
         with self._randomness, self._precision:
             return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
 
@@ -127,7 +158,7 @@ class DiffusionRequestState:
 
     def _run(self) -> FiberEvent:
         try:
-            return Done(self._body())
+            return Done(self.body())
         except greenlet.GreenletExit:
             raise
         except Exception as error:
@@ -145,6 +176,7 @@ class DiffusionRequestState:
     def _note(self, event: FiberEvent) -> FiberEvent:
         if isinstance(event, ModelCall):
             self._asked = self._fiber.called = True
+            self._call = event if self.way is not None else None
         elif event is StepBoundary.STEP:
             self.steps_done += 1
             self._since_step.clear()

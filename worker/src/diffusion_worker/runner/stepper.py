@@ -16,12 +16,13 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
-from diffusion_worker.messages import ErrorReport, PromptCacheStats, Progress
+from diffusion_worker.messages import ErrorReport, Progress, PromptCacheStats
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall, answer, execute, split
 from diffusion_worker.runner.faults import classify, require_usable_rank
 from diffusion_worker.runner.input_batch import InputBatch, Pending, make_batches
 from diffusion_worker.runner.parallel import CallFailed, Parallel
+from diffusion_worker.runner.preview import PreviewState, preview_due
 from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.request_state import Broken, DiffusionRequestState, Done, FiberEvent, StepBoundary
 from diffusion_worker.runner.stage_clock import StageClock, stage_of
@@ -41,6 +42,14 @@ Event = tuple[DiffusionRequestState, FiberEvent]
 Failure = TypeVar("Failure", bound=BaseException)
 
 
+class PreviewOutput(msgspec.Struct, frozen=True):
+    """What the body returned for preview `number` of a request."""
+
+    request_id: str
+    number: int
+    picture: Any
+
+
 class StepOutput(msgspec.Struct):
     """What one tick brought on this rank: what the bodies returned (pictures), errors, and how much of the model was called for them.
 
@@ -50,6 +59,7 @@ class StepOutput(msgspec.Struct):
     pictures: dict[str, Any] = {}
     clocks: dict[str, StageClock] = {}
     progress: list[Progress] = []
+    previews: list[PreviewOutput] = []
     errors: dict[str, ErrorReport] = {}
     rows: int = 0
     calls: int = 0
@@ -76,6 +86,7 @@ class Stepper:
         self._indivisible: set[tuple[str, str]] = set()
         # Learnt from what requests do: a pipeline without steps ends its ticks after each denoiser call.
         self._without_steps = False
+        self._warned_of_previews = False
         self._output = StepOutput()
         self._meter = TickMeter(torch.device("cpu"))
 
@@ -200,11 +211,14 @@ class Stepper:
 
     def _take(self, events: list[Event], pending: list[Pending]) -> list[Pending]:
         """Sort what the requests stopped at; returns the pending calls with theirs added."""
-        broken = {state.spec.request_id: report_of(event.error, asked=event.asked) for state, event in events if isinstance(event, Broken)}
+        broken = {state.spec.request_id: _report(state, event) for state, event in events if isinstance(event, Broken)}
         failures = failures_of_all(self._parallel, broken)
+        begun: list[Event] = []
         for state, event in events:
             request_id = state.spec.request_id
-            if request_id in failures:
+            if isinstance(state, PreviewState) and (request_id in failures or isinstance(event, Done)):
+                self._end_preview(state, event, failures.get(request_id))
+            elif request_id in failures:
                 self._output.errors[request_id] = failures[request_id]
                 self._states.pop(request_id).drop()
             elif isinstance(event, ModelCall):
@@ -216,7 +230,19 @@ class Stepper:
             elif event is StepBoundary.STEP:
                 self._without_steps = False
                 self._output.progress.append(Progress(request_id, state.steps_done, state.steps_planned))
-        return pending
+                if (preview := preview_due(state)) is not None:
+                    begun.append((preview, preview.advance()))
+        return self._take(begun, pending) if begun else pending
+
+    def _end_preview(self, preview: PreviewState, event: FiberEvent, failure: ErrorReport | None) -> None:
+        """Without it where it failed: its request has lost nothing."""
+        if failure is None and isinstance(event, Done):
+            self._output.previews.append(PreviewOutput(preview.of, preview.number, event.frame))
+            return
+        preview.drop()
+        if failure is not None and not self._warned_of_previews:
+            self._warned_of_previews = True
+            log.warning("requests of this model have no previews: %s", failure.message)
 
     def _ask(self, state: DiffusionRequestState, call: ModelCall, pending: list[Pending]) -> None:
         """Have a call made in this tick, or put it off to the next one."""
@@ -224,12 +250,16 @@ class Stepper:
         made = state.calls[kind]
         if made == CALLS_A_TICK and call.denoises and state.steps_done == 0:
             self._without_steps = True
-        if made >= (1 if self._without_steps and call.denoises else CALLS_A_TICK):
+        if made >= (1 if self._without_steps and call.denoises else CALLS_A_TICK) and not state.in_one_tick:
             state.put_off = call
             return
         state.calls[kind] += 1
         prompt = None if self._prompts is None else self._prompts.key(call)
         pending.append(Pending(state, call, prompt, None if self._cache is None else self._cache.branch_of(state, call)))
+
+
+def _report(state: DiffusionRequestState, event: Broken) -> ErrorReport:
+    return state.report(event.error) if isinstance(state, PreviewState) else report_of(event.error, asked=event.asked)
 
 
 def _without_frames(error: Failure) -> Failure:
