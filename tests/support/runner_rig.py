@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model runner in the test's own process, at one rank and without a process group, on the digits model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,17 +48,26 @@ class RunnerRig:
         self.progress: list[tuple[int, int]] = []
         self.model: ModelInfo = self.runner.load_model(lambda done, total: self.progress.append((done, total)))
 
-    def run(self, *requests: RequestSpec, joining: list[int] | None = None, running: int = 0) -> tuple[Pictures, dict[str, ErrorReport]]:
+    def run(
+        self,
+        *requests: RequestSpec,
+        joining: list[int] | None = None,
+        running: int = 0,
+        frames: Mapping[str, list[bytes]] | None = None,
+    ) -> tuple[Pictures, dict[str, ErrorReport]]:
         """Run requests to their end, and with them the `running` ones that joined before.
 
-        `joining` says at which tick each joins (all at the first one by default).
+        `joining` says at which tick each joins (all at the first one by default), `frames` has pictures by the request's id.
         """
         self.parallel.calls.clear()
         at = joining or [0] * len(requests)
         pictures: Pictures = {}
         errors: dict[str, ErrorReport] = {}
         for number in range(1000):
-            output = self.runner.execute_stepwise(Tick(number, [spec for spec, tick in zip(requests, at, strict=True) if tick == number]))
+            join = [spec for spec, first in zip(requests, at, strict=True) if first == number]
+            sent = [(frames or {}).get(spec.request_id, []) for spec in join]
+            tick = Tick(number, join, frames=list(map(len, sent)))
+            output = self.runner.execute_stepwise(tick, [frame for each in sent for frame in each])
             pictures |= {name: pixels_of(returned) for name, returned in output.pictures.items()}
             errors |= output.errors
             if len(pictures) + len(errors) == len(requests) + running:

@@ -142,6 +142,8 @@ def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
         "negative_prompt": spec.negative_prompt,
         "height": spec.height,
         "width": spec.width,
+        # Kontext makes that many pixels of any size.
+        "max_area": spec.height * spec.width if "max_area" in takes and spec.height and spec.width else None,
         frames: spec.frames,
         "num_inference_steps": spec.steps,
     }

@@ -137,7 +137,8 @@ def _made_of(kind: Any, pipeline: Any) -> Any:
         return None
     modules, options = kind._get_signature_keys(kind)
     parts = {name: pipeline.components.get(name) for name in modules}
-    if any(part is None for name, part in parts.items() if name not in kind._optional_components) or not _fit(kind, parts):
+    # What the loaded class goes without (the third text encoder of Stable Diffusion 3) its companions go without too.
+    if any(name not in pipeline.components and name not in kind._optional_components for name in modules) or not _fit(kind, parts):
         return None
     config = pipeline.config
     settings = {name: config[key] for name in options for key in (name, f"_{name}") if key in config}
