@@ -64,10 +64,12 @@ class RowAdaptersHolder:
 class LoRALinear(nn.Module):
     """A wrapped `nn.Linear`: base(x) plus, for the rows that ask for it, scale * B A x of their slot.
 
-    With a `part` the base holds a part of its weight, and so do the slots.
+    The slots are on `device`, where it computes. With a `part` the base holds a part of its weight, and so do the slots.
     """
 
-    def __init__(self, base: nn.Linear, holder: RowAdaptersHolder, *, slots: int, max_rank: int, part: LinearPart | None = None) -> None:
+    def __init__(
+        self, base: nn.Linear, holder: RowAdaptersHolder, *, slots: int, max_rank: int, device: torch.device, part: LinearPart | None = None
+    ) -> None:
         super().__init__()
         self.base = base
         self._holder = holder
@@ -77,8 +79,8 @@ class LoRALinear(nn.Module):
         like = getattr(base.weight, "quant_state", base.weight)
         out_features, in_features = like.shape
         # Plain tensors, also where the weight is one of several ranks' shards.
-        self._a = torch.zeros(slots, max_rank, in_features, dtype=like.dtype, device=base.weight.device)
-        self._b = torch.zeros(slots, out_features, max_rank, dtype=like.dtype, device=base.weight.device)
+        self._a = torch.zeros(slots, max_rank, in_features, dtype=like.dtype, device=device)
+        self._b = torch.zeros(slots, out_features, max_rank, dtype=like.dtype, device=device)
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         """Pipelines look at a linear's own attributes (`weight.dtype`, `in_features`)."""

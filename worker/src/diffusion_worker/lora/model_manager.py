@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
@@ -20,10 +21,20 @@ class DiffusionLoRAManager:
     """Loads adapters into slots of the denoiser's linear layers; layers are wrapped when the first adapter names them."""
 
     def __init__(
-        self, denoiser: nn.Module, *, slots: int, max_rank: int, part_of: Callable[[str], LinearPart | None] = lambda name: None
+        self,
+        denoiser: nn.Module,
+        *,
+        slots: int,
+        max_rank: int,
+        device: torch.device,
+        part_of: Callable[[str], LinearPart | None] = lambda name: None,
     ) -> None:
-        """`part_of` tells, by the name of a linear layer, which part of it this rank has; None means all."""
+        """`device` is where the denoiser computes, wherever its weights are.
+
+        `part_of` tells, by the name of a linear layer, which part of it this rank has; None means all.
+        """
         self._denoiser = denoiser
+        self._device = device
         self._part_of = part_of
         self._max_rank = max_rank
         self._slot_count = slots
@@ -101,11 +112,10 @@ class DiffusionLoRAManager:
             raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, f"the adapter of the request is not loaded (id {missing[0]})")
         slots = [None if use is None else self._slots[use.lora_int_id] for use in uses]
         scales = [0.0 if use is None else use.scale for use in uses]
-        device = next(self._denoiser.parameters()).device
         if self._static:
-            self._holder.static = SlotOfEachRow(slots, scales, device)
+            self._holder.static = SlotOfEachRow(slots, scales, self._device)
         else:
-            self._holder.current = RowAdapters(slots, scales, device)
+            self._holder.current = RowAdapters(slots, scales, self._device)
         try:
             yield
         finally:
@@ -142,7 +152,8 @@ class DiffusionLoRAManager:
         if name not in self._wrapped:
             base = self._linear(name)
             assert base is not None, name
-            layer = LoRALinear(base, self._holder, slots=self._slot_count, max_rank=self._max_rank, part=self._part_of(name))
+            part, slots, max_rank = self._part_of(name), self._slot_count, self._max_rank
+            layer = LoRALinear(base, self._holder, slots=slots, max_rank=max_rank, device=self._device, part=part)
             parent, _, child = name.rpartition(".")
             setattr(self._denoiser.get_submodule(parent), child, layer)
             self._wrapped[name] = layer

@@ -20,6 +20,7 @@ from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
 from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
+from diffusion_worker.runner.offloading import check_device
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import device_of
 from diffusion_worker.runner.profiler import RankProfiler
@@ -77,6 +78,7 @@ class DiffusionWorker:
 
     def load_model(self, report: ReportProgress) -> ModelInfo:
         """Load the model; raises ConfigError."""
+        check_device(self._config.offload, self.device)
         model = self.model_runner.load_model(report)
         free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes)
         return msgspec.structs.replace(model, free_bytes=free)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_worker.config import WorkerConfig
+from diffusion_worker.config import Offload, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.memory.filling import ReportBytes
@@ -60,6 +60,10 @@ class ParallelKinds:
         elif config.shard > 1 and sharding.is_sharded(name):
             read_in_place(module, unread, report)
             self._place_shards(name, module, weights)
+        elif config.offload is Offload.GROUP:
+            # Diffusers keeps them where it pins memory.
+            read_in_place(module, unread, report)
+            weights.leave((*module.parameters(), *module.buffers()))
         else:
             if self._ulysses is not None and denoises:
                 self._split_sequence(name, module)

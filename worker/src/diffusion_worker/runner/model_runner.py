@@ -11,17 +11,18 @@ import msgspec
 import numpy as np
 import torch
 
-from diffusion_worker.config import Compile, LoadFormat, Quantization, WorkerConfig
+from diffusion_worker.config import Compile, LoadFormat, Offload, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
 from diffusion_worker.messages import ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.agreement import failures_of_all
-from diffusion_worker.runner.calls import ModelCall, execute
+from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.compilation import Compilation
 from diffusion_worker.runner.kinds import ParallelKinds
 from diffusion_worker.runner.loading_progress import LoadingProgress, ReportProgress
+from diffusion_worker.runner.offloading import Offloading, home_of
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import (
     check_pipeline_class,
@@ -32,6 +33,7 @@ from diffusion_worker.runner.pipeline import (
     load_pipeline,
     modules_of,
 )
+from diffusion_worker.runner.pipeline_view import compute_on
 from diffusion_worker.runner.pixels import Pixels, pixels_of
 from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
@@ -69,7 +71,8 @@ class DiffusionModelRunner:
         self.pipeline: Any = None
         self._model: ModelInfo | None = None
         self._tasks: TaskPipelines | None = None
-        self.weights = ModelWeights(device)
+        self._offloading = Offloading(Offload.NONE, device)
+        self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
 
     def load_model(self, report: ReportProgress) -> ModelInfo:
@@ -94,23 +97,32 @@ class DiffusionModelRunner:
             module.eval().requires_grad_(False)
             kinds.place(name, self.weights, checkpoint_folder(self._config, name), unread=unread, report=progress.add)
         progress.finish()
+        self._model = info = self._accelerate(pipeline, modules, kinds, info)
+        self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        self.clear_prompt_embed_cache()
+        return info
+
+    def _accelerate(self, pipeline: Any, modules: dict[str, torch.nn.Module], kinds: ParallelKinds, info: ModelInfo) -> ModelInfo:
+        """Put what the options ask for on modules whose weights are in place; returns what is known of the model with it."""
+        self._offloading = Offloading(self._config.offload, self._device)
+        self._offloading.manage(modules)
+        if self._config.offload is not Offload.NONE and self._tasks is not None:
+            for task in self._tasks.served:
+                compute_on(self._tasks.pipeline_of(task), self._device)
         # One slot more than adapters: a new version is loaded beside the one it replaces.
         slots, max_rank = self._config.max_loras + 1, self._config.max_lora_rank
-        self.loras = DiffusionLoRAManager(denoiser_of(pipeline), slots=slots, max_rank=max_rank, part_of=kinds.part_of)
+        self.loras = DiffusionLoRAManager(denoiser_of(pipeline), slots=slots, max_rank=max_rank, device=self._device, part_of=kinds.part_of)
         self._compilation = Compilation(self._config.compile, modules)
         self.loras.make_static(self._compilation.regions)
         # After what compiles layers: its hooks stay outside of what is compiled.
         cache = make_step_cache(self._config.step_cache, pipeline, modules, self._parallel)
+        features = self._compilation.features | self._offloading.features
         if cache is not None:
-            info = msgspec.structs.replace(info, features=info.features | {"step_cache": str(self._config.step_cache)})
+            features["step_cache"] = str(self._config.step_cache)
         if self._config.quantization is not Quantization.NONE:
-            info = msgspec.structs.replace(info, features=info.features | {"quantization": str(self._config.quantization)})
-        info = msgspec.structs.replace(info, features=info.features | self._compilation.features)
+            features["quantization"] = str(self._config.quantization)
         self._stepper.serve(modules, self.loras, cache=cache, compute=self._compute)
-        self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-        self.clear_prompt_embed_cache()
-        self._model = info
-        return info
+        return msgspec.structs.replace(info, features=info.features | features)
 
     def warm_up(self) -> dict[str, str]:
         """Run requests of few steps, of which nothing is left; returns what became of the options, as `ModelInfo.features`.
@@ -137,7 +149,7 @@ class DiffusionModelRunner:
     def _compute(self, module: torch.nn.Module, call: ModelCall, plain: bool) -> Any:
         """Call a module, as diffusers itself does if `plain`."""
         with self._compilation.off() if plain else nullcontext():
-            return execute(module, call)
+            return self._offloading.execute(module, call)
 
     def _new_features(self) -> dict[str, str] | None:
         """What became of the options; None if that is what it was."""
@@ -158,6 +170,7 @@ class DiffusionModelRunner:
         """
         if self._states:
             raise RequestError(ErrorCode.BUSY, f"weights cannot be replaced while {len(self._states)} requests run")
+        self._offloading.send_home()
         names = replace_weights(modules_of(self.pipeline), self.weights, weights)
         self.clear_prompt_embed_cache()
         forget_copies()
@@ -193,7 +206,9 @@ class DiffusionModelRunner:
         forget_copies()
         self.pipeline = self.loras = self._tasks = None
         self._stepper.serve({}, None)
-        self.weights = ModelWeights(self._device)
+        self._offloading = Offloading(Offload.NONE, self._device)
+        self._compilation = Compilation(Compile.NONE, {})
+        self.weights = ModelWeights(home_of(self._config.offload, self._device))
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

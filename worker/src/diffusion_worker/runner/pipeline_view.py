@@ -61,6 +61,11 @@ def view_of(pipeline: Any) -> Any:
     return view
 
 
+def compute_on(pipeline: Any, device: torch.device) -> None:
+    """Have the views of a pipeline compute on a device where its weights are not, but while they are computed with."""
+    vars(pipeline)["_device_of_view"] = device
+
+
 @functools.cache
 def _class_of_views(kind: Any) -> Any:
     """The pipeline's class, which knows the device: diffusers walks over all modules whenever it asks for it, some times a request."""
