@@ -25,6 +25,7 @@ UNPACKED = ("containerd", "containernetworking-plugins", "docker-registry", "etc
 # Installed, where they are missing: program -> package.
 INSTALLED = {
     "buildah": "buildah",
+    "chromium": "chromium",
     "conntrack": "conntrack",
     "debootstrap": "debootstrap",
     "ip": "iproute2",

@@ -180,7 +180,8 @@ function announce(text, done, all) {
 }
 
 function showStep({ step, steps }) {
-  announce(steps ? `Step ${step} of ${steps}` : `Step ${step}`, step, steps);
+  const text = steps ? `Step ${step} of ${steps}` : `Step ${step}`;
+  announce(step ? text : "A rank was lost: begun again …", step, steps);
 }
 
 function showPicture({ b64_json, output_format, size }, isPreview) {

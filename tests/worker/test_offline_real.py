@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library with the real digits model: the examples of its page as a script, and a script that is interrupted."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from worker_process import REPOSITORY, WorkerProcess, descendants
+
+# Every engine loads the model in processes of its own.
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 120.0
+EXAMPLES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Read from standard input, in a running event loop as in a notebook, and closed by nobody.
+INTERRUPTED = """
+import asyncio, sys
+from diffusion_worker import DiffusionEngine
+
+async def main():
+    engine = DiffusionEngine("examples/digits/model", limits={"max_steps": 10000})
+    print(len(engine.generate("a red digit seven", steps=2)), flush=True)
+    engine.generate("a red digit seven", n=8, steps=10000)
+
+# asyncio.run would keep Ctrl-C to itself, once.
+asyncio.new_event_loop().run_until_complete(main())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to run scripts in, with the examples of the repository."""
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    return tmp_path
+
+
+@contextmanager
+def script_from_standard_input(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python that runs a script in a process group of its own; the whole group is killed at the end."""
+    with (folder / "errors").open("w") as errors:
+        script = subprocess.Popen(
+            [sys.executable, "-"],
+            cwd=folder,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    with script:
+        try:
+            assert script.stdin is not None
+            script.stdin.write(text)
+            script.stdin.close()
+            yield script
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+
+
+def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, worker: WorkerProcess) -> None:
+    examples = EXAMPLES.findall((REPOSITORY / "docs" / "library.md").read_text())
+    assert len(examples) == 2 and "__name__" not in "".join(examples)
+    (folder / "script.py").write_text("print('once')\n" + "".join(examples))
+    ran = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ran.returncode == 0, ran.stderr
+    first, striped, config, *refused = ran.stdout.splitlines()
+    assert (first, striped) == ("once", "['stripes'] (64, 64) 4")
+    assert config == "--lora stripes=examples/digits/loras/nothing: expected a peft folder, found nothing there"
+    assert refused == [
+        "InvalidRequest size: expected width and height that are multiples of 8, found 60x60",
+        "InvalidRequest num_inference_steps: expected 1 to 50, found 100",
+        "NotFound model 'stripes' is not known here; loaded adapters: none",
+    ]
+    assert sorted(path.name for path in folder.glob("*.*g")) == ["four-5.jpg", "four-6.jpg", "seven.png", "two-5.jpg", "two-6.jpg"]
+    with Image.open(folder / "seven.png") as seven:
+        assert seven.tobytes() == worker.image(prompt="a red digit seven", seed=1).tobytes()
+        assert json.loads(seven.info["provenance"])["seed"] == 1
+    assert "%|" not in ran.stderr, "a progress bar where stderr is no terminal"
+
+
+def test_ctrl_c_in_a_script_from_standard_input_ends_it_and_its_ranks(folder: Path) -> None:
+    with script_from_standard_input(INTERRUPTED, folder) as script:
+        assert script.stdout is not None and script.stdout.readline() == "1\n", (folder / "errors").read_text()
+        ranks = descendants(script.pid)
+        assert len(ranks) >= 2
+        ends = [os.pidfd_open(pid) for pid in ranks]
+        # As a terminal does it: to all processes of the script at once.
+        os.killpg(script.pid, signal.SIGINT)
+        assert script.wait(30) in (-signal.SIGINT, 128 + signal.SIGINT)
+        assert (folder / "errors").read_text().rstrip().endswith("KeyboardInterrupt")
+        # The fork server follows its parent.
+        assert [end for end in ends if not select.select([end], [], [], 10)[0]] == []
+        for end in ends:
+            os.close(end)

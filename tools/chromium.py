@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A headless Chromium of Debian's, for the tests of the worker's page and for its screenshots. No browser is downloaded."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from playwright.sync_api import Browser, sync_playwright
+
+from tools.devcluster import checks, programs
+from tools.devcluster.errors import PrerequisiteMissing
+
+PROGRAM = "chromium"
+START_TIMEOUT_MS = 60_000
+
+
+def program() -> str:
+    """Where Chromium is; installed from Debian where it is missing.
+
+    Raises:
+        PrerequisiteMissing: it is not there and cannot be installed by this user on this system.
+    """
+    found = shutil.which(PROGRAM, path=checks.SYSTEM_PATH)
+    if found is None:
+        if os.geteuid() != 0 or shutil.which("apt-get", path=checks.SYSTEM_PATH) is None:
+            raise PrerequisiteMissing("Chromium is not in PATH: install it (on Debian: apt-get install chromium, as root)")
+        programs.install_debian_packages((PROGRAM,))
+        found = shutil.which(PROGRAM, path=checks.SYSTEM_PATH)
+    if found is None:
+        raise PrerequisiteMissing("Debian's package chromium was installed, but there is no such program")
+    return found
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A running browser. Playwright keeps an event loop in this thread until the end: nothing else can run one meanwhile."""
+    # As root Chromium's own sandbox does not start; /dev/shm is small in containers.
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars"]
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program(), args=arguments, timeout=START_TIMEOUT_MS)
+        try:
+            yield started
+        finally:
+            started.close()

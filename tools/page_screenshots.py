@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The screenshots of docs/page.md, of a worker that serves the digits model with the adapter `stripes`:
+
+diffusion-worker serve --model examples/digits/model --served-name digits --lora stripes=examples/digits/loras/stripes
+python -m tools.page_screenshots http://127.0.0.1:8000 docs/images
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from playwright.sync_api import Page, expect
+
+from tools import chromium
+
+TIMEOUT_MS = 60_000
+
+
+def take(page: Page, folder: Path) -> list[Path]:
+    """One while a picture is made, one of the picture, one of an error; the files."""
+    expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=TIMEOUT_MS)
+    page.get_by_label("Adapter").select_option("stripes")
+    page.locator("#prompt").fill("a yellow digit three")
+    page.locator("#num_inference_steps").fill("200")
+    page.locator("#seed").fill("4")
+    page.get_by_role("button", name="Make a picture").click()
+    page.wait_for_selector("#picture.preview", timeout=TIMEOUT_MS)
+    expect(page.locator("#progress-text")).to_have_text(re.compile(r"Step 1[0-9][0-9] of 200"), timeout=TIMEOUT_MS)
+    progress = _shot(page, folder / "page-progress.png")
+    expect(page.locator("#progress-text")).to_have_text("Finished.", timeout=TIMEOUT_MS)
+    picture = _shot(page, folder / "page-picture.png")
+    page.locator("#width").fill("60")
+    page.get_by_role("button", name="Make a picture").click()
+    page.wait_for_selector("#error:not([hidden])", timeout=TIMEOUT_MS)
+    return [progress, picture, _shot(page, folder / "page-error.png")]
+
+
+def _shot(page: Page, path: Path) -> Path:
+    page.screenshot(path=path, animations="disabled")
+    return path
+
+
+def main(url: str, folder: str = "docs/images") -> None:
+    """Take them and say how large they are."""
+    with chromium.browser() as browser:
+        page = browser.new_page(viewport={"width": 1000, "height": 700}, color_scheme="light")
+        page.goto(url)
+        for path in take(page, Path(folder)):
+            print(path, path.stat().st_size)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
