@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make soak`: thousands of generated requests against a real worker of two ranks, and again while its ranks are killed.
 
-    python tests/support/soak.py [--requests 10000] [--kill-requests 1000] [--kill-every 20] [--minutes 60] [--seed 1]
+    python tests/support/soak.py [--requests 10000] [--kill-requests 1000] [--kill-every 20] [--edge-requests 10000]
+                                 [--minutes 60] [--seed 1] [--part traffic] [--part edge]
 
 Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
 request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
@@ -28,8 +29,10 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
+from leftovers import footprint, left_at_end, left_over
+from soak_edge import run_edge
 from soak_traffic import Request, pool, traffic
-from worker_process import DIGITS, WorkerProcess, descendants, process_exists
+from worker_process import DIGITS, WorkerProcess
 
 CLIENTS = 12
 ANSWER_TIMEOUT_S = 180.0
@@ -37,9 +40,7 @@ PICTURES = 60
 MOST_STEPS = 12
 # One level of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1
-# What a process may grow by after the first tenth of the requests: arenas, caches of compiled patterns, log buffers.
-GROWTH_BYTES = 96 * 2**20
-GROWTH_DESCRIPTORS = 8
+PARTS = ("traffic", "edge")
 
 
 @dataclass
@@ -154,45 +155,6 @@ class Soak:
         values = {line.split()[0]: float(line.split()[-1]) for line in metrics if not line.startswith("#")}
         return tuple(int(values[f"diffusion_worker_{name}_total"]) for name in ("rank_group_restarts", "pictures_replayed"))  # type: ignore[return-value]
 
-    # --- what is left ---------------------------------------------------------------------------------------------------
-
-    def footprint(self) -> dict[int, tuple[int, int]]:
-        """Resident bytes and open descriptors of every process of the worker."""
-        pids = [self.worker.pid, *descendants(self.worker.pid)]
-        return {pid: (_resident_bytes(pid), len(list(Path(f"/proc/{pid}/fd").iterdir()))) for pid in pids}
-
-    def check_nothing_left(self, before: dict[int, tuple[int, int]]) -> None:
-        """No request, no row, no memory, no descriptor, no process more than before."""
-        self.worker.wait_for(lambda: self.worker.state()["state"] == "ready" and self.worker.state()["inFlight"] == 0, what="idle")
-        state, after = self.worker.state(), self.footprint()
-        for what, found in {"queued": state["queued"], **{a["name"]: a["refs"] for a in state["adapters"]}}.items():
-            if found:
-                self.outcome.wrong.append(f"{what}: {found} are left")
-        if len(after) != len(before):
-            self.outcome.wrong.append(f"processes: {len(before)} before, {len(after)} after")
-        for pid in before.keys() & after.keys():
-            (resident, descriptors), (now, open_now) = before[pid], after[pid]
-            if now - resident > GROWTH_BYTES:
-                self.outcome.wrong.append(f"pid {pid} grew by {(now - resident) / 2**20:.0f} MiB")
-            if open_now - descriptors > GROWTH_DESCRIPTORS:
-                self.outcome.wrong.append(f"pid {pid} has {open_now - descriptors} descriptors more")
-
-    def check_end(self, folder: Path) -> None:
-        """The worker ends with 0, all its processes with it, and leaves no folder."""
-        pids = [self.worker.pid, *descendants(self.worker.pid)]
-        code = self.worker.terminate()
-        deadline = time.monotonic() + 10
-        while (left := [pid for pid in pids if process_exists(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.02)  # the fork server ends when it notices
-        # Not what torch keeps for itself there.
-        folders = sorted(path.name for path in folder.iterdir() if path.name.startswith(("diffusion-worker", "pymp")))
-        if code or left or folders:
-            self.outcome.wrong.append(f"end: exit code {code}, processes {left}, folders {folders}")
-
-
-def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
 
 def _pixels(document: dict[str, Any]) -> Any:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(document["data"][0]["b64_json"])))).astype(int)
@@ -212,14 +174,14 @@ async def run_both(
         soak = Soak(worker, seed=seed, pictures=pictures)
         soak.make_alone()
         await soak.run(max(1, requests // 10), bad=0.1, aborted=0.1, limit_s=limit_s / 20)
-        warm, before = soak.outcome, soak.footprint()
+        warm, before = soak.outcome, footprint(worker)
         soak.outcome = peaceful = Outcome(seed + 1, asked=warm.asked, wrong=warm.wrong)
         await soak.run(requests - requests // 10, bad=0.1, aborted=0.1, limit_s=limit_s / 2)
-        soak.check_nothing_left(before)
+        peaceful.wrong += left_over(worker, before)
         soak.outcome = killed = Outcome(seed + 2)
         await soak.run(kill_requests, bad=0.05, aborted=0.0, limit_s=limit_s / 2, kill_every_s=kill_every_s)
-        soak.check_nothing_left(before)
-        soak.check_end(folder)
+        killed.wrong += left_over(worker, before)
+        killed.wrong += left_at_end(worker, folder)
     return [peaceful, killed]
 
 
@@ -229,28 +191,45 @@ def main() -> int:
     options.add_argument("--requests", type=int, default=10_000)
     options.add_argument("--kill-requests", type=int, default=1_000)
     options.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS")
-    options.add_argument("--minutes", type=float, default=60.0)
+    options.add_argument("--edge-requests", type=int, default=10_000)
+    options.add_argument("--minutes", type=float, default=60.0, help="For each part.")
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--part", action="append", choices=PARTS, help="Only this one; may be given again.")
     asked = options.parse_args()
+    parts = asked.part or PARTS
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
     folder.mkdir()
     try:
-        outcomes = asyncio.run(
-            run_both(
-                folder,
-                seed=asked.seed,
-                requests=asked.requests,
-                kill_requests=asked.kill_requests,
-                kill_every_s=asked.kill_every,
-                limit_s=asked.minutes * 60,
-            )
-        )
+        wrong = _soak_traffic(asked, folder) if "traffic" in parts else False
+        return int((_soak_edge(asked, folder) if "edge" in parts else False) or wrong)
     finally:
         shutil.rmtree(folder)
+
+
+def _soak_traffic(asked: argparse.Namespace, folder: Path) -> bool:
+    """Whether something was wrong."""
+    soaking = run_both(
+        folder,
+        seed=asked.seed,
+        requests=asked.requests,
+        kill_requests=asked.kill_requests,
+        kill_every_s=asked.kill_every,
+        limit_s=asked.minutes * 60,
+    )
+    outcomes = asyncio.run(soaking)
     for name, outcome, wanted in zip(("soak", "killed ranks"), outcomes, (asked.requests, asked.kill_requests), strict=True):
-        cut = "" if outcome.asked >= wanted else f" (the time was over after {outcome.asked} of {wanted} requests)"
-        print(f"{name}{cut}: {outcome.line()}")
-    return 1 if any(outcome.wrong for outcome in outcomes) else 0
+        print(f"{name}{_cut(outcome.asked, wanted)}: {outcome.line()}", flush=True)
+    return any(outcome.wrong for outcome in outcomes)
+
+
+def _soak_edge(asked: argparse.Namespace, folder: Path) -> bool:
+    outcome = asyncio.run(run_edge(folder, seed=asked.seed, requests=asked.edge_requests, limit_s=asked.minutes * 60))
+    print(f"edge{_cut(outcome.requests, asked.edge_requests)}: {outcome.line()}", flush=True)
+    return bool(outcome.wrong)
+
+
+def _cut(asked: int, wanted: int) -> str:
+    return "" if asked >= wanted else f" (the time was over after {asked} of {wanted} requests)"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API key of the data port: where it is wanted, how it is changed, and what stays open."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -78,15 +77,16 @@ async def test_the_apis_description_says_that_it_wants_a_key_where_it_does(key_p
         assert "security" not in document["paths"]["/healthz"]["get"]
 
 
-@pytest.mark.parametrize("content", [None, "", " \n"])
-def test_a_file_without_a_key_is_an_error_at_start_that_names_the_option(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "key"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ConfigError, match=r"--api-key-file .*key"):
-        asyncio.run(_start_edge(path))
+@pytest.fixture(params=[None, "", " \n"])
+def keyless_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file that is not there, or has no key in it."""
+    path = tmp_path / "keyless"
+    if request.param is not None:
+        path.write_text(request.param)
+    return path
 
 
-async def _start_edge(key_path: Path) -> None:
-    async with serving_edge(api_key_path=str(key_path)):
-        pass
+async def test_a_file_without_a_key_is_an_error_at_start_that_names_the_option(keyless_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--api-key-file .*keyless"):
+        async with serving_edge(api_key_path=str(keyless_path)):
+            pass

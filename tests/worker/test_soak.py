@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from leftovers import footprint, left_over
 from soak import run_both
+from soak_edge import EdgeSoak
 from soak_traffic import BAD, pool, traffic
+from worker_process import FAKE_PROGRAM, WorkerProcess
 
 
 def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:
@@ -23,3 +26,18 @@ async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_
     assert (soak.wrong, killed.wrong) == ([], [])
     assert soak.answered > 10 and soak.refused_as_they_should > 1
     assert killed.answered > 5 and killed.restarts > 0
+
+
+@pytest.mark.slow
+async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothing_behind(tmp_path: Path) -> None:
+    with WorkerProcess(program=FAKE_PROGRAM, options=("--max-steps=12", "--max-pixels=16384")) as worker:
+        worker.wait_ready()
+        worker.images(prompt="p")
+        before = footprint(worker)
+        soak = EdgeSoak(worker, tmp_path, seed=1, examples=16, phases="fuzzing")
+        await soak.run_round(rude=40)
+        outcome = soak.outcome
+        outcome.wrong += left_over(worker, before)
+        assert "Traceback" not in worker.output
+    assert outcome.wrong == []
+    assert outcome.data_requests >= 50 and outcome.control_requests >= 10

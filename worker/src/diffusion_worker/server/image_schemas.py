@@ -194,12 +194,22 @@ class ImagesAnswer(BaseModel):
     data: list[ImageData]
 
 
+# With `stream`: one of the events. OpenAPI 3.1 has no way to say that there are many.
+EVENT = {
+    "type": "object",
+    "description": "One server-sent event. Its data is a JSON object with its type: a step, a preview, a picture, or an error.",
+    "required": ["event", "data"],
+    "properties": {
+        "event": {"type": "string", "pattern": r"^(image_(generation|edit)\.(progress|partial_image|completed)|error)$"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
 # For `responses` of the routes that make pictures: the forms of an answer by media type.
 PICTURE_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ImagesAnswer,
         "content": {
-            "text/event-stream": {"schema": {"type": "string", "description": "With stream: server-sent events."}},
+            "text/event-stream": {"schema": EVENT},
             **{f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in OutputFormat},
             ZIP_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
         },
