@@ -78,9 +78,10 @@ class LoRALinear(nn.Module):
         # Of four bits only this state knows what the weight looks like; elsewhere the weight does, also where it is a part.
         like = getattr(base.weight, "quant_state", base.weight)
         out_features, in_features = like.shape
+        dtype = getattr(base, "compute_dtype", None) or like.dtype
         # Plain tensors, also where the weight is one of several ranks' shards.
-        self._a = torch.zeros(slots, max_rank, in_features, dtype=like.dtype, device=device)
-        self._b = torch.zeros(slots, out_features, max_rank, dtype=like.dtype, device=device)
+        self._a = torch.zeros(slots, max_rank, in_features, dtype=dtype, device=device)
+        self._b = torch.zeros(slots, out_features, max_rank, dtype=dtype, device=device)
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         """Pipelines look at a linear's own attributes (`weight.dtype`, `in_features`)."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.memory.checkpoint import stored_in
@@ -181,9 +182,32 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, each once: tied ones are the same object and stay tied."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    """Parameters and buffers, each once: tied ones are the same object and stay tied. Quantised ones as what they consist of."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield from parts_of(name, tensor)
+
+
+def weights_bytes(module: torch.nn.Module) -> int:
+    """Bytes of a module's weights, each tensor once."""
+    return sum(_nbytes(tensor) for _, tensor in _named_tensors(module))
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that a tensor consists of, by name: itself, or what is in torchao's and bitsandbytes' own kinds."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [(part, getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0]]
+        yield from ((f"{name}.{part}", value) for part, value in inner if value is not None)
+        return
+    yield name, tensor
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        # One scale for each block of weights, and the table of the values that four bits stand for.
+        yield from ((f"{name}.{part}", getattr(state, part)) for part in ("absmax", "code"))
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds weights of fewer bits than it says, so that it cannot be given other contents."""
+    return is_traceable_wrapper_subclass(tensor) or getattr(tensor, "quant_state", None) is not None
 
 
 def _layout(tensors: list[torch.Tensor]) -> tuple[list[int], int]:

@@ -20,6 +20,7 @@ from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.runner.component_loading import class_of, is_loadable, load_component
 from diffusion_worker.runner.dummy_weights import build_dummy_modules
 from diffusion_worker.runner.pipeline_view import modules_of, silence
+from diffusion_worker.runner.quantization import quantization_options
 from diffusion_worker.runner.step_support import missing_libraries
 
 
@@ -139,7 +140,11 @@ def _modules(
     if unread is None:
         return {}
     found = {name: class_of(name, library, kind) for name, (library, kind) in sorted(classes.items())}
-    return {name: load_component(name, kind, folder / name, dtype, unread=unread) for name, kind in found.items() if is_loadable(kind)}
+    return {
+        name: load_component(name, kind, folder / name, dtype, unread=unread, **quantization_options(config, name, dtype))
+        for name, kind in found.items()
+        if is_loadable(kind)
+    }
 
 
 def _holds_weights(kind: Any) -> bool:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.layers import LoRALinear
-from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.memory.weights import ModelWeights, is_quantized
 
 MOST_NAMES = 3
 
@@ -29,8 +29,10 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
     own = dict(_named_tensors(modules))
     refused = [f"{name} (no such tensor)" for name in given if name not in own]
     for name in given.keys() & own.keys():
-        expected = weights.whole_shape(own[name])
-        if expected is None:
+        expected = None if is_quantized(own[name]) else weights.whole_shape(own[name])
+        if is_quantized(own[name]):
+            refused.append(f"{name} (quantised, its weights cannot be replaced)")
+        elif expected is None:
             refused.append(f"{name} (sharded, its weights cannot be replaced)")
         elif expected != given[name].shape:
             refused.append(f"{name} (expected {tuple(expected)}, found {tuple(given[name].shape)})")
