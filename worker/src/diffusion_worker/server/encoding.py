@@ -5,23 +5,25 @@ PNG's rows are filtered by Pillow and compressed by ISA-L, which takes a twentie
 do the filter as well, and cost the server process more memory than everything else in it.
 """
 
-import base64
 import enum
 import io
 import json
+import math
 import struct
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from isal import isal_zlib
 from PIL import Image, ImageChops
 
 from diffusion_worker.engine.results import Picture, Provenance
+from diffusion_worker.errors import ErrorCode, RequestError
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 UP_FILTER = b"\x02"
 ISAL_LEVEL = 1
+# So much is filtered at a time, with the GIL; it is released for the compression between.
+BAND_BYTES = 262_144
 
 # Under this keyword a PNG holds the metadata as JSON; JPEG and WebP have it as their EXIF description.
 METADATA_KEYWORD = "provenance"
@@ -39,6 +41,10 @@ class OutputFormat(enum.StrEnum):
     WEBP = "webp"
 
 
+# What libwebp and libjpeg take; a PNG takes whatever the limits of requests allow.
+MOST_PIXELS_A_SIDE = {OutputFormat.WEBP: 16_383, OutputFormat.JPEG: 65_500}
+
+
 def encode(
     pixels: bytes | memoryview,
     height: int,
@@ -51,7 +57,11 @@ def encode(
     """The file of one picture from its rows of RGB bytes.
 
     `compression` is the quality of JPEG and WebP, 0 to 100; PNG has none, it is lossless and as fast as it gets.
+
+    Raises:
+        RequestError: InvalidRequest for a side that the format cannot have.
     """
+    check_sides(output_format, height, width)
     if output_format is OutputFormat.PNG:
         return _png(memoryview(pixels).cast("B"), height, width, metadata)
     image = _image("RGB", (width, height), pixels)
@@ -60,17 +70,22 @@ def encode(
     return out.getvalue()
 
 
+def check_sides(output_format: OutputFormat, height: int | None, width: int | None) -> None:
+    """Whether a picture of this size can be such a file; a side that is not known yet is not judged.
+
+    Raises:
+        RequestError: InvalidRequest.
+    """
+    most = MOST_PIXELS_A_SIDE.get(output_format, math.inf)
+    if max(height or 0, width or 0) > most:
+        message = f"output_format: {output_format} expected at most {most} pixels a side, found {width}x{height}"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "output_format"})
+
+
 def metadata_of(provenance: Provenance, picture: Picture) -> dict[str, object]:
     """What made a picture, as plain JSON data: the same in the answer and in the file. It has no prompt."""
     made_by: dict[str, object] = msgspec.to_builtins(provenance)
     return made_by | {"seed": picture.seed, "width": picture.width, "height": picture.height}
-
-
-def images_answer(pictures: Sequence[Picture], created: int) -> bytes:
-    """The body of `schemas.ImagesAnswer`; past pydantic, which would copy and check megabytes of base64."""
-    files = [encode(picture.pixels, picture.height, picture.width, output_format=OutputFormat.PNG) for picture in pictures]
-    data = [{"b64_json": base64.b64encode(file).decode("ascii"), "seed": made.seed} for file, made in zip(files, pictures, strict=True)]
-    return msgspec.json.encode({"created": created, "data": data})
 
 
 def _png(pixels: memoryview, height: int, width: int, metadata: Mapping[str, object] | None) -> bytes:
@@ -79,22 +94,24 @@ def _png(pixels: memoryview, height: int, width: int, metadata: Mapping[str, obj
     if metadata is not None:
         # Keyword, uncompressed, no language, no translated keyword, UTF-8.
         chunks += _chunk(b"iTXt", METADATA_KEYWORD.encode("latin-1") + b"\0\0\0\0\0" + msgspec.json.encode(metadata))
-    chunks += _chunk(b"IDAT", isal_zlib.compress(b"".join(_filtered_rows(pixels, height, width * 3)), ISAL_LEVEL))
+    compressor = isal_zlib.compressobj(ISAL_LEVEL)
+    for band in _filtered_bands(pixels, height, width * 3):
+        chunks += _chunk(b"IDAT", compressor.compress(band))
+    chunks += _chunk(b"IDAT", compressor.flush())
     return b"".join([*chunks, *_chunk(b"IEND", b"")])
 
 
-def _filtered_rows(pixels: memoryview, height: int, row_bytes: int) -> Iterator[bytes | memoryview]:
-    """PNG's rows: the first as it is, which is Up of a row of zeros, the others less the row above them."""
-    yield UP_FILTER
-    yield pixels[:row_bytes]
-    if height == 1:
-        return
-    size = (row_bytes, height - 1)
-    above, below = _image("L", size, pixels[:-row_bytes]), _image("L", size, pixels[row_bytes:])
-    rows = memoryview(ImageChops.subtract_modulo(below, above).tobytes())
-    for start in range(0, len(rows), row_bytes):
-        yield UP_FILTER
-        yield rows[start : start + row_bytes]
+def _filtered_bands(pixels: memoryview, height: int, row_bytes: int) -> Iterator[bytes]:
+    """PNG's rows, some at a time: the first as it is, which is Up of a row of zeros, the others less the row above them."""
+    yield UP_FILTER + pixels[:row_bytes]
+    band = max(1, BAND_BYTES // row_bytes)
+    for first in range(1, height, band):
+        last = min(first + band, height)
+        size = (row_bytes, last - first)
+        above = _image("L", size, pixels[(first - 1) * row_bytes : (last - 1) * row_bytes])
+        below = _image("L", size, pixels[first * row_bytes : last * row_bytes])
+        rows = memoryview(ImageChops.subtract_modulo(below, above).tobytes())
+        yield UP_FILTER + UP_FILTER.join(rows[start : start + row_bytes] for start in range(0, len(rows), row_bytes))
 
 
 def _image(mode: str, size: tuple[int, int], pixels: bytes | memoryview) -> Image.Image:
@@ -103,7 +120,7 @@ def _image(mode: str, size: tuple[int, int], pixels: bytes | memoryview) -> Imag
 
 
 def _chunk(kind: bytes, content: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-    return struct.pack(">I", len(content)), kind, content, struct.pack(">I", zlib.crc32(content, zlib.crc32(kind)))
+    return struct.pack(">I", len(content)), kind, content, struct.pack(">I", isal_zlib.crc32(content, isal_zlib.crc32(kind)))
 
 
 def _exif(metadata: Mapping[str, object]) -> Image.Exif:

@@ -11,6 +11,7 @@ from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.results import Generation
 from diffusion_worker.server.answers import AnswerOptions, file_answer, json_answer, picture_file
+from diffusion_worker.server.encoding import check_sides
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.problems import client_gone
 from diffusion_worker.server.running_requests import ClientGone, unless_unwanted
@@ -25,6 +26,7 @@ async def answer_generation(request: Request, params: GenerationParams, options:
     Raises:
         RequestError, GroupFailed: as `Engine.generate`; RequestError (Cancelled).
     """
+    check_sides(options.output_format, params.height, params.width)
     if options.stream:
         return EventStream(request, params, options)
     try:
