@@ -22,6 +22,7 @@ from diffusion_worker.config import (
     StepCache,
     WorkerConfig,
     check_kinds,
+    check_quantization,
     check_step_cache,
     read_model_index,
     served_name_of,
@@ -227,6 +228,7 @@ def check(config: WorkerConfig) -> None:
         if not Path(path).is_dir():
             raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
     check_kinds(config)
+    check_quantization(config)
     check_step_cache(config)
     check_ranks(config)
     check_requests(config)

@@ -172,6 +172,18 @@ def check_kinds(config: WorkerConfig) -> None:
         raise ConfigError(f"{product}: expected a divisor of --ranks {config.ranks}, found {math.prod(used.values())}")
 
 
+def check_quantization(config: WorkerConfig) -> None:
+    """Whether quantised weights go with the other options; raises ConfigError with their names."""
+    if config.quantization is Quantization.NONE:
+        return
+    given = f"--quantization {config.quantization}"
+    if config.load_format is LoadFormat.DUMMY:
+        raise ConfigError(f"{given} with --load-format {config.load_format}: not supported together: there are no weights to quantise")
+    for option, size in (("--tensor", config.tensor), ("--shard", config.shard)):
+        if size > 1:
+            raise ConfigError(f"{given} with {option} {size}: not supported together: quantised weights cannot be cut into parts")
+
+
 def check_step_cache(config: WorkerConfig) -> None:
     """Whether the step cache goes with the other options; raises ConfigError with their names."""
     if config.step_cache is StepCache.NONE:

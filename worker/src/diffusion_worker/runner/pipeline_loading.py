@@ -20,7 +20,7 @@ from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.runner.component_loading import class_of, is_loadable, load_component
 from diffusion_worker.runner.dummy_weights import build_dummy_modules
 from diffusion_worker.runner.pipeline_view import modules_of, silence
-from diffusion_worker.runner.quantization import quantization_options
+from diffusion_worker.runner.quantization import quantization_options, require_quantizable
 from diffusion_worker.runner.step_support import missing_libraries
 
 
@@ -140,6 +140,7 @@ def _modules(
     if unread is None:
         return {}
     found = {name: class_of(name, library, kind) for name, (library, kind) in sorted(classes.items())}
+    require_quantizable(config, [name for name, kind in found.items() if is_loadable(kind)])
     return {
         name: load_component(name, kind, folder / name, dtype, unread=unread, **quantization_options(config, name, dtype))
         for name, kind in found.items()

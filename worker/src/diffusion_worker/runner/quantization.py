@@ -5,6 +5,7 @@ The linear layers are stored in fewer bits and computed in the model's dtype; ev
 it. Quantised weights are in no file, so the mirror of a sleeping model is memory of our own.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtyp
 
     eight_bits = Int8WeightOnlyConfig(version=2) if kind is Quantization.INT8 else Float8WeightOnlyConfig(version=2)
     return {"quantization_config": diffusers.TorchAoConfig(eight_bits)}
+
+
+def require_quantizable(config: WorkerConfig, components: Collection[str]) -> None:
+    """Raises ConfigError where quantisation is asked for and no component of a pipeline can have it."""
+    if config.quantization is not Quantization.NONE and not DENOISERS.intersection(components):
+        wanted = ", ".join(sorted(DENOISERS))
+        raise ConfigError(f"--quantization {config.quantization}: expected a model with one of {wanted}, found {', '.join(components)}")
 
 
 def nf4_is_refused() -> bool:
