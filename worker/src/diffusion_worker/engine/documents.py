@@ -98,13 +98,14 @@ class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The model; pipeline, dtype and size are null until it is loaded."""
+    """The model; pipeline, dtype and size are null until it is loaded, and the digest until its files were hashed after that."""
 
     served_name: str
     path: str
     pipeline: str | None
     dtype: str | None
     size_bytes: int | None
+    digest: str | None = None
 
 
 class RankDocument(msgspec.Struct, frozen=True, rename="camel"):

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from diffusion_worker.engine.documents import (
     StateDocument,
 )
 from diffusion_worker.engine.life import EngineLife
+from diffusion_worker.engine.model_digest import ModelDigest
 from diffusion_worker.engine.operations import Operations, OperationsDone, read_desired
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
@@ -70,6 +72,7 @@ class Engine:
         )
         # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
         self.version = importlib.metadata.version("diffusion-worker")
+        self._digest = ModelDigest(Path(config.model))
         self._last_request_at: float | None = None
         self._adapters = AdapterTable(slots=config.max_loras)
         self._loader = AdapterLoader(self._adapters, ranks, ranks_total=config.ranks, abort=self._abort)
@@ -117,6 +120,7 @@ class Engine:
         if desired.sleep.policy is SleepPolicy.ASLEEP:
             await self._sleeper.sleep(SleepCall(operation_id=f"policy-{self.boot_id}"))
         self.life.loaded = True
+        self._digest.begin()
 
     async def run_until_failure(self) -> str:
         """Returns the reason when the engine cannot go on; every waiting request then has its error."""
@@ -126,6 +130,7 @@ class Engine:
     async def terminate(self) -> None:
         """Stop admission, let running requests finish within the configured time, end the ranks."""
         self.life.loaded = False
+        self._digest.end()
         if self.state is not EngineState.FAILED:
             self.life.enter(EngineState.TERMINATING)
             await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
@@ -175,8 +180,9 @@ class Engine:
         return Provenance(
             model=self.config.served_name,
             pipeline=self._model.pipeline,
+            # A folder has none; what is in it has a digest.
             revision=None,
-            digest=None,
+            digest=self._digest.value,
             adapters=adapters,
             steps=params.steps or self._model.default_steps,
             guidance_scale=self._model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,
@@ -231,6 +237,7 @@ class Engine:
                 model.pipeline if model else None,
                 model.dtype if model else None,
                 model.weights_bytes if model else None,
+                self._digest.value,
             ),
             ranks=self._ranks.documents(),
             adapters=[adapter.document(self.config.ranks) for adapter in self._adapters],

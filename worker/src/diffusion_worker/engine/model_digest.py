@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digest of a model folder: what the pictures of a worker were made by, whatever the folder is called.
+
+A model is large and nobody waits for its digest, so it is computed by a thread that gets what time is left, after the load.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+# Read at once: hashing it holds nobody up, and is some milliseconds, so that the thread ends soon after it was asked to.
+PIECE_BYTES = 4 << 20
+LOWEST_PRIORITY = 19
+
+
+class Stopped(Exception):
+    """Raised where a digest is not wanted any more."""
+
+
+def digest_of(folder: Path, stop: threading.Event) -> str:
+    """`sha256:` and the SHA-256 in hex of a text: a line for each file of the folder, sorted by path, with its own digest.
+
+    A line is the file's SHA-256 in hex, two spaces, its path in the folder with slashes, and a newline: what `sha256sum` says.
+    Files and folders whose names begin with a dot (of git, of download tools) are no part of it; links to files are followed.
+
+    Raises:
+        OSError: a file cannot be read. Stopped: `stop` was set.
+    """
+    whole, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    for path in sorted(_files(folder)):
+        whole.update(f"{_digest_of_file(folder / path, piece, stop)}  {path}\n".encode("utf-8", "surrogateescape"))
+    return f"sha256:{whole.hexdigest()}"
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for place, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name).relative_to(folder).as_posix() for name in names if not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _digest_of_file(path: Path, piece: memoryview, stop: threading.Event) -> str:
+    found = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            if stop.is_set():
+                raise Stopped
+            found.update(piece[:size])
+    return found.hexdigest()
+
+
+class ModelDigest:
+    """The digest of one folder, `value` once it is known. `begin` it once; `end` it before the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.value: str | None = None
+        self._folder = folder
+        self._stop = threading.Event()
+
+    def begin(self) -> "asyncio.Future[None]":
+        """Compute it from now on; on the event loop. Done when it is known, or cannot be."""
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+
+        def keep(found: str | None) -> None:
+            self.value = found
+            over.set_result(None)
+
+        def run() -> None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            found = self._compute()
+            # A server that did not wait for this may have closed its loop.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(keep, found)
+
+        threading.Thread(target=run, name="model-digest", daemon=True).start()
+        return over
+
+    def end(self) -> None:
+        """Stop computing; harmless before and after."""
+        self._stop.set()
+
+    def _compute(self) -> str | None:
+        started_s = time.monotonic()
+        try:
+            found = digest_of(self._folder, self._stop)
+        except Stopped:
+            return None
+        except OSError as error:
+            log.warning("model=%s has no digest: %s", self._folder, error)
+            return None
+        log.info("model=%s digest=%s seconds=%.1f", self._folder, found, time.monotonic() - started_s)
+        return found
