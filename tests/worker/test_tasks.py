@@ -26,6 +26,11 @@ SIDE = 64
 LEFT = np.repeat(np.array([[255] * (SIDE // 2) + [0] * (SIDE // 2)], np.uint8), SIDE, axis=0)
 
 
+def without_modules(name: str) -> Any:
+    """A pipeline of this class with nothing in it: what it takes is a matter of its class."""
+    return object.__new__(type(name, (getattr(diffusers, name),), {"components": {}}))
+
+
 @pytest.fixture(scope="module")
 def rig() -> RunnerRig:
     return RunnerRig()
@@ -160,7 +165,6 @@ def test_an_adapter_applies_to_edits_and_a_base_edit_beside_it_is_untouched(rig:
 @pytest.mark.parametrize(
     ("spec", "frames", "says"),
     [
-        (edit("x", strength=0.1, steps=4), 1, "strength: expected at least 0.25, so that one of 4 steps is left, found 0.1"),
         (edit("x", images=[]), 0, "image: expected one picture, found 0"),
         (edit("x", images=[PictureInput(0, (SIDE, SIDE, 3))] * 2), 1, "image: expected one picture, found 2"),
         (edit("x", mask=PictureInput(1, (SIDE, SIDE, 1))), 2, "mask: expected none, found one"),
@@ -239,3 +243,18 @@ def test_a_size_that_is_asked_of_kontext_is_the_one_it_makes() -> None:
     spec = msgspec.structs.replace(request("one"), height=32, width=64)
     given = TaskPipelines(BUILDERS["FluxKontextPipeline"]()).body(spec)._arguments
     assert given["max_area"] == 32 * 64
+
+
+@pytest.mark.parametrize(("asked", "steps", "given"), [(0.5, 4, 0.5), (None, 4, None), (None, 1, 1.0), (0.25, 4, 0.25)])
+def test_an_edit_of_few_steps_takes_at_least_one(asked: float | None, steps: int, given: float | None) -> None:
+    pipelines = TaskPipelines(without_modules("StableDiffusionImg2ImgPipeline"))
+    spec = edit("one", steps=steps, strength=asked, height=16, width=16, images=[PictureInput(0, (16, 16, 3))])
+    assert pipelines.body(spec, [bytes(16 * 16 * 3)])._arguments.get("strength") == given
+
+
+def test_a_strength_that_leaves_no_step_is_refused_where_the_class_would_take_none() -> None:
+    spec = edit("one", steps=4, strength=0.1, images=[PictureInput(0, (16, 16, 3))])
+    with pytest.raises(RequestError, match=r"strength: expected at least 0.25, so that one of 4 steps is left, found 0.1"):
+        TaskPipelines(without_modules("StableDiffusionImg2ImgPipeline")).body(spec, [bytes(16 * 16 * 3)])
+    body = TaskPipelines(without_modules("StableDiffusion3Img2ImgPipeline")).body(spec, [bytes(16 * 16 * 3)])
+    assert body._arguments["strength"] == 0.1

@@ -6,6 +6,7 @@ model sees as they are; and which classes work without one, though they take the
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image, ImageOps
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import PictureInput, RequestSpec, Task
 from diffusion_worker.runner.request_body import inputs_of
+from diffusion_worker.runner.step_support import source_of
 
 Arguments = dict[str, Any]
 
@@ -129,12 +131,26 @@ def conditioning_of(takes: PictureInputs, spec: RequestSpec, frames: Sequence[by
     return arguments
 
 
-def check_strength(takes: Mapping[str, Any], spec: RequestSpec) -> None:
-    """Whether a step is left by the strength, the request's own or the class's; raises RequestError (InvalidRequest)."""
+def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
+    """The strength to pass on to the class; None leaves it to that. Without one in the request a step is always taken.
+
+    Raises:
+        RequestError: InvalidRequest, the strength of the request leaves none of its steps.
+    """
+    takes = inputs_of(pipeline)
     strength = takes.get("strength") if spec.strength is None else spec.strength
     steps = spec.steps or takes.get("num_inference_steps")
-    if strength and steps and strength * steps < 1:
-        raise _refused("strength", f"at least {1 / steps:.3g}, so that one of {steps} steps is left", strength)
+    if not strength or not steps or steps * strength >= 1 or not _rounds_down(pipeline):
+        return spec.strength
+    if spec.strength is None:
+        return min(1.0, math.nextafter(1 / steps, 1))
+    raise _refused("strength", f"at least {1 / steps:.3g}, so that one of {steps} steps is left", strength)
+
+
+def _rounds_down(pipeline: Any) -> bool:
+    """Whether a part of a step is none to the class (Stable Diffusion), or a whole one (Stable Diffusion 3, Flux)."""
+    timesteps = getattr(type(pipeline), "get_timesteps", None)
+    return timesteps is None or "int(num_inference_steps * strength)" in source_of(timesteps)
 
 
 def _cover(picture: Image.Image, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:

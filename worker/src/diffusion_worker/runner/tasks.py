@@ -17,10 +17,10 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo, RequestSpec, Task
 from diffusion_worker.runner.conditioning import (
     PictureInputs,
-    check_strength,
     conditioning_of,
     masked_inputs,
     picture_inputs,
+    strength_of,
     works_from_words,
 )
 from diffusion_worker.runner.pipeline_view import silence
@@ -101,10 +101,9 @@ class TaskPipelines:
         if server.inputs is None:
             return make_body(server.pipeline, spec)
         takes = inputs_of(server.pipeline)
-        check_strength(takes, spec)
         conditioning = conditioning_of(server.inputs, spec, frames)
-        if spec.strength is not None:
-            conditioning["strength"] = spec.strength
+        if (strength := strength_of(server.pipeline, spec)) is not None:
+            conditioning["strength"] = strength
         if server.inputs.fitted and "height" not in takes:
             # The class makes a picture of the size of its first, which has the one asked for by now.
             spec = msgspec.structs.replace(spec, height=None, width=None)
