@@ -132,7 +132,7 @@ def test_what_quantized_weights_do_not_go_with_is_refused_at_start_by_the_option
 
 def test_a_model_without_a_denoiser_to_quantize_is_refused() -> None:
     config = WorkerConfig(model="m", served_name="m", quantization=Quantization.INT8)
-    with pytest.raises(ConfigError, match="--quantization int8: expected a model with one of .*transformer.*, found vae"):
+    with pytest.raises(ConfigError, match=r"--quantization int8: expected a model with one of .*transformer.*, found vae"):
         quantization.require_quantizable(config, ["vae"])
 
 
