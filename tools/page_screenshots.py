@@ -43,7 +43,7 @@ def _shot(page: Page, path: Path) -> Path:
 def main(url: str, folder: str = "docs/images") -> None:
     """Take them and say how large they are."""
     with chromium.browser() as browser:
-        page = browser.new_page(viewport={"width": 1000, "height": 700}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 1000, "height": 880}, color_scheme="light")
         page.goto(url)
         for path in take(page, Path(folder)):
             print(path, path.stat().st_size)

@@ -98,7 +98,7 @@ def make(page: Page, **fields: str) -> None:
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=DEADLINE_MS)
     fill(page, **fields)
     page.evaluate(WATCH)
-    page.get_by_role("button", name="Make a picture").click()
+    page.get_by_role("button", name="Make a picture").press("Enter")
 
 
 def finished(page: Page) -> dict[str, str]:
@@ -126,6 +126,7 @@ def test_a_picture_is_made_with_progress_and_shown_with_what_made_it(worker: Wor
         "width": "64",
         "height": "64",
     }
+    assert float(made_by["seconds"]) > 0
     seen = page.evaluate("window.seen")
     steps = [int(found[1]) for text in seen["steps"] if (found := re.fullmatch(r"Step (\d+) of 12", text))]
     assert steps == sorted(steps) and len(steps) >= 6
@@ -162,9 +163,9 @@ def test_a_picture_by_an_adapter_is_the_adapters_and_says_so(worker: WorkerProce
 
 def test_an_error_is_told_with_its_field_its_code_and_what_to_do(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(worker, expected_errors="400")
-    make(page, prompt="a red digit seven", width="60", height="60")
+    make(page, prompt="a red digit seven", width="60")
     alert = page.get_by_role("alert")
-    expect(alert).to_contain_text("size: expected width and height that are multiples of 8, found 60x60")
+    expect(alert).to_contain_text("size: expected width and height that are multiples of 8, found 60x64")
     expect(alert).to_contain_text("Code: InvalidRequest")
     expect(alert).to_contain_text("Change what is named above")
     expect(page.locator("#size")).to_have_attribute("aria-invalid", "true")
@@ -181,6 +182,8 @@ def test_a_cancelled_picture_leaves_the_ranks_free(worker: WorkerProcess, open_p
     expect(page.locator("#progress-text")).to_have_text(re.compile(r"Step \d+ of 200"), timeout=DEADLINE_MS)
     page.get_by_role("button", name="Cancel").click()
     expect(page.locator("#progress-text")).to_have_text("Cancelled.")
+    expect(page.locator("#news")).to_have_text("Cancelled.")
+    expect(page.get_by_role("button", name="Make a picture")).to_be_focused()
     expect(page.get_by_role("button", name="Make a picture")).to_be_enabled()
     worker.wait_for(lambda: worker.state()["inFlight"] == 0, what="free", timeout_s=10)
 

@@ -3,7 +3,7 @@
 
 const KEY = "diffusion-worker-key";
 const PREVIEWS = 3;
-const CALM_MS = 3000;
+const CALM_MS = 2000;
 const LOADING_MS = 1000;
 const AWAY_MS = 6000;
 // Smaller pictures are shown enlarged, pixel by pixel.
@@ -110,7 +110,7 @@ function withWholeSeeds(name, value, context) {
 
 /** What the form asks for: what was left empty is left to the worker. */
 function wanted() {
-  const body = { prompt: byId("prompt").value, stream: true, partial_images: PREVIEWS, n: 1 };
+  const body = { prompt: byId("prompt").value, stream: true, partial_images: PREVIEWS, n: 1, timings: true };
   for (const name of ["negative_prompt", "model", "quality", "output_format"]) {
     if (byId(name).value) body[name] = byId(name).value;
   }
@@ -121,8 +121,9 @@ function wanted() {
   }
   const seed = byId("seed").value.trim();
   if (seed && !/^\d{1,19}$/.test(seed)) throw refused("seed", "seed: expected a whole number from 0");
-  const [width, height] = [byId("width").value, byId("height").value];
-  if (width || height) body.size = `${width || height}x${height || width}`;
+  const [width, height] = [byId("width"), byId("height")];
+  // A side that is left empty is what it shows.
+  if (width.value || height.value) body.size = [width, height].map((side) => side.value || side.placeholder || "auto").join("x");
   const text = JSON.stringify(body);
   return seed ? `${text.slice(0, -1)},"seed":${BigInt(seed)}}` : text;
 }
@@ -149,12 +150,14 @@ async function make() {
     }
     if (!finished) throw new Problem({ code: "Unreachable", message: "The connection ended before the picture was finished." });
     announce("Finished.", 1, 1);
+    setText("news", "The picture is finished.");
   } catch (error) {
     if (error.name === "AbortError") cancelled();
     else fail(error);
   } finally {
     running = null;
     byId("make").disabled = false;
+    if (document.activeElement === byId("cancel")) byId("make").focus();
     byId("cancel").disabled = true;
     refresh();
   }
@@ -166,9 +169,12 @@ function begin() {
   byId("empty").hidden = true;
   byId("figure").hidden = true;
   byId("caption").hidden = true;
-  byId("make").disabled = true;
   byId("cancel").disabled = false;
+  // Who uses the keyboard stays at the buttons.
+  if (document.activeElement === byId("make")) byId("cancel").focus();
+  byId("make").disabled = true;
   announce("Sent. Waiting for the first step …");
+  setText("news", "The picture is being made.");
 }
 
 function announce(text, done, all) {
@@ -196,8 +202,9 @@ function showPicture({ b64_json, output_format, size }, isPreview) {
   byId("figure").hidden = false;
 }
 
-function showProvenance({ seed, provenance, output_format, b64_json }) {
-  const rows = Object.entries({ ...provenance, adapters: provenance.adapters.map(adapterText).join(", ") || "none" })
+function showProvenance({ seed, provenance, timings, output_format, b64_json }) {
+  const adapters = provenance.adapters.map(adapterText).join(", ") || "none";
+  const rows = Object.entries({ ...provenance, adapters, seconds: timings.total.toFixed(2) })
     .filter(([, value]) => value !== null)
     .flatMap(([name, value]) => [element("dt", name.replaceAll("_", " ")), element("dd", String(value))]);
   byId("provenance").replaceChildren(...rows);
@@ -221,6 +228,7 @@ function element(tag, text) {
 
 function cancelled() {
   announce("Cancelled.", 0, 1);
+  setText("news", "Cancelled.");
   byId("figure").hidden = true;
   byId("empty").hidden = false;
 }
