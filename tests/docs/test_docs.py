@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "cha
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 FIELD_ROW = re.compile(r"^\| ((?:`[A-Za-z.]+`(?:, )?)+) \|", re.MULTILINE)
 # Only the operator and the control API meet these.
-CONTROL_CODES = {"Unauthorized", "Conflict", "WrongBoot", "InvalidAdapter", "DigestMismatch", "CapacityExceeded"}
+CONTROL_CODES = {"Conflict", "WrongBoot", "InvalidAdapter", "DigestMismatch", "CapacityExceeded"}
 # These are reasons of Degraded and Awake, not of Ready.
 OTHER_CONDITIONS = {"WakeFailed", "SleepFailed"}
 

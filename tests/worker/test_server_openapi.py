@@ -2,11 +2,14 @@
 """The OpenAPI documents of both ports say what the ports do."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from diffusion_worker.messages import RequestSpec
 from server_edge import Edge, serving_edge
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
 
 
 @pytest.fixture
@@ -26,14 +29,33 @@ async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: E
         "/v1/models",
         "/v1/models/{model}",
         "/v1/requests/{request_id}",
+        "/v1/status",
     ]
     body = document["components"]["schemas"]["ImagesRequest"]
     assert (body["required"], body["additionalProperties"]) == (["prompt"], False)
     assert set(body["properties"]) >= {"prompt", "model", "n", "size", "seed", "num_inference_steps", "guidance_scale", "response_format"}
     error = document["components"]["schemas"]["ErrorBody"]
     assert sorted(error["properties"]) == ["code", "details", "message", "retryAfterSeconds", "retryable"]
-    answers = document["paths"]["/v1/images/generations"]["post"]["responses"]
-    assert answers["default"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+    for route in ("generations", "edits"):
+        answers = document["paths"][f"/v1/images/{route}"]["post"]["responses"]
+        assert answers["default"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+        forms = {"application/json", "text/event-stream", "image/png", "image/jpeg", "image/webp", "application/zip"}
+        assert set(answers["200"]["content"]) == forms
+
+
+async def test_the_page_of_the_http_api_has_every_route_and_every_field(edge: Edge) -> None:
+    document = (await edge.data.get("/openapi.json")).json()
+    routes = [f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods]
+    form = document["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    cards = [document["components"]["schemas"][name] for name in ("ImagesRequest", "ModelCard", "LimitsCard", "DefaultsCard", "ImageData")]
+    fields = {field for schema in (form, *cards) for field in schema["properties"]} - {"id", "object", "created", "owned_by"}
+    assert [what for what in (*routes, *sorted(fields)) if f"`{what}" not in PAGE] == []
+
+
+async def test_allow_names_every_method_of_a_path(edge: Edge) -> None:
+    for method, path, allowed in (("POST", "/v1/adapters/stripes", "PUT, DELETE"), ("PUT", "/v1/state", "GET")):
+        answer = await edge.control.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
 
 async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edge) -> None:
