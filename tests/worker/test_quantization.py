@@ -68,7 +68,7 @@ def test_a_quantized_model_draws_what_it_is_asked_for_and_nearly_the_same_pictur
     for (colour, digit, _), verdict in zip(ASKED, judge_all([Image.fromarray(picture) for picture in made]), strict=True):
         assert verdict.shows(digit=digit, colour=colour), (colour, digit, verdict)
     kind = str(quantized.config.quantization)
-    bound = {"int8": 2.0, "fp8": 8.0, "nf4": 20.0}[kind]
+    bound = {"int8": 0.6, "fp8": 2.0, "nf4": 10.0}[kind]
     differences = [float(np.abs(a.astype(int) - b).mean()) for a, b in zip(made, drawn, strict=True)]
     assert 0 < max(differences) < bound, (kind, differences)
 
