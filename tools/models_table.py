@@ -65,8 +65,9 @@ steps no scheduler advances by single model calls instead, which it shares where
 **not**: the worker refuses it at start, with the reason.
 
 *tested* means that a tiny model of the class runs through the engine in the tests: alone bit-equal to diffusers, in company equal up
-to rounding. All others are run by the same mechanism and were judged by reading their source only. The images API takes prompts;
-pipelines that take a picture too are run by the engine, but a route for their pictures is not there yet, nor one for videos.
+to rounding. All others are run by the same mechanism and were judged by reading their source only. The images API takes
+prompts, and pictures for classes that make a picture of words and pictures; which of its routes a loaded model serves is at `/v1/models`.
+A route for videos is not there yet.
 
 {counts}
 
