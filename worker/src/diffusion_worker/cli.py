@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from diffusion_worker.compatibility import check_together, why_awake
 from diffusion_worker.config import (
     Compile,
     Dtype,
@@ -228,12 +229,13 @@ def check(config: WorkerConfig) -> None:
         if not Path(path).is_dir():
             raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
     check_kinds(config)
+    check_together(config)
     check_quantization(config)
     check_step_cache(config)
     check_ranks(config)
     check_requests(config)
-    if read_desired(config.desired_path).sleep.policy is SleepPolicy.ASLEEP and config.shard > 1:
-        raise ConfigError(f"--shard {config.shard}: not supported with the sleep policy {SleepPolicy.ASLEEP} of {config.desired_path!r}")
+    if read_desired(config.desired_path).sleep.policy is SleepPolicy.ASLEEP and (option := why_awake(config)):
+        raise ConfigError(f"{option}: not supported with the sleep policy {SleepPolicy.ASLEEP} of {config.desired_path!r}")
     if len(config.preload_loras) > config.max_loras:
         raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is {config.max_loras}")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import StepCache, WorkerConfig
 from diffusion_worker.engine import admission
 from diffusion_worker.engine.adapter_loading import AdapterLoader, AdapterLoads
@@ -98,6 +99,11 @@ class Engine:
     def model(self) -> ModelInfo | None:
         """The model, once it was loaded."""
         return self._model
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What became of the options that speed up or shrink the model."""
+        return self._steps.features
 
     @property
     def loaded(self) -> bool:
@@ -253,8 +259,8 @@ class Engine:
         Raises:
             RequestError: WrongBoot, InvalidRequest, Conflict with another operation, Starting.
         """
-        if self.config.shard > 1:
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with --shard {self.config.shard}")
+        if option := why_awake(self.config):
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with {option}")
         if call.level != "HostMemory":
             raise RequestError(ErrorCode.INVALID_REQUEST, f"level: expected HostMemory, found {call.level!r}", details={"field": "level"})
         return self._begin(call, "sleep", EngineState.ASLEEP, lambda: self._sleeper.sleep(call))
@@ -303,6 +309,7 @@ class Engine:
     async def _prepare(self, model: ModelInfo) -> None:
         """Have ranks that have just loaded ready to serve; raises ConfigError or GroupFailed."""
         self._model = model
+        admission.check_defaults(self.config.defaults, self.config.limits, model)
         self._steps.describe(model)
         self.life.stage = LoadStage.WARMUP
         self._steps.features = await warm_up(self._ranks, self.config, model)
