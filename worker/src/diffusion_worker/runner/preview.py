@@ -7,7 +7,7 @@ nothing is encoded or denoised again, and what is left is the pipeline's own way
 nothing of the request's; it ends within the tick, and its calls are never shared.
 """
 
-import logging
+import copy
 from collections import deque
 from typing import Any
 
@@ -17,11 +17,9 @@ from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.faults import require_usable_rank
-from diffusion_worker.runner.outputs import tensors_of, with_tensors
+from diffusion_worker.runner.outputs import is_plain, tensors_of, with_tensors
 from diffusion_worker.runner.request_state import DiffusionRequestState, FiberEvent
 from diffusion_worker.runner.way import NoPreview, Way
-
-log = logging.getLogger(__name__)
 
 
 def preview_steps(steps: int, previews: int) -> list[int]:
@@ -76,7 +74,7 @@ class PreviewState(DiffusionRequestState):
                 return super()._note(self._fiber.throw(error))
             if known is None:
                 return event
-            event = super()._note(self._fiber.switch(with_tensors(known, [tensor.clone() for tensor in tensors_of(known)])))
+            event = super()._note(self._fiber.switch(_copy_of(known)))
         return event
 
     def _known(self, call: ModelCall) -> Any | None:
@@ -94,3 +92,8 @@ class PreviewState(DiffusionRequestState):
             raise NoPreview(f"{type(scheduler).__name__} has not taken a step yet")
         step, latents = self._steps[place]
         return step.returning(latents)
+
+
+def _copy_of(answer: Any) -> Any:
+    """An answer that a pipeline may change or clear (keys and values of pictures), and its request's stays as it is."""
+    return with_tensors(answer, [tensor.clone() for tensor in tensors_of(answer)]) if is_plain(answer) else copy.deepcopy(answer)
