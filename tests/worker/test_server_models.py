@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diffusion_worker.config import RequestDefaults, RequestLimits
+from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import Task
 from fake_rank_group import FakeRankGroup, fake_digest
 from server_edge import Edge, serving_edge
@@ -81,6 +82,21 @@ async def test_without_options_the_defaults_are_the_models_own(edge: Edge, monke
     known = {"default_width": 64, "default_height": 48, "default_steps": 28, "default_guidance_scale": 4.0}
     monkeypatch.setattr(edge.engine, "_model", msgspec.structs.replace(edge.engine.model, **known))
     assert (await card(edge))["defaults"] == {"size": "64x48", "num_inference_steps": 28, "guidance_scale": 4.0}
+
+
+async def test_a_card_says_what_became_of_the_options_that_speed_the_model_up() -> None:
+    edge = Edge(FakeRankGroup())
+    edge.ranks.features = {"compile": "default"}
+    await edge.engine.start()
+    assert (await card(edge))["features"] == {"compile": "default"}
+    await edge.engine.terminate()
+
+
+async def test_a_default_size_that_the_model_cannot_make_is_an_error_at_start() -> None:
+    edge = Edge(FakeRankGroup(), defaults=RequestDefaults(width=60, height=64))
+    with pytest.raises(ConfigError, match=r"--default-size 60x64: size: expected width and height that are multiples of 8"):
+        await edge.engine.start()
+    await edge.engine.terminate()
 
 
 async def test_an_adapter_has_a_card_with_its_parent_and_its_content(edge: Edge) -> None:

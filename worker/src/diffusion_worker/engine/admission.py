@@ -7,7 +7,7 @@ import msgspec
 
 from diffusion_worker.config import RequestDefaults, RequestLimits
 from diffusion_worker.engine.request_class import RequestClass, is_guided
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo, Task
 
 MAX_SEED = 2**63 - 1
@@ -99,6 +99,14 @@ def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> 
     if params.guidance_scale is not None and not 0 <= params.guidance_scale <= 100:
         _refuse("guidance_scale", "0 to 100", params.guidance_scale)
     check_size(params, limits, model)
+
+
+def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> None:
+    """Whether the loaded model can make what requests get by default; raises ConfigError with the option's name."""
+    try:
+        check_size(GenerationParams(prompt="", width=defaults.width, height=defaults.height), limits, model)
+    except RequestError as error:
+        raise ConfigError(f"--default-size {defaults.width}x{defaults.height}: {error.message}") from None
 
 
 def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -> None:

@@ -65,7 +65,7 @@ def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
         state=engine.state,
         pipeline=model.pipeline if model else None,
         tasks=model.tasks if model else None,
-        features=model.features if model else None,
+        features=engine.features if model else None,
         limits=_limits(engine, model),
         defaults=_defaults(engine, model),
     )
