@@ -101,10 +101,12 @@ class EdgeSoak:
         if not report.exists():
             self.outcome.wrong.append(f"schemathesis ended with {process.returncode}: {output.decode()[-2000:]}")
             return 0
-        return self._judge(json.loads(report.read_text()))
+        return self._judge(json.loads(report.read_text()), output.decode())
 
-    def _judge(self, report: dict[str, Any]) -> int:
-        self.outcome.wrong += [json.dumps(found)[:2000] for found in [*report["failures"], *report["errors"]]]
+    def _judge(self, report: dict[str, Any], output: str) -> int:
+        """Its report has the figures, what it prints has the requests that make a failure come again."""
+        if report["failures"] or report["errors"]:
+            self.outcome.wrong.append(output.partition("= FAILURES =")[2][:4000] or output[-4000:])
         if not report["complete"]:
             self.outcome.wrong.append(f"schemathesis stopped: {report['stop_reason']}")
         count: int = report["test_cases"]["generated"]

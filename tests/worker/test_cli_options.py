@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker import cli
-from diffusion_worker.config import WorkerConfig
+from diffusion_worker.config import RequestDefaults, RequestLimits, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from worker_process import DIGITS, DIGITS_MODEL
 
@@ -61,6 +61,18 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["--worker-extension=../x:Y"], "--worker-extension"),
         (["--profile-dir=/nowhere"], "--profile-dir: expected a folder that can be written to"),
         (["--no-such-option"], "--no-such-option"),
+        (["--default-steps=0"], "--default-steps"),
+        (["--default-steps=6", "--max-steps=5"], "--default-steps: expected at most --max-steps 5, found 6"),
+        (["--default-guidance-scale=101"], "--default-guidance-scale"),
+        (["--default-guidance-scale=nan"], "--default-guidance-scale"),
+        (["--drain-timeout-seconds=nan"], "--drain-timeout-seconds"),
+        (["--default-size=64"], "--default-size: expected WIDTHxHEIGHT in pixels, found '64'"),
+        (["--default-size=65x64", "--max-pixels=4096"], "--default-size: expected at most --max-pixels 4096, found 65x64"),
+        (["--max-steps=0"], "--max-steps"),
+        (["--max-pixels=63"], "--max-pixels"),
+        (["--max-images=65"], "--max-images"),
+        (["--max-frames=0"], "--max-frames"),
+        (["--max-prompt-characters=0"], "--max-prompt-characters"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(
@@ -113,3 +125,17 @@ def test_options_of_the_ranks_reach_them(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [config] = started
     assert (config.max_restarts, config.rendezvous_host, config.rendezvous_port) == (7, "10.0.0.1", 29500)
     assert (config.worker_extension, config.profile_dir) == ("a.b:C", str(tmp_path))
+
+
+def test_defaults_limits_and_the_key_reach_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[WorkerConfig] = []
+    monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
+    options = ["--default-steps=5", "--default-guidance-scale=2.5", "--default-size=48x32", f"--api-key-file={tmp_path / 'key'}"]
+    options += ["--max-steps=6", "--max-pixels=4096", "--max-images=2", "--max-prompt-characters=10", "--max-frames=3"]
+    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", f"--model={DIGITS_MODEL}", *options])
+    with pytest.raises(SystemExit):
+        cli.main()
+    [config] = started
+    assert config.defaults == RequestDefaults(steps=5, guidance_scale=2.5, width=48, height=32)
+    assert config.limits == RequestLimits(max_steps=6, max_pixels=4096, max_images=2, max_frames=3, max_prompt_chars=10)
+    assert config.api_key_path == str(tmp_path / "key")

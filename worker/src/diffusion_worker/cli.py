@@ -3,6 +3,7 @@
 
 import importlib.util
 import logging
+import math
 import os
 import re
 import sys
@@ -40,7 +41,20 @@ SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 EXTENSION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PORT = click.IntRange(0, 65535)
 KIND_SIZE = click.IntRange(1, 16)
-SECONDS = click.FloatRange(min=0.001, max=86_400)
+
+
+class NumberRange(click.FloatRange):
+    """A range that nan, which is neither below nor above anything, is not in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number.", param, ctx)
+        return number
+
+
+SECONDS = NumberRange(min=0.001, max=86_400)
+GUIDANCE_SCALE = NumberRange(0, 100)
 
 
 @click.group()
@@ -81,7 +95,7 @@ def cli() -> None:
 @click.option("--warmup-steps", type=click.IntRange(0, 200), default=1, show_default=True, help="Of a request before ready; 0: none.")
 @click.option("--warmup-size", "warmup_sizes", multiple=True, metavar="WIDTHxHEIGHT", help="A size to warm up; by default the model's.")
 @click.option("--default-steps", type=click.IntRange(1, 10_000), help="Of requests that do not say; by default the pipeline's own.")
-@click.option("--default-guidance-scale", type=click.FloatRange(0, 100), help="Of requests that do not say.")
+@click.option("--default-guidance-scale", type=GUIDANCE_SCALE, help="Of requests that do not say.")
 @click.option("--default-size", metavar="WIDTHxHEIGHT", help="Of requests that do not say.")
 @click.option("--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Of one request.")
 @click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Of one picture.")
