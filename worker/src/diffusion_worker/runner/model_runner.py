@@ -42,7 +42,7 @@ from diffusion_worker.runner.step_cache.cache import make_step_cache
 from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
 from diffusion_worker.runner.tasks import TaskPipelines
 from diffusion_worker.runner.tick_meter import TickMeter
-from diffusion_worker.runner.warm_up import PLAIN, Variant, compiled_variants, warm_up
+from diffusion_worker.runner.warm_up import PLAIN, Variant, compiled_variants, plain_variants, task_of, warm_up
 from diffusion_worker.runner.weight_loading import replace_weights
 
 __all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput", "UnknownRequest"]
@@ -142,9 +142,13 @@ class DiffusionModelRunner:
         return self._model.features
 
     def _warm_up_variants(self, adapter: int | None) -> Sequence[Variant]:
-        if not self._compilation.regions:
+        assert self._model is not None and self._tasks is not None
+        if (task := task_of(self._model)) is None:
             return PLAIN
-        return compiled_variants(self.pipeline, most_pictures=self._config.max_batch_size, adapter=adapter)
+        pipeline = self._tasks.pipeline_of(task)
+        if not self._compilation.regions:
+            return plain_variants(pipeline, task)
+        return compiled_variants(pipeline, task, most_pictures=self._config.max_batch_size, adapter=adapter)
 
     def _compute(self, module: torch.nn.Module, call: ModelCall, plain: bool) -> Any:
         """Call a module, as diffusers itself does if `plain`."""

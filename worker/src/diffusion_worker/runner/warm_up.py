@@ -40,14 +40,19 @@ class WarmUpRequest(msgspec.Struct, frozen=True):
 PLAIN = (Variant(),)
 
 
-def compiled_variants(pipeline: Any, *, most_pictures: int, adapter: int | None) -> list[Variant]:
+def plain_variants(pipeline: Any, task: Task) -> list[Variant]:
+    """The request as it is. From a picture all the way: a part of one step is none."""
+    return [Variant(changes={"strength": 1.0} if task is not Task.GENERATE and "strength" in inputs_of(pipeline) else {})]
+
+
+def compiled_variants(pipeline: Any, task: Task, *, most_pictures: int, adapter: int | None) -> list[Variant]:
     """What makes other versions of compiled code: one row or more, and rows with an adapter."""
-    rows = [Variant()]
+    [plain] = rows = plain_variants(pipeline, task)
     guidance = inputs_of(pipeline).get("guidance_scale")
     if isinstance(guidance, int | float) and guidance > 1:
-        rows.append(Variant(changes={"guidance_scale": 1.0}))
+        rows.append(Variant(changes=plain.changes | {"guidance_scale": 1.0}))
     if most_pictures > 1:
-        rows.append(Variant(pictures=2))
+        rows.append(Variant(2, plain.changes))
     if adapter is None:
         return rows
     use = {"lora": LoRAUse(adapter, 1.0)}
@@ -77,16 +82,21 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
         spec = RequestSpec(
             request_id=f"warm-up-{number}", prompt="warm-up", seed=number, width=width, height=height, steps=config.warmup_steps
         )
-        if Task.GENERATE in model.tasks:
+        task = task_of(model)
+        if task is Task.GENERATE:
             yield WarmUpRequest(spec, [])
-        elif model.tasks:
-            yield _from_picture(spec, model)
+        elif task is not None:
+            yield _from_picture(spec, task, model)
         else:
             log.warning("no warm-up: %s serves no task that it could be of", model.pipeline)
 
 
-def _from_picture(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest:
-    task = model.tasks[0]
+def task_of(model: ModelInfo) -> Task | None:
+    """What the warm-up asks of a model: words alone where that is served."""
+    return Task.GENERATE if Task.GENERATE in model.tasks else next(iter(model.tasks), None)
+
+
+def _from_picture(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpRequest:
     # In the size of the request, as the server sends them.
     width, height = spec.width or model.default_width or SIDE, spec.height or model.default_height or SIDE
     frames = [bytes([GREY]) * (width * height * 3)]
