@@ -252,6 +252,11 @@ def test_an_edit_of_few_steps_takes_at_least_one(asked: float | None, steps: int
     assert pipelines.body(spec, [bytes(16 * 16 * 3)])._arguments.get("strength") == given
 
 
+def test_a_strength_of_almost_nothing_is_refused_and_leaves_the_ranks_alive(rig: RunnerRig) -> None:
+    _, errors = rig.run(edit("x", strength=5e-324), frames={"x": [bytes(SIDE * SIDE * 3)]})
+    assert errors["x"].message == "strength: expected at least 0.1, so that one of 10 steps is left, found 5e-324"
+
+
 def test_a_strength_that_leaves_no_step_is_refused_where_the_class_would_take_none() -> None:
     spec = edit("one", steps=4, strength=0.1, images=[PictureInput(0, (16, 16, 3))])
     with pytest.raises(RequestError, match=r"strength: expected at least 0.25, so that one of 4 steps is left, found 0.1"):

@@ -140,17 +140,19 @@ def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
     takes = inputs_of(pipeline)
     strength = takes.get("strength") if spec.strength is None else spec.strength
     steps = spec.steps or takes.get("num_inference_steps")
-    if not strength or not steps or steps * strength >= 1 or not _rounds_down(pipeline):
+    if not strength or not steps or _steps_left(pipeline, steps, strength):
         return spec.strength
     if spec.strength is None:
         return min(1.0, math.nextafter(1 / steps, 1))
     raise _refused("strength", f"at least {1 / steps:.3g}, so that one of {steps} steps is left", strength)
 
 
-def _rounds_down(pipeline: Any) -> bool:
-    """Whether a part of a step is none to the class (Stable Diffusion), or a whole one (Stable Diffusion 3, Flux)."""
+def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
+    """A part of a step is none to some classes (Stable Diffusion), and a whole one to others (Stable Diffusion 3, Flux)."""
     timesteps = getattr(type(pipeline), "get_timesteps", None)
-    return timesteps is None or "int(num_inference_steps * strength)" in source_of(timesteps)
+    if timesteps is None or "int(num_inference_steps * strength)" in source_of(timesteps):
+        return int(steps * strength)
+    return steps - int(steps - steps * strength)
 
 
 def _cover(picture: Image.Image, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:

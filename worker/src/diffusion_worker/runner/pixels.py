@@ -31,7 +31,8 @@ class RawPicture:
 
     def begin_copy(self) -> None:
         """Have a GPU make bytes of it and send them beside whatever it does next. Waits for nothing; needless elsewhere."""
-        first = self._output[0]
+        # Nothing at all is for `pixels` to say: what is raised here ends the rank.
+        first = next(iter(self._output), None)
         if isinstance(first, torch.Tensor) and first.is_cuda:
             self._copy, self._output = _Copy(first), None
 
