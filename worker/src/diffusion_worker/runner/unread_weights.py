@@ -146,13 +146,12 @@ def _promise(kind: Any, config: Any, dtype: torch.dtype, tensors: Stored, unread
     promised = {name: _Promised(stored, unread) for name, stored in tensors.items()}
     asked = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     says = logging.getLogger("transformers.modeling_utils")
-    before = says.level
-    # It would report what is said here as errors, and take tied weights for different ones.
-    says.setLevel(logging.ERROR)
+    # It would tell of what is an error here, and take tied weights for different ones.
+    says.disabled = True
     try:
         module, info = kind.from_pretrained(None, config=config, state_dict=promised, **asked)
     finally:
-        says.setLevel(before)
+        says.disabled = False
     return module, info
 
 
