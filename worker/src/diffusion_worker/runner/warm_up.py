@@ -66,11 +66,13 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
         RequestError: a request failed; the message says which and why.
     """
     for request, variant in itertools.product(warm_up_requests(config, model), variants):
-        name, changes = request.spec.request_id, variant.changes
-        specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **changes) for number in range(variant.pictures)]
-        failed = _run(execute, specs, request.frames)
+        spec, failed = request.spec, _make(execute, request, variant)
+        if failed is not None and spec.steps == 1:
+            # A schedule of a single step is none to some pipelines (Mochi).
+            spec = msgspec.structs.replace(spec, steps=2)
+            failed = _make(execute, msgspec.structs.replace(request, spec=spec), variant)
         if failed is not None:
-            spec, size = request.spec, f"{request.spec.width}x{request.spec.height}" if request.spec.width else "the default size"
+            size = f"{spec.width}x{spec.height}" if spec.width else "the default size"
             what = f"{spec.task} with {spec.steps} steps in {size} by {model.pipeline}"
             raise RequestError(ErrorCode(failed.code), f"{what}: {failed.message}")
 
@@ -108,14 +110,17 @@ def _from_picture(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpRequ
     return WarmUpRequest(msgspec.structs.replace(spec, task=task, width=width, height=height, images=images, mask=mask), frames)
 
 
-def _run(execute: Execute, specs: list[RequestSpec], frames: list[bytes]) -> ErrorReport | None:
-    """All of them to their end, the first error where one fails."""
+def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorReport | None:
+    """All pictures of a variant to their end, the first error where one fails."""
+    name, frames = request.spec.request_id, request.frames
+    specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.pictures)]
     left = {spec.request_id for spec in specs}
     tick = Tick(1, specs, frames=[len(frames)] * len(specs) if frames else [])
     given = frames * len(specs)
     for number in itertools.count(2):
         output = execute(tick, given)
         if output.errors:
+            execute(Tick(number, leave=sorted(left - output.errors.keys())), [])
             return next(iter(output.errors.values()))
         left -= output.pictures.keys()
         if not left:
