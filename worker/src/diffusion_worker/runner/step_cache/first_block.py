@@ -52,8 +52,8 @@ THRESHOLD = 0.08
 class FirstBlock:
     """Skips the blocks after the first one while what that one changes is about what it changed when they were last computed."""
 
-    def __init__(self, threshold: float = THRESHOLD) -> None:
-        self.threshold = threshold
+    def __init__(self, threshold: float | None = None) -> None:
+        self.threshold = THRESHOLD if threshold is None else threshold
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         return why_no_blocks(module)

@@ -21,9 +21,18 @@ _WITH_BLOCKS = frozenset(
         *("QwenImageTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"),
     }
 )
+# By the names of their attention layers.
+_WITH_ATTENTION = frozenset(
+    {
+        *("AuraFlowTransformer2DModel", "BriaTransformer2DModel", "Flux2Transformer2DModel", "FluxTransformer2DModel"),
+        *("HunyuanVideo15Transformer3DModel", "HunyuanVideoTransformer3DModel", "LTX2VideoTransformer3DModel"),
+        *("LongCatImageTransformer2DModel", "MotifVideoTransformer3DModel", "OvisImageTransformer2DModel"),
+        *("QwenImage21Transformer2DModel", "QwenImageTransformer2DModel", "SD3Transformer2DModel"),
+    }
+)
 SUPPORTED: dict[Kind, frozenset[str]] = {
     Kind.FIRST_BLOCK: _WITH_BLOCKS,
-    Kind.TAYLOR_SEER: frozenset({"SD3Transformer2DModel", "FluxTransformer2DModel"}),
+    Kind.TAYLOR_SEER: _WITH_ATTENTION,
     Kind.MAG_CACHE: frozenset({"FluxTransformer2DModel"}),
 }
 
