@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine as a library, over a fake rank group: calls that wait, their errors, their progress and their end."""
 
+import concurrent.futures
 import gc
 import os
 import signal
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import diffusion_worker
 from diffusion_worker import ConfigError, DiffusionEngine, ErrorCode, GroupFailed, RequestError
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.messages import ErrorReport
+from diffusion_worker.messages import ErrorReport, Task
 from diffusion_worker.offline import engine as offline_engine
+from diffusion_worker.offline.inputs import picture_fields
 from diffusion_worker.offline.progress import StepCounts
 from fake_rank_group import FakeRankGroup
 from worker_process import DIGITS, DIGITS_MODEL
@@ -131,11 +134,26 @@ def test_a_name_or_quality_that_cannot_be_saved_is_refused(engine: DiffusionEngi
         ({"size": "64x64", "width": 8}, "size: expected either size or height and width"),
         ({"steps": 0}, "num_inference_steps: expected 1 to 200"),
         ({"adapter": "nobody"}, "nobody"),
+        ({"image": "seven.png"}, "image: expected a picture of Pillow, found str"),
+        ({"image": []}, "model: expected one that serves edit"),
+        ({"image": Image.new("RGB", (8, 8)), "mask": 7}, "mask: expected a picture of Pillow, found int"),
+        ({"image": Image.new("RGB", (8, 8))}, "model: expected one that serves edit"),
+        ({"mask": Image.new("L", (8, 8))}, "mask: expected an image with it, found none"),
+        ({"strength": 0.5}, "strength: expected an image with it, found none"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(engine: DiffusionEngine, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         engine.generate(**{"prompt": "a red digit seven", **wrong})
+
+
+def test_pictures_to_start_from_are_taken_as_they_are_seen() -> None:
+    turned = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    turned.getexif()[0x0112] = 6
+    fields: Any = picture_fields(turned, Image.new("1", (1, 2), 1), 0.5)
+    (image,) = fields["images"]
+    assert (image.width, image.height, image.channels, image.pixels) == (1, 2, 3, b"\xff" * 6)
+    assert (fields["mask"].pixels, fields["mask"].channels, fields["task"], fields["strength"]) == (b"\xff\xff", 1, Task.INPAINT, 0.5)
 
 
 def test_a_refused_prompt_ends_the_whole_call_and_the_next_one_works(engine: DiffusionEngine) -> None:
@@ -198,6 +216,23 @@ def test_an_engine_that_nobody_refers_to_ends_itself(groups: Groups) -> None:
     assert reference() is None and groups.made[0].stopped and engine_threads() == []
 
 
+def test_a_forked_child_leaves_the_engine_of_its_parent_alone(
+    engine: DiffusionEngine, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        engine.close()
+    assert not groups.made[0].stopped
+    assert len(engine.generate("a red digit seven", steps=1)) == 1
+
+
+def test_calls_of_several_threads_get_their_own_pictures(engine: DiffusionEngine) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        pictures = list(threads.map(lambda seed: engine.generate("a red digit seven", seed=seed, steps=3)[0], range(8)))
+    assert [picture.seed for picture in pictures] == list(range(8))
+    assert len({picture.image.tobytes() for picture in pictures}) == 8
+
+
 def test_an_interrupted_call_raises_and_frees_its_places(engine: DiffusionEngine, groups: Groups) -> None:
     groups.made[0].stepping.clear()
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
@@ -232,6 +267,11 @@ def test_ranks_that_are_lost_too_often_are_the_packages_own_error(groups: Groups
 def test_the_bar_of_a_call_ends_with_all_its_pictures_and_steps(engine: DiffusionEngine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate(["a red digit seven", "a blue digit one"], n=2, steps=3, progress=True)
     assert "4/4 pictures: 100%" in capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+
+
+def test_the_load_has_a_bar_of_its_bytes(groups: Groups, capsys: pytest.CaptureFixture[str]) -> None:
+    DiffusionEngine(DIGITS_MODEL, served_name="digits", progress=True).close()
+    assert "loading digits: 100%" in (shown := capsys.readouterr().err) and "1.00MB/1.00MB" in shown
 
 
 def test_there_is_no_bar_where_stderr_is_no_terminal_unless_asked(engine: DiffusionEngine, capsys: pytest.CaptureFixture[str]) -> None:

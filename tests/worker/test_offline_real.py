@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from worker_process import REPOSITORY, WorkerProcess, descendants
+from worker_process import REPOSITORY, WorkerProcess, decode_image, descendants
 
 # Every engine loads the model in processes of its own.
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 200.0
 EXAMPLES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Read from standard input, in a running event loop as in a notebook, and closed by nobody.
 INTERRUPTED = """
@@ -68,6 +68,14 @@ def script_from_standard_input(text: str, folder: Path) -> Iterator[subprocess.P
                 os.killpg(script.pid, signal.SIGKILL)
 
 
+def edited(worker: WorkerProcess, picture: Path, *, prompt: str, **fields: float) -> Image.Image:
+    """What a server makes of a picture."""
+    with picture.open("rb") as image:
+        answer = worker.openai().images.edit(image=image, prompt=prompt, extra_body=fields)
+    assert answer.data is not None
+    return decode_image(str(answer.data[0].b64_json))
+
+
 def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, worker: WorkerProcess) -> None:
     examples = EXAMPLES.findall((REPOSITORY / "docs" / "library.md").read_text())
     assert len(examples) == 2 and "__name__" not in "".join(examples)
@@ -82,9 +90,19 @@ def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, 
         "InvalidRequest num_inference_steps: expected 1 to 50, found 100",
         "NotFound model 'stripes' is not known here; loaded adapters: none",
     ]
-    assert sorted(path.name for path in folder.glob("*.*g")) == ["four-5.jpg", "four-6.jpg", "seven.png", "two-5.jpg", "two-6.jpg"]
+    assert sorted(path.name for path in folder.glob("*.*g")) == [
+        "blue.png",
+        "four-5.jpg",
+        "four-6.jpg",
+        "seven.png",
+        "two-5.jpg",
+        "two-6.jpg",
+    ]
     with Image.open(folder / "seven.png") as seven:
         assert seven.tobytes() == worker.image(prompt="a red digit seven", seed=1).tobytes()
+        expected = edited(worker, folder / "seven.png", prompt="a blue digit seven", seed=1, strength=0.6)
+        with Image.open(folder / "blue.png") as blue:
+            assert blue.tobytes() == expected.tobytes() != seven.tobytes()
         assert json.loads(seven.info["provenance"])["seed"] == 1
     assert "%|" not in ran.stderr, "a progress bar where stderr is no terminal"
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page's files and the state that it shows, at the edge; what a person sees of them is in test_page_browser.py."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from diffusion_worker.server import ui
 from fake_rank_group import FakeRankGroup
 from server_edge import Edge, serving_edge
+from worker_process import REPOSITORY
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
 PAGE = Path(ui.__file__).parent / "page"
@@ -72,6 +74,8 @@ async def test_without_the_page_there_is_neither_it_nor_its_status() -> None:
 async def test_the_status_says_what_the_worker_does_and_nothing_of_its_inside() -> None:
     async with serving_edge(ranks=2) as edge:
         answer = await edge.data.get("/v1/status")
+        documented = re.search(r"^```json\n(.*?)^```", (REPOSITORY / "docs" / "page.md").read_text(), re.MULTILINE | re.DOTALL)
+        assert documented is not None and json.loads(documented[1]) == answer.json() | {"ranks": answer.json()["ranks"][:1]}
         assert answer.json() == {
             "model": "digits",
             "state": "ready",

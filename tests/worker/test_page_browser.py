@@ -246,6 +246,12 @@ def test_a_worker_without_the_page_answers_404(open_page: Callable[..., Page]) -
         assert worker.get("/v1/models").status_code == 200
 
 
+def test_where_there_is_no_chromium_its_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(chromium.checks, "SYSTEM_PATH", str(tmp_path))
+    with pytest.raises(PrerequisiteMissing, match="apt-get install chromium"):
+        chromium.program()
+
+
 def test_the_page_fits_a_phone(fake_worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(fake_worker)
     page.set_viewport_size({"width": 360, "height": 640})

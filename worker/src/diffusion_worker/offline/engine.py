@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+from PIL.Image import Image
 
 from diffusion_worker.cli import parse_size
 from diffusion_worker.engine.admission import GenerationParams
@@ -17,6 +18,7 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.results import Generation, RequestEvent
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.offline.engine_thread import EngineThread
+from diffusion_worker.offline.inputs import picture_fields
 from diffusion_worker.offline.options import described, worker_config
 from diffusion_worker.offline.picture import GeneratedPicture
 from diffusion_worker.offline.progress import StepCounts, load_bar, step_bar
@@ -88,6 +90,9 @@ class DiffusionEngine:
         guidance_scale: float | None = None,
         negative_prompt: str | None = None,
         adapter: str | None = None,
+        image: Image | Sequence[Image] | None = None,
+        mask: Image | None = None,
+        strength: float | None = None,
         exact: bool = False,
         accelerated: bool | None = None,
         progress: bool | None = None,
@@ -96,7 +101,9 @@ class DiffusionEngine:
         """Make `n` pictures of each prompt, in the prompts' order; several share the model's steps as far as that pays.
 
         Their seeds are `seed`, `seed + 1`, … for every prompt, or random. What is not said is the engine's or the model's
-        default. `size` is `"WIDTHxHEIGHT"`. A call that is interrupted, or takes longer than `timeout_s`, makes nothing more.
+        default. `size` is `"WIDTHxHEIGHT"`. With `image` they are made of that picture, or those, where the model can: `mask` is
+        white where it is made anew, `strength` is how far to go from it, up to 1. A call that is interrupted, or takes longer
+        than `timeout_s`, makes nothing more.
 
         Raises:
             RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), the call took
@@ -113,6 +120,7 @@ class DiffusionEngine:
             "steps": steps,
             "guidance_scale": guidance_scale,
         }
+        fields |= picture_fields(image, mask, strength)
         fields |= {"negative_prompt": negative_prompt, "model": adapter, "exact": exact, "accelerated": accelerated}
         wanted = [_params({**fields, "prompt": text}) for text in prompts]
         engine = self._thread.engine

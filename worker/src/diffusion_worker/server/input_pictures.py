@@ -71,7 +71,7 @@ def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedPicture:
         image = ImageOps.exif_transpose(image)
         if (image.width > image.height) != (width > height):
             width, height, target = height, width, target[::-1]
-        return _decoded(image, target, height, width)
+        return decoded(image, target)._replace(height=height, width=width)
     except BROKEN as error:
         raise refused(field, f"a whole {format_.name} file", f"one that cannot be decoded ({type(error).__name__})") from None
 
@@ -81,7 +81,9 @@ def refused(field: str, expected: str, found: object) -> RequestError:
     return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})
 
 
-def _decoded(image: Image, target: tuple[int, int], height: int, width: int) -> DecodedPicture:
+def decoded(image: Image, target: tuple[int, int]) -> DecodedPicture:
+    """An open picture in the size `target` (width, height), transparent parts on white."""
+    height, width = image.height, image.width
     if image.mode in SIXTEEN_BITS:
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
     mask = None

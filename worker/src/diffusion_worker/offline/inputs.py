@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures that a script starts from, as the engine takes them."""
+
+from collections.abc import Sequence
+
+from PIL import ImageOps
+from PIL.Image import Image
+
+from diffusion_worker.engine.admission import InputPicture
+from diffusion_worker.messages import Task
+from diffusion_worker.server.input_pictures import decoded, refused
+
+
+def picture_fields(image: Image | Sequence[Image] | None, mask: Image | None, strength: float | None) -> dict[str, object]:
+    """The fields of a request that starts from pictures, none for one that does not.
+
+    Raises:
+        RequestError: InvalidRequest, something else than pictures, or a mask or a strength without a picture.
+    """
+    if image is None:
+        for field, value in (("mask", mask), ("strength", strength)):
+            if value is not None:
+                raise refused(field, "an image with it", "none")
+        return {}
+    images = [image] if isinstance(image, Image) or not isinstance(image, Sequence) else list(image)
+    return {
+        "task": Task.EDIT if mask is None else Task.INPAINT,
+        "images": [_picture(one) for one in images],
+        "mask": None if mask is None else _mask(mask),
+        "strength": strength,
+    }
+
+
+def _picture(image: object) -> InputPicture:
+    """As it is seen: turned as its EXIF says, what is transparent on white."""
+    turned = ImageOps.exif_transpose(_required("image", image))
+    return decoded(turned, turned.size).picture
+
+
+def _mask(image: object) -> InputPicture:
+    """As diffusers takes it: white is made anew."""
+    grey = ImageOps.exif_transpose(_required("mask", image)).convert("L")
+    return InputPicture(grey.tobytes(), grey.height, grey.width, 1)
+
+
+def _required(field: str, image: object) -> Image:
+    if not isinstance(image, Image):
+        raise refused(field, "a picture of Pillow", type(image).__name__)
+    return image
