@@ -41,13 +41,15 @@ def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
 def left_at_end(worker: WorkerProcess, folder: Path) -> list[str]:
     """Ends the worker: it should end with 0, all its processes with it, and leave nothing in its temporary folder."""
     pids = [worker.pid, *descendants(worker.pid)]
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200] for pid in pids}
     code = worker.terminate()
     deadline = time.monotonic() + 10
     while (left := [pid for pid in pids if process_exists(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)  # the fork server ends when it notices
     # Not what torch keeps for itself there.
     folders = sorted(path.name for path in folder.iterdir() if path.name.startswith(("diffusion-worker", "pymp")))
-    return [f"end: exit code {code}, processes {left}, folders {folders}"] if code or left or folders else []
+    processes = [f"{pid} ({names[pid]})" for pid in left]
+    return [f"end: exit code {code}, processes {processes}, folders {folders}"] if code or left or folders else []
 
 
 def _resident_bytes(pid: int) -> int:

@@ -33,6 +33,7 @@ CONFIG = """
 hooks = "soak_edge_checks"
 [checks]
 positive_data_acceptance.expected-statuses = ["2xx", "400", "404", "409", "503"]
+negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "409", "413", "503"]
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "503"]
 """
 
@@ -106,7 +107,9 @@ class EdgeSoak:
     def _judge(self, report: dict[str, Any], output: str) -> int:
         """Its report has the figures, what it prints has the requests that make a failure come again."""
         if report["failures"] or report["errors"]:
-            self.outcome.wrong.append(output.partition("= FAILURES =")[2][:4000] or output[-4000:])
+            self.outcome.wrong.append(
+                "\n".join(line[:500] for line in output.partition("= FAILURES =")[2].splitlines()[:80]) or output[-4000:]
+            )
         if not report["complete"]:
             self.outcome.wrong.append(f"schemathesis stopped: {report['stop_reason']}")
         count: int = report["test_cases"]["generated"]

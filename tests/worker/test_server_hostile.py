@@ -2,6 +2,7 @@
 """Clients that mean no good: slow heads, slow bodies, broken ones, and those that leave at any stage."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,9 +48,13 @@ async def listening(application: ASGIApp, protocol: type[BoundedConnection] = Im
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the server closes the connection."""
-    async with asyncio.timeout(DEADLINE_S):
-        return await reader.read()
+    """What comes until the server closes the connection, be it while more is sent to it."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        async with asyncio.timeout(DEADLINE_S):
+            while part := await reader.read(65536):
+                received += part
+    return received
 
 
 # Slow heads

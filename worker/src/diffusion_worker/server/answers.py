@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finished pictures as the body of an answer: the JSON that the OpenAI SDK reads, a file, or the events of a stream. Pure.
 
-All of it is slow for large pictures and is called in threads; msgspec writes the bytes of a file as base64 by itself.
+All of it is slow for large pictures and is called in threads.
 """
 
 import enum
@@ -13,6 +13,7 @@ import msgspec
 
 from diffusion_worker.engine.results import Generation, Picture, PreviewMade, StepTaken
 from diffusion_worker.server.encoding import OutputFormat, encode, metadata_of
+from diffusion_worker.server.pieces import Pieces, cut, json_with_file
 
 ZIP_MEDIA_TYPE = "application/zip"
 
@@ -51,52 +52,61 @@ def picture_file(made: Generation, picture: Picture, options: AnswerOptions) -> 
     )
 
 
-def json_answer(made: Generation, files: Sequence[bytes], options: AnswerOptions, *, created: int) -> bytes:
+def picture_json(made: Generation, picture: Picture, options: AnswerOptions) -> Pieces:
+    """One picture as `schemas.ImageData`."""
+    return json_with_file(picture_file(made, picture, options), _described(made, picture, options))
+
+
+def json_answer(made: Generation, pictures: Sequence[Pieces], options: AnswerOptions, *, created: int) -> Pieces:
     """The body of `schemas.ImagesAnswer`; past pydantic, which would copy and check megabytes of base64."""
-    pictures = [{"b64_json": file} | _described(made, picture, options) for file, picture in zip(files, made.pictures, strict=True)]
     first = made.pictures[0]
     form = _form(first.height, first.width, made.provenance.accelerated, options)
-    return msgspec.json.encode({"created": created} | form | {"data": pictures})
+    body = [msgspec.json.encode({"created": created} | form)[:-1] + b',"data":[']
+    for picture in pictures:
+        body += [*picture, b","]
+    return [*body[:-1], b"]}"]
 
 
-def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[bytes, str]:
+def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces, str]:
     """One file as it is, several as a ZIP; and the media type."""
     if len(files) == 1:
-        return files[0], f"image/{options.output_format}"
+        return cut(files[0]), f"image/{options.output_format}"
     out = io.BytesIO()
     # Pictures do not compress a second time.
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for index, file in enumerate(files):
             archive.writestr(f"{index}.{options.output_format}", file)
-    return out.getvalue(), ZIP_MEDIA_TYPE
+    return cut(out.getvalue()), ZIP_MEDIA_TYPE
 
 
-def progress_event(step: StepTaken, options: AnswerOptions) -> bytes:
+def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
     """A step that a picture has taken; an event of ours, which the SDK hands on with its `type`."""
     return server_sent(f"{options.events}.progress", {"index": step.index, "step": step.step, "steps": step.steps})
 
 
-def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: bool, created: int) -> bytes:
+def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: bool, created: int) -> Pieces:
     """What a picture looks like on its way. It has no provenance: it is not yet what the request makes."""
     height, width, compression = preview.height, preview.width, options.output_compression
     file = encode(preview.pixels, height, width, output_format=options.output_format, compression=compression)
-    content = {"b64_json": file, "partial_image_index": preview.number, "index": preview.index, "created_at": created}
-    return server_sent(f"{options.events}.partial_image", content | _form(height, width, accelerated, options))
+    content = {"partial_image_index": preview.number, "index": preview.index, "created_at": created}
+    return server_sent(f"{options.events}.partial_image", content | _form(height, width, accelerated, options), file)
 
 
-def completed_event(made: Generation, index: int, options: AnswerOptions, *, created: int) -> bytes:
+def completed_event(made: Generation, index: int, options: AnswerOptions, *, created: int) -> Pieces:
     """A finished picture."""
     picture = made.pictures[index]
-    file = picture_file(made, picture, options)
     # The SDK's type has `usage`; tokens are not what a diffusion model counts.
-    content = {"b64_json": file, "index": index, "created_at": created, "usage": None}
-    content |= _form(picture.height, picture.width, made.provenance.accelerated, options)
-    return server_sent(f"{options.events}.completed", content | _described(made, picture, options))
+    content: dict[str, object] = {"index": index, "created_at": created, "usage": None}
+    content |= _form(picture.height, picture.width, made.provenance.accelerated, options) | _described(made, picture, options)
+    return server_sent(f"{options.events}.completed", content, picture_file(made, picture, options))
 
 
-def server_sent(kind: str, content: dict[str, object]) -> bytes:
+def server_sent(kind: str, content: dict[str, object], file: bytes | None = None) -> Pieces:
     """One server-sent event; its type is in its data too, as the SDK looks there."""
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind} | content) + b"\n\n"
+    head, data = b"event: " + kind.encode() + b"\ndata: ", {"type": kind} | content
+    if file is None:
+        return [head + msgspec.json.encode(data) + b"\n\n"]
+    return [head, *json_with_file(file, data), b"\n\n"]
 
 
 def _form(height: int, width: int, accelerated: bool, options: AnswerOptions) -> dict[str, object]:

@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.results import Generation
-from diffusion_worker.server.answers import AnswerOptions, file_answer, json_answer, picture_file
+from diffusion_worker.server.answers import AnswerOptions, file_answer, json_answer, picture_file, picture_json
 from diffusion_worker.server.encoding import check_sides
 from diffusion_worker.server.encoding_threads import EncodingThreads
+from diffusion_worker.server.pieces import PiecedResponse
 from diffusion_worker.server.problems import client_gone
 from diffusion_worker.server.running_requests import ClientGone, unless_unwanted
 from diffusion_worker.server.streaming import EventStream
@@ -40,12 +40,8 @@ async def _answer(request: Request, params: GenerationParams, options: AnswerOpt
     made = await engine.generate(params)
     request.app.state.metrics.observe_generation(made)
     encoding: EncodingThreads = request.app.state.encoding
-    files = await asyncio.gather(*(encoding.run(picture_file, made, picture, options) for picture in made.pictures))
-    content, media_type = await encoding.run(_content, made, files, options)
-    return Response(content, media_type=media_type)
-
-
-def _content(made: Generation, files: list[bytes], options: AnswerOptions) -> tuple[bytes, str]:
     if options.as_file:
-        return file_answer(files, options)
-    return json_answer(made, files, options, created=int(time.time())), "application/json"
+        files = await asyncio.gather(*(encoding.run(picture_file, made, picture, options) for picture in made.pictures))
+        return PiecedResponse(*await encoding.run(file_answer, files, options))
+    pictures = await asyncio.gather(*(encoding.run(picture_json, made, picture, options) for picture in made.pictures))
+    return PiecedResponse(json_answer(made, pictures, options, created=int(time.time())), "application/json")

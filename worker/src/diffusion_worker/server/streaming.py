@@ -11,7 +11,7 @@ import time
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
@@ -19,6 +19,7 @@ from diffusion_worker.engine.results import RequestEvent, StepTaken
 from diffusion_worker.errors import GroupFailed, RequestError
 from diffusion_worker.server.answers import AnswerOptions, completed_event, preview_event, progress_event, server_sent
 from diffusion_worker.server.encoding_threads import EncodingThreads
+from diffusion_worker.server.pieces import Pieces
 from diffusion_worker.server.problems import client_gone, error_body, lost_ranks, unexpected_error
 from diffusion_worker.server.running_requests import ClientGone, unless_unwanted
 
@@ -28,7 +29,7 @@ FIRST_WORD_S = 1.0
 KEEP_ALIVE_S = 10.0
 # A client that reads nothing for so long is gone.
 SEND_TIMEOUT_S = 60.0
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = [b": keep-alive\n\n"]
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class EventStream(Response):
         self._request.app.state.metrics.observe_generation(made)
         for index in range(len(made.pictures)):
             await self._send(send, await self._encoding.run(completed_event, made, index, self._options, created=int(time.time())))
-        await self._send(send, b"", more=False)
+        await self._send(send, [], more=False)
 
     async def _send_next(self, send: Send, events: asyncio.Queue[RequestEvent | None]) -> None:
         """Send the next event, or a sign of life where there is none for long."""
@@ -97,7 +98,7 @@ class EventStream(Response):
         if event is not None:
             await self._send(send, await self._encoded(event))
 
-    async def _encoded(self, event: RequestEvent) -> bytes:
+    async def _encoded(self, event: RequestEvent) -> Pieces:
         if isinstance(event, StepTaken):
             return progress_event(event, self._options)
         accelerated = self._engine.accelerates(self._params)
@@ -112,12 +113,19 @@ class EventStream(Response):
         except ClientGone:
             log.debug("nobody reads the error of this stream any more")
 
-    async def _send(self, send: Send, content: bytes, *, more: bool = True) -> None:
+    async def _send(self, send: Send, content: Pieces, *, more: bool = True) -> None:
         try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                if not self._begun:
-                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                    self._begun = True
-                await send({"type": "http.response.body", "body": content, "more_body": more})
+            if not self._begun:
+                await _send_in_time(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._begun = True
+            for piece in content:
+                await _send_in_time(send, {"type": "http.response.body", "body": piece, "more_body": True})
+            if not more:
+                await _send_in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
             raise ClientGone from None
+
+
+async def _send_in_time(send: Send, message: Message) -> None:
+    async with asyncio.timeout(SEND_TIMEOUT_S):
+        await send(message)

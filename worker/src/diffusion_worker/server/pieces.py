@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large bodies as pieces, made and sent one after the other.
+
+Base64 of a picture in one call would keep the GIL, and so the event loop, for as long as that takes, which is many steps of
+a small model; and one body of many megabytes would be copied on the loop.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+Pieces = list[bytes]
+
+# A multiple of 3, so that pieces of base64 follow each other without padding; a fraction of a millisecond each.
+PIECE_BYTES = 196_608
+
+
+class PiecedResponse(Response):
+    """An answer whose body is sent piece by piece, as the client takes them."""
+
+    def __init__(self, pieces: Sequence[bytes], media_type: str) -> None:
+        super().__init__(media_type=media_type)
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def cut(content: bytes) -> Pieces:
+    """The same bytes in pieces."""
+    return [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
+
+
+def json_with_file(file: bytes, content: Mapping[str, object]) -> Pieces:
+    """A JSON object with a file in base64 as its `b64_json`, and with other fields, at least one."""
+    return [b'{"b64_json":"', *map(base64.b64encode, cut(file)), b'",' + msgspec.json.encode(content)[1:]]
