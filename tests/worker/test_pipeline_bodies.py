@@ -19,6 +19,7 @@ from diffusion_worker.errors import ConfigError, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import describe, load_pipeline, make_body
 from diffusion_worker.runner.pixels import pixels_of, to_pixels
+from diffusion_worker.runner.request_body import default_guidance
 from families.all import FAMILIES
 from families.family import mask, picture
 from runner_rig import RunnerRig, request
@@ -246,3 +247,18 @@ def test_a_model_that_makes_videos_is_refused_by_the_images_api_before_anything_
         check(GenerationParams(prompt="a wave"), RequestLimits(), video)
     assert refused.value.code == "InvalidRequest"
     check(GenerationParams(prompt="a wave"), RequestLimits(), msgspec.structs.replace(video, kind="image"))
+
+
+def test_the_guidance_scale_of_a_request_that_has_none_is_known_and_asking_for_it_changes_nothing() -> None:
+    rig = RunnerRig()
+    known = rig.model.default_guidance_scale
+    assert known == 7.0
+    pictures, errors = rig.run(request("silent", steps=2))
+    asked, more_errors = rig.run(request("asks", steps=2, guidance_scale=known))
+    assert not errors and not more_errors
+    assert np.array_equal(pictures["silent"], asked["asks"])
+
+
+def test_a_class_that_guides_only_with_a_negative_prompt_has_no_scale_by_itself() -> None:
+    assert default_guidance(without_loading("QwenImagePipeline")) is None
+    assert default_guidance(without_loading("FluxPipeline")) == 3.5

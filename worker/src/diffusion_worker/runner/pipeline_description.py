@@ -15,7 +15,7 @@ import torch
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner.pipeline_view import modules_of
-from diffusion_worker.runner.request_body import FRAMES, inputs_of
+from diffusion_worker.runner.request_body import FRAMES, default_guidance, inputs_of
 from diffusion_worker.runner.step_support import inner_classes, source_of, why_impossible
 
 DENOISERS = ("transformer", "unet", "prior", "decoder")
@@ -72,6 +72,7 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
         default_width=_number(takes.get("width")) or side,
         default_frames=next((number for name in FRAMES if (number := _number(takes.get(name)))), None),
         default_steps=_number(takes.get("num_inference_steps")),
+        default_guidance_scale=default_guidance(pipeline),
     )
 
 

@@ -151,7 +151,7 @@ def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
 
 def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: float, pipeline: Any) -> float | None:
     """Put the guidance scale where the class takes it; returns it for a modular pipeline's guiders, else None."""
-    if TRUE_GUIDANCE in takes and (takes[TRUE_GUIDANCE] or 0) > (takes.get("guidance_scale") or 0):
+    if _guides_truly(takes):
         arguments[TRUE_GUIDANCE] = scale
         if scale > 1 and "negative_prompt" in takes:
             arguments.setdefault("negative_prompt", NO_NEGATIVE_PROMPT)
@@ -162,6 +162,23 @@ def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: fl
     else:
         raise _not_taken("guidance_scale", pipeline)
     return None
+
+
+def _guides_truly(takes: Mapping[str, Any]) -> bool:
+    """Whether the second, unguided call is what the class means by guidance."""
+    return TRUE_GUIDANCE in takes and (takes[TRUE_GUIDANCE] or 0) > (takes.get("guidance_scale") or 0)
+
+
+def default_guidance(pipeline: Any) -> float | None:
+    """The scale that a request without one gets; None where there is none.
+
+    Nor is there for a class that guides only where it is given a negative prompt, which we do for whoever asks for a scale.
+    """
+    takes = inputs_of(pipeline)
+    if _guides_truly(takes):
+        return None
+    scales = [takes.get("guidance_scale"), *(guider.config.get("guidance_scale") for guider in guiders_of(pipeline).values())]
+    return next((float(scale) for scale in scales if isinstance(scale, int | float)), None)
 
 
 def _check_negative_prompt(takes: Mapping[str, Any], arguments: Arguments, pipeline: Any) -> None:
