@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ SEND_TIMEOUT_S = 3
 KEEP_ALIVE_S = 75
 # The kernel ends a connection whose client took nothing of what was sent for so long.
 UNREAD_TIMEOUT_S = 60
+# How long the loop waits for the GIL while a thread encodes a picture; Python's own 5 ms are longer than all else it waits for.
+SWITCH_INTERVAL_S = 0.0005
 TERMINATION_LOG = "/dev/termination-log"
 # The kubelet reads this much.
 TERMINATION_LOG_BYTES = 4096
@@ -97,6 +100,7 @@ def run(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup
     Raises:
         ConfigError: a port cannot be bound or the control token cannot be read.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     watchdog = Watchdog()
     ending = asyncio.run(serve(config, listen, make_ranks, watchdog))
     watchdog.disarm()
