@@ -56,8 +56,8 @@ class Stuck:
 
     _rank: int
 
-    def execute_stepwise(self, tick: Any) -> Any:
+    def execute_stepwise(self, tick: Any, frames: Any) -> Any:
         """Never returns on rank 1; the others wait for it where they need its rows."""
         if self._rank == 1:
             time.sleep(600)
-        return super().execute_stepwise(tick)  # type: ignore[misc]
+        return super().execute_stepwise(tick, frames)  # type: ignore[misc]
