@@ -4,20 +4,25 @@
 import asyncio
 import contextlib
 import json
+import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx2
 import pytest
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diffusion_worker.server import app as server_app
+from diffusion_worker.server import serve
 from diffusion_worker.server.body_limit import SLOWEST_BYTES_PER_S, BodyLimit
 from diffusion_worker.server.connection import BoundedConnection
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from fake_rank_group import FakeRankGroup
 from server_edge import DEADLINE_S, Edge, serving_edge
+from worker_process import FAKE_PROGRAM, WorkerProcess
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"prompt": "p"}).encode()
@@ -123,6 +128,48 @@ async def test_what_is_no_http_is_refused_and_closed(edge: Edge, garbage: bytes)
         assert (await read_all(reader)).startswith(b"HTTP/1.1 400")
         writer.close()
         assert (await edge.images(prompt="p")).status_code == 200
+
+
+# Answers that nobody reads
+
+
+@pytest.mark.slow
+async def test_an_answer_that_nobody_reads_costs_a_connection_for_a_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "UNREAD_TIMEOUT_S", 1)
+    ended = asyncio.Event()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100000000")]})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b"x" * 1_000_000, "more_body": True})
+        ended.set()
+
+    config = uvicorn.Config(application, lifespan="off", ws="none", log_config=None)
+    config.load()
+    state = uvicorn.server.ServerState()
+    bound = serve._bind("--port", "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: BoundedConnection(config, state, {}), sock=bound)
+    with socket.create_connection(bound.getsockname()) as deaf:
+        deaf.sendall(b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n")
+        async with asyncio.timeout(30):
+            await ended.wait()
+        assert not state.connections
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.slow
+def test_a_stream_is_finished_before_a_terminated_worker_ends() -> None:
+    env = {"FAKE_WORKER": json.dumps({"stepSeconds": 0.1})}
+    with WorkerProcess(program=FAKE_PROGRAM, env=env) as worker:
+        worker.wait_ready()
+        body = {"prompt": "p", "stream": True, "num_inference_steps": 10}
+        with httpx2.stream("POST", f"{worker.url}/v1/images/generations", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: image_generation.progress"
+            worker.send_signal(signal.SIGTERM)
+            assert "event: image_generation.completed" in list(lines)
+        assert worker.wait_exit() == 0
 
 
 # Slow bodies

@@ -171,6 +171,22 @@ async def test_an_error_in_a_stream_is_its_last_event_with_the_body_of_all_error
     await edge.wait_state(inFlight=0, queued=0)
 
 
+async def test_ranks_that_are_lost_for_good_end_a_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
+    async with serving_edge(max_restarts=0) as edge:
+        edge.ranks.stepping.clear()
+        asking = Asking(edge)
+        assert (await asking.message())["status"] == 200
+        edge.ranks.die("rank 0 was ended by SIGKILL")
+        text = ""
+        while (message := await asking.message())["more_body"]:
+            text += message["body"].decode()
+        error = events_of(text)[-1]
+        assert (error["type"], error["error"]["code"], error["error"]["retryable"]) == ("error", "EngineFailed", True)
+        assert "SIGKILL" in error["error"]["message"]
+        await asking.end()
+
+
 async def test_a_fault_of_ours_in_a_stream_is_an_event_without_its_details(
     edge: Edge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
