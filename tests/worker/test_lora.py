@@ -63,6 +63,20 @@ def test_different_adapters_and_none_share_a_step_and_each_row_has_its_own(rig: 
         assert min(others) > 3
 
 
+def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_text_encoder(rig: RunnerRig) -> None:
+    prompt = "a digit that was not asked for before"
+    rig.run(request("base", prompt=prompt, steps=1))
+    assert [call.rows for call in rig.parallel.calls if call.component == "text_encoder"]
+    rig.run(request("styled", prompt=prompt, steps=1, lora=LoRAUse(1, 1.0)))
+    assert not [call for call in rig.parallel.calls if call.component == "text_encoder"]
+    pipeline, loras = rig.runner.pipeline, rig.runner.loras
+    assert loras is not None
+    assert loras.identity_in(pipeline.text_encoder, LoRAUse(1, 1.0)) is None
+    # Where one does change a module, it is told by its digest and its strength.
+    uses = (None, LoRAUse(1, 1.0), LoRAUse(1, 0.5), LoRAUse(2, 1.0))
+    assert len({loras.identity_in(pipeline.transformer, use) for use in uses}) == 4
+
+
 def test_an_adapter_at_strength_zero_is_the_base(rig: RunnerRig) -> None:
     pictures, _ = rig.run(request("base"), request("zero", lora=LoRAUse(1, 0.0)))
     np.testing.assert_array_equal(pictures["base"], pictures["zero"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_worker.messages import Tick
+from diffusion_worker.messages import PromptCacheStats, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.prompt_cache import PromptCache
 from runner_rig import RunnerRig, request
@@ -130,6 +130,35 @@ def test_what_cannot_be_compared_or_is_drawn_anew_is_not_kept(call: ModelCall, b
     cache = PromptCache(4)
     assert cache.key(call) is None
     assert cache.stats().bypassed == bypassed
+
+
+def test_what_is_made_and_not_kept_is_bypassed_and_no_miss_so_that_each_call_counts_once() -> None:
+    cache = PromptCache(4)
+    cache.put("drawn", object(), alone=True)
+    cache.put("key", torch.ones(1), alone=True)
+    assert cache.get("key", alone=True) is not None
+    counted = cache.stats()
+    assert (counted.hits, counted.misses, counted.bypassed) == (1, 1, 1)
+
+
+def test_counts_are_told_when_they_changed_and_only_then() -> None:
+    cache = PromptCache(4)
+    assert cache.news() == cache.stats()
+    assert cache.news() is None
+    cache.put("key", torch.ones(1), alone=True)
+    assert cache.news() == PromptCacheStats(size=1, max_size=4, misses=1)
+    assert cache.news() is None
+
+
+def test_a_tick_reports_the_counts_only_where_they_changed(rig: RunnerRig) -> None:
+    outputs = [
+        rig.runner.execute_stepwise(Tick(number, [request("a", prompt="a new digit", steps=3)] if number == 0 else []))
+        for number in range(3)
+    ]
+    told = [output.prompt_cache for output in outputs]
+    assert told[0] is not None
+    assert told[1:] == [None, None]
+    rig.runner.drop_all()
 
 
 def test_what_a_request_does_to_its_answer_does_not_reach_the_next() -> None:

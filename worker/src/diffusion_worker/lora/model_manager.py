@@ -40,6 +40,7 @@ class DiffusionLoRAManager:
         self._slot_count = slots
         self._free = list(range(slots))
         self._slots: dict[int, int] = {}
+        self._digests: dict[int, str] = {}
         self._wrapped: dict[str, LoRALinear] = {}
         self._holder = RowAdaptersHolder()
         self._static = False
@@ -82,6 +83,7 @@ class DiffusionLoRAManager:
         for name, factors in checkpoint.modules.items():
             self._wrap(name).write(slot, factors)
         self._slots[request.lora_int_id] = slot
+        self._digests[request.lora_int_id] = checkpoint.digest
         return LoadedLoRA(digest=checkpoint.digest, rank=checkpoint.rank, modules=len(checkpoint.modules), size_bytes=checkpoint.size_bytes)
 
     def remove_adapter(self, lora_int_id: int) -> bool:
@@ -92,7 +94,14 @@ class DiffusionLoRAManager:
         for layer in self._wrapped.values():
             layer.write(slot, None)
         self._free.append(slot)
+        del self._digests[lora_int_id]
         return True
+
+    def identity_in(self, module: nn.Module | None, use: LoRAUse | None) -> str | None:
+        """The adapter (its digest and strength) that changes what a module returns; None without one, as in every text encoder."""
+        if use is None or module is not self._denoiser or use.lora_int_id not in self._digests:
+            return None
+        return f"{self._digests[use.lora_int_id]} x {use.scale}"
 
     def list_adapters(self) -> list[int]:
         """Ids of the loaded adapters."""

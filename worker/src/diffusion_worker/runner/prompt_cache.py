@@ -61,11 +61,11 @@ class PromptCache:
 
     def put(self, key: Hashable, output: Any, *, alone: bool) -> None:
         """Keep a copy of a result."""
-        self._misses += 1
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(output))
         if not is_plain(output) or size > self._max_bytes:
             self._bypassed += 1
             return
+        self._misses += 1
         self._kept.pop(key, None)
         self._kept[key] = _Kept(_copy(output), size, alone)
         while len(self._kept) > self._entries or sum(kept.size for kept in self._kept.values()) > self._max_bytes:

@@ -109,6 +109,8 @@ class Stepper:
         pending = self._take([(state, state.advance()) for state in self._admitted(list(chosen))], [])
         while pending:
             pending = self._wave(pending)
+        # What it brought is large, and belongs to the caller.
+        self._output = StepOutput()
 
     def _admitted(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
         """All of them, unless one needs the model for itself: that one from its begin to its end, the others wait."""
@@ -188,6 +190,9 @@ class Stepper:
         self._remember(batch, parts)
         return parts
 
+    def _adapter_in(self, state: DiffusionRequestState, call: ModelCall) -> str | None:
+        return None if self._loras is None else self._loras.identity_in(call.module, state.spec.lora)
+
     def _plan(self, batch: InputBatch) -> Plan | None:
         """How the step cache serves a batch; None for one that goes without."""
         branches = [item.branch for item in batch.items if item.branch is not None]
@@ -254,7 +259,7 @@ class Stepper:
             state.put_off = call
             return
         state.calls[kind] += 1
-        prompt = None if self._prompts is None else self._prompts.key(call)
+        prompt = None if self._prompts is None else self._prompts.key(call, adapter=self._adapter_in(state, call))
         pending.append(Pending(state, call, prompt, None if self._cache is None else self._cache.branch_of(state, call)))
 
 
