@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled denoisers: what is compiled, that rows and adapters never compile it again, and what happens where it cannot be."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion_worker.config import Compile
+from diffusion_worker.lora.layers import LoRALinear, RowAdapters, RowAdaptersHolder, SlotOfEachRow
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import LoRAUse, RequestSpec
+from diffusion_worker.runner.compilation import Compilation, regions_of
+from runner_rig import RunnerRig, levels_apart, request
+from worker_process import DIGITS, WorkerProcess
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) + x
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Named(Blocks):
+    _repeated_blocks = ("Linear",)
+
+
+@pytest.fixture
+def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Has `torch.compile` return what a function makes of the function to compile."""
+
+    def replace(compiler: Callable[..., Any]) -> None:
+        monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function))
+
+    return replace
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch traces and guards as ever, and then runs what it traced as it is: a code generator would take minutes here."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function, fullgraph=True, backend="eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def test_the_blocks_that_diffusers_names_are_compiled_or_those_a_list_repeats_or_the_whole() -> None:
+    named, listed, single = Named(), Blocks(), Blocks(1)
+    assert regions_of(named) == [part for part in named.modules() if isinstance(part, nn.Linear)]
+    assert regions_of(listed) == list(listed.blocks)
+    assert regions_of(single) == [single]
+
+
+def test_only_denoisers_are_compiled_and_the_features_say_how() -> None:
+    modules = {"transformer": Blocks(), "text_encoder": Blocks()}
+    compilation = Compilation(Compile.DEFAULT, modules)
+    assert compilation.regions == list(modules["transformer"].blocks)
+    assert compilation.features == {"compile": "default (regional, 3 blocks)"}
+    assert Compilation(Compile.MAX_AUTOTUNE, {"unet": Blocks(1)}).features == {"compile": "max-autotune (whole)"}
+    assert Compilation(Compile.NONE, modules).features == {}
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_and_the_features_say_why(
+    compiled_by: Callable[[Callable[..., Any]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise torch._dynamo.exc.Unsupported("no such operation\nand more words")
+
+        return call
+
+    compiled_by(broken)
+    model, x = Blocks(), torch.randn(2, 8)
+    expected = model(x)
+    compilation = Compilation(Compile.DEFAULT, {"transformer": model})
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x), expected)
+    assert compilation.features == {"compile": "none: fell back: Unsupported: no such operation"}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "--compile default: Block cannot be compiled, everything runs as it is" in caplog.text
+
+
+def test_a_call_that_fails_compiled_or_not_is_the_requests_fault_and_nothing_is_given_up(
+    compiled_by: Callable[[Callable[..., Any]], None],
+) -> None:
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: torch.Tensor) -> Any:
+            if x.shape[-1] != 8:
+                raise torch._dynamo.exc.TorchRuntimeError("traced with a wrong shape")
+            return function(x)
+
+        return call
+
+    compiled_by(failing)
+    compilation = Compilation(Compile.DEFAULT, {"transformer": (model := Named())})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 7))
+    model(torch.randn(2, 8))
+    assert compilation.features == {"compile": "default (regional, 4 blocks)"}
+
+
+def test_calls_that_must_be_bit_equal_run_as_they_are(compiled_by: Callable[[Callable[..., Any]], None]) -> None:
+    compiled_by(lambda function: lambda x: function(x) + 1)
+    model, x = Blocks(), torch.randn(2, 8)
+    expected = model(x)
+    compilation = Compilation(Compile.DEFAULT, {"transformer": model})
+    assert not torch.equal(model(x), expected)
+    with compilation.off():
+        assert torch.equal(model(x), expected)
+    assert not torch.equal(model(x), expected)
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------------
+
+
+def wrapped(holder: RowAdaptersHolder) -> LoRALinear:
+    torch.manual_seed(1)
+    layer = LoRALinear(nn.Linear(8, 6), holder, slots=3, max_rank=4, device=CPU)
+    layer._a.normal_()
+    layer._b.normal_()
+    return layer
+
+
+def test_a_slot_for_each_row_adds_what_slots_of_chosen_rows_add_and_nothing_to_the_others() -> None:
+    holder = RowAdaptersHolder()
+    layer, x = wrapped(holder), torch.randn(4, 5, 8)
+    plain = layer(x)
+    rows: tuple[list[int | None], list[float]] = ([None, 2, 0, None], [0.0, 0.5, 1.0, 0.0])
+    holder.current = RowAdapters(*rows, CPU)
+    chosen = layer(x)
+    holder.current, holder.static = None, SlotOfEachRow(*rows, CPU)
+    each = layer(x)
+    assert torch.allclose(each, chosen, atol=1e-6)
+    assert torch.equal(each[[0, 3]], plain[[0, 3]]) and not torch.allclose(each[[1, 2]], plain[[1, 2]])
+
+
+def test_rows_that_cannot_be_told_apart_are_an_error_only_of_a_layer_that_an_adapter_names() -> None:
+    holder = RowAdaptersHolder()
+    layer, x = wrapped(holder), torch.randn(4, 8)
+    holder.static = SlotOfEachRow([0, None], [1.0, 0.0], CPU)
+    assert torch.equal(layer(x), layer.base(x))
+    layer._named = True
+    with pytest.raises(RuntimeError, match="got 4 rows in a call of 2: adapters cannot be told apart"):
+        layer(x)
+
+
+def pictures_of(rig: RunnerRig, *, count: int, adapter: int | None, guidance: float) -> dict[str, Any]:
+    use = None if adapter is None else LoRAUse(adapter, 1.0)
+    specs: list[RequestSpec] = [
+        request(f"{index}", seed=index, height=64, width=64, steps=2, guidance_scale=guidance, lora=use if index % 2 == 0 else None)
+        for index in range(count)
+    ]
+    pictures, errors = rig.run(*specs)
+    assert errors == {}
+    return pictures
+
+
+@pytest.mark.slow
+def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything_again(traced: None) -> None:
+    plain, rig = RunnerRig(), RunnerRig(compile=Compile.DEFAULT, max_loras=2)
+    assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
+
+    def both(count: int, adapter: int | None = None, guidance: float = 4.0) -> None:
+        ours = pictures_of(rig, count=count, adapter=adapter, guidance=guidance)
+        theirs = pictures_of(plain, count=count, adapter=adapter, guidance=guidance)
+        assert max(levels_apart(ours[name], theirs[name]) for name in theirs) <= 1
+
+    def change(*, add: tuple[str, int] | None = None, remove: int | None = None) -> None:
+        for each in (plain, rig):
+            assert each.runner.loras is not None
+            if add is not None:
+                each.runner.loras.add_adapter(LoRARequest(add[0], add[1], str(DIGITS / "loras" / add[0])))
+            if remove is not None:
+                assert each.runner.loras.remove_adapter(remove)
+
+    # A version that has to be compiled now is an error of torch's, and the runner falls back for good.
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (3, 5):
+            both(count)
+        both(1, guidance=1.0)
+        change(add=("stripes", 1))
+        both(1, 1, guidance=1.0)
+        both(3, 1)
+        change(add=("frame", 2))
+        both(2, 2)
+        change(remove=1)
+        change(add=("paper", 3))
+        both(4, 3)
+        rig.runner.release()
+        rig.runner.weights.restore()
+        both(2, 3)
+    assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
+
+
+# --- with a code generator, and without its compiler --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(Path(folder, "g++").exists() for folder in ("/usr/bin", "/usr/local/bin")), reason="no g++: what happens then is below"
+)
+def test_generated_code_computes_what_the_blocks_do_for_one_row_and_for_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = Blocks().eval().requires_grad_(False)
+    inputs = [torch.randn(rows, 8) for rows in (1, 2, 3, 7)]
+    with torch.inference_mode():
+        expected = [model(x) for x in inputs]
+        compilation = Compilation(Compile.DEFAULT, {"transformer": model})
+        made = [model(x) for x in inputs]
+    assert compilation.features == {"compile": "default (regional, 3 blocks)"}
+    assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(made, expected, strict=True))
+    assert any(tmp_path.rglob("*.so")), "code was generated and compiled"
+
+
+@pytest.mark.slow
+def test_without_a_compiler_on_the_machine_the_worker_serves_and_its_state_says_that_nothing_is_compiled(tmp_path: Path) -> None:
+    # As in the worker's image, which has no g++.
+    env = {"PATH": str(tmp_path), "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    with WorkerProcess(options=("--compile=default", "--max-loras=0"), env=env) as worker:
+        worker.wait_ready()
+        said = worker.state()["features"]["compile"]
+        assert said.startswith("none: fell back: "), said
+        assert worker.image(prompt="a red digit seven", seed=1, num_inference_steps=2).size == (64, 64)
+        assert worker.output.count("--compile default: JointTransformerBlock cannot be compiled") == 1
