@@ -11,14 +11,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from PIL import Image, ImageChops
 
-from diffusion_worker.engine.results import AppliedAdapter, Generation, Picture, Provenance
+from diffusion_worker.engine.results import AppliedAdapter, Picture, Provenance
 from diffusion_worker.errors import RequestError
-from diffusion_worker.server import generation
-from diffusion_worker.server.answers import AnswerOptions, picture_file
+from diffusion_worker.server import answers
 from diffusion_worker.server.encoding import BAND_BYTES, OutputFormat, encode, metadata_of
 from diffusion_worker.server.encoding_threads import MAX_THREADS, NICENESS, EncodingThreads
 from server_edge import DEADLINE_S, serving_edge
@@ -250,12 +250,12 @@ class SlowEncoder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()
         self.begun = 0
-        monkeypatch.setattr(generation, "picture_file", self._encode)
+        monkeypatch.setattr(answers, "encode", self._encode)
 
-    def _encode(self, made: Generation, picture: Picture, options: AnswerOptions) -> bytes:
+    def _encode(self, *picture: Any, **options: Any) -> bytes:
         self.begun += 1
         assert self.gate.wait(DEADLINE_S), "nobody let the encoder go"
-        return picture_file(made, picture, options)
+        return encode(*picture, **options)
 
 
 async def test_a_slow_encoder_delays_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
