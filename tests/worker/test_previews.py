@@ -90,6 +90,7 @@ def test_previews_come_ever_closer_to_the_picture_which_is_bit_for_bit_the_one_w
     assert [index + 1 for index, output in enumerate(shown) if output.previews] == [1, 3, 4] == preview_steps(6, 3)
 
 
+@pytest.mark.slow
 def test_the_pictures_of_the_company_and_its_shared_calls_are_those_without_previews(rig: RunnerRig) -> None:
     def together(previews: int) -> tuple[Pixels, list[int]]:
         found = outputs(rig, request("shows", steps=4, previews=previews), request("plain", seed=2, steps=4, guidance_scale=3.0))
@@ -100,6 +101,7 @@ def test_the_pictures_of_the_company_and_its_shared_calls_are_those_without_prev
     assert one_calls == other_calls
 
 
+@pytest.mark.slow
 def test_the_time_that_previews_take_counts_as_the_requests_own(rig: RunnerRig) -> None:
     found = outputs(rig, request("a", steps=4, previews=3), request("b", steps=4, seed=2))
     clocks = {name: clock.report() for output in found for name, clock in output.clocks.items()}
@@ -218,3 +220,38 @@ def test_pipelines_of_every_kind_show_their_way_tell_their_steps_and_make_the_sa
     assert previews and all(preview.shape == one.shape and not torch.equal(preview, one) for preview in previews)
     told = [step for output in shown for step in output.progress]
     assert told[-1].step == told[-1].steps == len(told)
+
+
+class OddScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+    """A scheduler whose result nobody can read."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        class Result:
+            latents = super(OddScheduler, self).step(*args, **kwargs)[0]
+
+            def __getitem__(self, place: int) -> Any:
+                return self.latents
+
+        return Result()
+
+
+@pytest.mark.slow
+def test_a_scheduler_of_its_own_kind_costs_a_request_its_previews_and_nobody_anything_else(rig: RunnerRig) -> None:
+    plain = picture_of("a", outputs(rig, request("a", steps=4)))
+    own = rig.runner.pipeline.scheduler
+    rig.runner.pipeline.scheduler = OddScheduler.from_config(own.config)
+    try:
+        found = outputs(rig, request("a", steps=4, previews=2), request("b", steps=4))
+    finally:
+        rig.runner.pipeline.scheduler = own
+    assert previews_of("a", found) == []
+    assert np.abs(picture_of("a", found).astype(int) - plain).max() <= 2
+
+
+def test_a_request_that_has_ended_keeps_nothing_of_its_way(rig: RunnerRig) -> None:
+    rig.runner.execute_stepwise(Tick(0, [request("a", steps=2, previews=1), request("leaves", steps=2, previews=1)]))
+    ways = [rig.runner.state_of(name).way for name in ("a", "leaves")]
+    assert all(way is not None and way.answers and way.denoised and way.steps for way in ways)
+    outputs_left = [rig.runner.execute_stepwise(Tick(number, leave=["leaves"] if number == 1 else [])) for number in (1, 2)]
+    assert any(output.pictures for output in outputs_left)
+    assert not any(way is None or way.answers or way.denoised or way.steps for way in ways)

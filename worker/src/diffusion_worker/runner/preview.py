@@ -8,7 +8,9 @@ nothing of the request's; it ends within the tick, and its calls are never share
 """
 
 import copy
+import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -56,8 +58,8 @@ class PreviewState(DiffusionRequestState):
         self.steps_done = of.steps_done
         self._way = way
         self._answers = deque(way.answers)
-        self._steps = [(step, step.estimate()) for step in way.steps.values()]
-        self._seen: dict[int, int] = {}
+        self._steps = list(way.steps.values())
+        self._replays: dict[int, Callable[[], Any]] = {}
         self._fiber.replay = self._replayed
 
     def report(self, error: BaseException) -> ErrorReport:
@@ -69,13 +71,20 @@ class PreviewState(DiffusionRequestState):
         event = super()._note(event)
         while isinstance(event, ModelCall):
             try:
-                known = self._known(event)
-            except NoPreview as error:
-                return super()._note(self._fiber.throw(error))
+                known = _copy_of(self._known(event))
+            except Exception as error:  # it is this run's, not the tick's
+                event = super()._note(self._fiber.throw(error))
+                continue
             if known is None:
                 return event
-            event = super()._note(self._fiber.switch(_copy_of(known)))
+            event = super()._note(self._fiber.switch(known))
         return event
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._answers.clear()
+        self._steps.clear()
+        self._replays.clear()
 
     def _known(self, call: ModelCall) -> Any | None:
         """What the request was answered; None for a call that it has not come to yet."""
@@ -87,11 +96,13 @@ class PreviewState(DiffusionRequestState):
 
     def _replayed(self, scheduler: Any) -> Any:
         """What a step of a scheduler returns; they are known by the order of their first steps."""
-        place = self._seen.setdefault(id(scheduler), len(self._seen))
-        if place >= len(self._steps):
-            raise NoPreview(f"{type(scheduler).__name__} has not taken a step yet")
-        step, latents = self._steps[place]
-        return step.returning(latents)
+        if id(scheduler) not in self._replays:
+            place = len(self._replays)
+            if place == len(self._steps):
+                raise NoPreview(f"{type(scheduler).__name__} has not taken a step yet")
+            step = self._steps[place]
+            self._replays[id(scheduler)] = functools.partial(step.returning, step.estimate())
+        return self._replays[id(scheduler)]()
 
 
 def _copy_of(answer: Any) -> Any:

@@ -151,7 +151,7 @@ class DiffusionRequestState:
 
     def drop(self) -> None:
         """Unwind the fiber; nothing of it runs afterwards but its `finally` blocks."""
-        self.branches.clear()
+        self._forget()
         if self._fiber:
             with self._randomness, self._precision:
                 self._fiber.throw(greenlet.GreenletExit)
@@ -164,8 +164,13 @@ class DiffusionRequestState:
         except Exception as error:
             return Broken(error, self._asked)
         finally:
-            # At once: the request and its fiber hold each other until the garbage is collected.
-            self.branches.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of tensors at once: the request and its fiber hold each other until the garbage is collected."""
+        self.branches.clear()
+        if self.way is not None:
+            self.way.forget()
 
     def kind_of(self, call: ModelCall) -> Hashable:
         """What sets a call apart from the others of a step, and is the same at the next step. To be asked once for each call."""

@@ -73,6 +73,12 @@ class Way:
         else:
             self.answers.append((call.component, call.method, answer))
 
+    def forget(self) -> None:
+        """The request has ended."""
+        self.answers.clear()
+        self.denoised.clear()
+        self.steps.clear()
+
     def stepped(self, step: Step) -> None:
         """A scheduler has taken a step."""
         self.steps[id(step.scheduler)] = step
