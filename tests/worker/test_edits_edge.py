@@ -20,7 +20,7 @@ from PIL import Image
 from diffusion_worker.config import RequestLimits
 from diffusion_worker.engine.admission import InputPicture, size_of_edit
 from diffusion_worker.messages import ModelInfo, PictureInput, RequestSpec, Task
-from diffusion_worker.server.input_pictures import MAX_FILE_PIXELS
+from diffusion_worker.server.input_pictures import MAX_FILE_PIXELS, decode
 from fake_rank_group import fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image
@@ -141,9 +141,7 @@ async def test_a_stream_of_an_edit_has_the_sdks_events(edge: Edge) -> None:
     ("width", "height", "size"),
     [(48, 32, (48, 32)), (50, 39, (48, 32)), (3, 5, (8, 8)), (4096, 2048, (1448, 720)), (9000, 2, (9000, 8)), (400_000, 1, (131072, 8))],
 )
-async def test_an_edit_without_a_size_takes_that_of_its_picture_within_limits(
-    width: int, height: int, size: tuple[int, int]
-) -> None:
+async def test_an_edit_without_a_size_takes_that_of_its_picture_within_limits(width: int, height: int, size: tuple[int, int]) -> None:
     found = size_of_edit(InputPicture(b"", height, width), RequestLimits(max_pixels=1_048_576), model())
     assert found == size[::-1]
 
@@ -181,6 +179,24 @@ async def test_a_picture_can_be_a_data_url_and_nothing_is_fetched_from_elsewhere
     for other in ("http://169.254.169.254/latest", "https://example.com/a.png", "file:///etc/passwd", "data:image/png,abc", url + "!"):
         answer = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p")), ("url", (None, other))])
         assert "expected a data: URL" in refusal(answer, "url")
+
+
+@pytest.mark.parametrize(
+    ("image", "form", "seen"),
+    [
+        (Image.new("L", (8, 8), 200), "PNG", (200, 200, 200)),
+        (Image.new("1", (8, 8), 1), "PNG", (255, 255, 255)),
+        (Image.new("LA", (8, 8), (10, 255)), "PNG", (10, 10, 10)),
+        (Image.new("RGBA", (8, 8), (200, 0, 0, 0)), "WEBP", (255, 255, 255)),
+        (Image.new("RGB", (8, 8), (1, 2, 3)).quantize(4), "PNG", (1, 2, 3)),
+        (Image.new("I;16", (8, 8), 65535), "PNG", (255, 255, 255)),
+        (Image.new("I;16", (8, 8), 257 * 100), "PNG", (100, 100, 100)),
+        (Image.new("CMYK", (8, 8), (0, 0, 0, 0)), "JPEG", (255, 255, 255)),
+    ],
+)
+def test_every_kind_of_picture_becomes_its_colours(image: Image.Image, form: str, seen: tuple[int, int, int]) -> None:
+    picture = decode("image", file_of(image, form, **({"lossless": True} if form == "WEBP" else {})), max_pixels=64).picture
+    assert picture == InputPicture(bytes(seen) * 64, 8, 8)
 
 
 BROKEN_FILES: dict[str, tuple[Callable[[], bytes], str]] = {

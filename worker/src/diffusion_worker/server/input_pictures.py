@@ -5,9 +5,11 @@ PNG, JPEG and WebP are told by their first bytes, whatever a client calls them. 
 header, before anything is decoded: Pillow's own check comes later, and is a setting of the whole process.
 """
 
+import contextlib
 import io
 import math
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +25,13 @@ from diffusion_worker.errors import ErrorCode, RequestError
 # As OpenAI says it. Forty million pixels are a picture of 8K and more; decoded with transparency they are 160 MB.
 MAX_FILE_BYTES = 50_000_000
 MAX_FILE_PIXELS = 40_000_000
+# Pictures over this are decoded one after the other: with copies the largest take 400 MB for a moment.
+LARGE_PIXELS = 10_000_000
+LARGE = threading.Lock()
 
+# In EXIF: how a camera was held, and the ways that swap width and height.
+ORIENTATION = 0x0112
+LYING = (5, 6, 7, 8)
 # What Pillow raises for files that are broken in one way or another.
 BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, ZeroDivisionError, MemoryError, struct.error)
 # Sixteen bits a pixel of grey, which Pillow cuts off at 255 where it makes colours of them.
@@ -67,11 +75,11 @@ def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedPicture:
         width, height = image.size
         _check_pixels(field, width, height)
         target = _fitting(width, height, max_pixels)
-        image.draft("RGB", target)  # a JPEG can be decoded at half its size, or less
-        image = ImageOps.exif_transpose(image)
-        if (image.width > image.height) != (width > height):
-            width, height, target = height, width, target[::-1]
-        return decoded(image, target)._replace(height=height, width=width)
+        with LARGE if width * height > LARGE_PIXELS else contextlib.nullcontext():
+            image.draft("RGB", target)  # a JPEG can be decoded at half its size, or less
+            if image.getexif().get(ORIENTATION) in LYING:
+                width, height, target = height, width, target[::-1]
+            return decoded(ImageOps.exif_transpose(image), target)._replace(height=height, width=width)
     except BROKEN as error:
         raise refused(field, f"a whole {format_.name} file", f"one that cannot be decoded ({type(error).__name__})") from None
 
