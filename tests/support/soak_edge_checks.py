@@ -1,16 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of ours that schemathesis makes of every answer, beside its own; named as `hooks` in its configuration."""
+"""What schemathesis is told beside the OpenAPI documents: checks of every answer, and files to send; `hooks` in its configuration."""
 
 import base64
 import io
 import json
+import struct
+import zlib
 from typing import Any
 
 import schemathesis
+from hypothesis import strategies
 from PIL import Image
 
 # Why a worker may refuse for now; see docs/troubleshooting.md.
 REFUSALS = {"Starting", "Asleep", "Busy", "Terminating", "AdapterNotLoaded"}
+
+
+def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32), **options: Any) -> bytes:
+    """A picture; transparent on its left where it can be."""
+    picture = Image.linear_gradient("L").resize(size).convert(mode)
+    if mode == "RGBA":
+        picture.putalpha(Image.linear_gradient("L").rotate(90).resize(size).point([0] * 128 + [255] * 128))
+    out = io.BytesIO()
+    picture.save(out, kind, **options)
+    return out.getvalue()
+
+
+def _bomb() -> bytes:
+    """A PNG whose head claims 100,000 pixels a side."""
+    png = bytearray(_file("PNG"))
+    png[16:24] = struct.pack(">II", 100_000, 100_000)
+    png[29:33] = struct.pack(">I", zlib.crc32(png[12:29]))
+    return bytes(png)
+
+
+PICTURES = [
+    *(_file("PNG", mode) for mode in ("RGB", "RGBA", "1", "I;16")),
+    *(_file("PNG", mode, (48, 40)) for mode in ("RGB", "RGBA")),
+    *(_file("PNG", size=size) for size in ((1, 1), (4000, 1))),
+    *(_file("JPEG"), _file("JPEG", "CMYK"), _file("WEBP"), _file("GIF")),
+]
+NO_PICTURES = [PICTURES[0][:60], PICTURES[0][:-20], _bomb(), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
+schemathesis.openapi.format("binary", strategies.sampled_from(PICTURES * 3 + NO_PICTURES) | strategies.binary(max_size=64))
 
 
 @schemathesis.check

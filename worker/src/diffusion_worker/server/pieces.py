@@ -5,6 +5,7 @@ Base64 of a picture in one call would keep the GIL, and so the event loop, for a
 a small model; and one body of many megabytes would be copied on the loop.
 """
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 
@@ -30,8 +31,14 @@ class PiecedResponse(Response):
         """Send it all."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send_piece(send, piece)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def send_piece(send: Send, piece: bytes) -> None:
+    """Send a part of a body, and let others have the loop: `send` itself waits only where the socket is full."""
+    await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await asyncio.sleep(0)
 
 
 def cut(content: bytes) -> Pieces:

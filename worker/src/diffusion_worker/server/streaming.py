@@ -11,7 +11,7 @@ import time
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
@@ -19,7 +19,7 @@ from diffusion_worker.engine.results import RequestEvent, StepTaken
 from diffusion_worker.errors import GroupFailed, RequestError
 from diffusion_worker.server.answers import AnswerOptions, completed_event, preview_event, progress_event, server_sent
 from diffusion_worker.server.encoding_threads import EncodingThreads
-from diffusion_worker.server.pieces import Pieces
+from diffusion_worker.server.pieces import Pieces, send_piece
 from diffusion_worker.server.problems import client_gone, error_body, lost_ranks, unexpected_error
 from diffusion_worker.server.running_requests import ClientGone, unless_unwanted
 
@@ -114,18 +114,17 @@ class EventStream(Response):
             log.debug("nobody reads the error of this stream any more")
 
     async def _send(self, send: Send, content: Pieces, *, more: bool = True) -> None:
+        """Send all of it, each part in time; raises ClientGone."""
         try:
             if not self._begun:
-                await _send_in_time(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 self._begun = True
             for piece in content:
-                await _send_in_time(send, {"type": "http.response.body", "body": piece, "more_body": True})
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send_piece(send, piece)
             if not more:
-                await _send_in_time(send, {"type": "http.response.body", "body": b"", "more_body": False})
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
             raise ClientGone from None
-
-
-async def _send_in_time(send: Send, message: Message) -> None:
-    async with asyncio.timeout(SEND_TIMEOUT_S):
-        await send(message)
