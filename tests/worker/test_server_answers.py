@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How pictures are answered: formats, files, quality, timings, provenance, and OpenAI's fields that mean nothing here."""
 
+import asyncio
 import base64
 import io
 import json
+import random
 import zipfile
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +18,7 @@ from PIL import Image
 from diffusion_worker.config import RequestDefaults, RequestLimits, StepCache
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.server.image_schemas import REFUSED, ImagesRequest
+from diffusion_worker.server.pieces import PIECE_BYTES, PiecedResponse, cut, json_with_file
 from fake_rank_group import FAKE_STAGES, fake_digest, fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image
@@ -225,3 +228,42 @@ async def test_a_request_over_a_limit_of_the_options_is_refused_with_the_limit(b
     assert (refused.status_code, refused.json()["details"]) == (400, {"field": field})
     assert limit in refused.json()["message"]
     assert fits.status_code == 200
+
+
+# Large answers
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 2])
+def test_a_file_in_pieces_is_the_same_file_and_no_piece_is_large(size: int) -> None:
+    file = random.Random(size).randbytes(size)
+    pieces = json_with_file(file, {"seed": 3})
+    document = json.loads(b"".join(pieces))
+    assert (base64.b64decode(document["b64_json"], validate=True), document["seed"]) == (file, 3)
+    assert max(map(len, pieces)) <= PIECE_BYTES * 4 // 3
+    assert b"".join(cut(file)) == file
+
+
+async def test_a_large_answer_says_its_length_and_lets_the_loop_turn_between_its_pieces() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    pieces = [b"x" * 1000] * 50
+    counting = asyncio.create_task(count())
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    await PiecedResponse(pieces, "image/png")({"type": "http"}, receive, send)
+    counting.cancel()
+    assert (b"content-length", b"50000") in sent[0]["headers"]
+    assert b"".join(message["body"] for message in sent[1:]) == b"".join(pieces)
+    assert turns >= 50
