@@ -257,4 +257,5 @@ def test_the_page_fits_a_phone(fake_worker: WorkerProcess, open_page: Callable[.
     page.set_viewport_size({"width": 360, "height": 640})
     make(page, prompt="a red digit seven", width="512", height="512")
     finished(page)
+    expect(page.locator("#progress-text")).to_be_in_viewport()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360

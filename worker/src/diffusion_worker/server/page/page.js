@@ -175,6 +175,8 @@ function begin() {
   byId("make").disabled = true;
   announce("Sent. Waiting for the first step …");
   setText("news", "The picture is being made.");
+  // On a phone it is below the form.
+  if (matchMedia("(max-width: 44rem)").matches) byId("result").scrollIntoView();
 }
 
 function announce(text, done, all) {
