@@ -134,6 +134,11 @@ def test_a_wrong_key_is_an_authentication_error(worker: WorkerProcess) -> None:
     assert KEY not in str(error.value)
 
 
+def test_variations_have_no_route_and_say_so(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no such route"):
+        client.images.create_variation(image=b"a picture")
+
+
 def test_models_are_listed_and_retrieved_with_what_they_can(client: OpenAI) -> None:
     [model] = client.models.list().data
     assert model.id == "digits" and model == client.models.retrieve("digits")
