@@ -112,20 +112,16 @@ class DiffusionEngine:
         prompts = _prompts(prompt)
         if size is not None:
             width, height = _sides(size, height, width)
-        fields: dict[str, object] = {
-            "n": n,
-            "seed": seed,
-            "height": height,
-            "width": width,
-            "steps": steps,
-            "guidance_scale": guidance_scale,
-        }
-        fields |= picture_fields(image, mask, strength)
-        fields |= {"negative_prompt": negative_prompt, "model": adapter, "exact": exact, "accelerated": accelerated}
+        fields = picture_fields(image, mask, strength) | {"n": n, "seed": seed, "height": height, "width": width, "steps": steps}
+        fields |= {"guidance_scale": guidance_scale, "negative_prompt": negative_prompt, "model": adapter}
+        fields |= {"exact": exact, "accelerated": accelerated}
         wanted = [_params({**fields, "prompt": text}) for text in prompts]
+        return self._generate(wanted, self._progress if progress is None else progress, timeout_s)
+
+    def _generate(self, wanted: list[GenerationParams], progress: bool | None, timeout_s: float | None) -> list[GeneratedPicture]:
         engine = self._thread.engine
         counts = StepCounts(sum(params.n for params in wanted))
-        with step_bar(counts, self._progress if progress is None else progress) as draw:
+        with step_bar(counts, progress) as draw:
             try:
                 made = self._thread.run(_make(engine, wanted, counts.listener), meanwhile=draw, timeout_s=timeout_s)
             except TimeoutError:
