@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import broadcast, joining, mixed_sizes, overhead, sleep
+from benchmarks import broadcast, joining, mixed_sizes, overhead, server, sleep
 from benchmarks.result import Measured
 
 GOALS: dict[str, Callable[[], Measured]] = {
@@ -20,6 +20,7 @@ GOALS: dict[str, Callable[[], Measured]] = {
     "P7": mixed_sizes.measure,
     "P8": joining.measure,
     "P9": broadcast.measure,
+    "P10": server.measure,
 }
 OUTPUT = Path("bench-output")
 

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP over plain sockets for P10: a client costs as little as it can, as it runs on the cores of the server it measures.
+
+`python -m benchmarks.http_load PORT SIZE` asks for twenty pictures at once for every line it reads, says "waiting" when the
+server has all of the requests, and "done" when it has read all of the answers.
+"""
+
+import json
+import os
+import re
+import selectors
+import socket
+import sys
+import time
+
+CLIENTS = 20
+DEADLINE_S = 120.0
+# The clients stand for other machines: what they do with an answer is not to take the core that the server needs.
+NICENESS = 10
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: worker\r\n\r\n"
+METRICS = b"GET /metrics HTTP/1.1\r\nHost: worker\r\n\r\n"
+LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+IN_FLIGHT = re.compile(rb"^diffusion_worker_requests_(?:queued|in_flight) ([0-9.]+)$", re.MULTILINE)
+
+
+def connect(port: int) -> socket.socket:
+    """A connection to the server on this machine."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def ask(connection: socket.socket, request: bytes) -> bytes:
+    """The body of the answer to one request.
+
+    Raises:
+        RuntimeError: the answer is no 200.
+    """
+    connection.sendall(request)
+    answer = Answer()
+    while not answer.complete:
+        answer.read(connection)
+    return bytes(answer.body)
+
+
+class Answer:
+    """What arrived of one answer."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self._head = bytearray()
+        self._length: int | None = None
+        self._read = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it arrived."""
+        return self._read == self._length
+
+    def read(self, connection: socket.socket, *, keep: bool = True) -> None:
+        """Take what is there."""
+        data = connection.recv(1 << 18)
+        if not data:
+            raise RuntimeError("the server closed a connection")
+        if self._length is None:
+            self._head += data
+            head, end, data = bytes(self._head).partition(b"\r\n\r\n")
+            if not end:
+                return
+            found = LENGTH.search(head)
+            if b" 200 " not in head.split(b"\r\n", 1)[0] or found is None:
+                raise RuntimeError(f"expected 200 and a length, found {head[:200]!r}")
+            self._length = int(found[1])
+        self._read += len(data)
+        if keep:
+            self.body += data
+
+
+def burst(connections: list[socket.socket], request: bytes, control: socket.socket) -> None:
+    """One request on every connection; returns when all answers were read."""
+    for connection in connections:
+        connection.sendall(request)
+    _wait_for_requests(control, len(connections))
+    print("waiting", flush=True)
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ, (connection, Answer()))
+        while selector.get_map():
+            for key, _ in selector.select(DEADLINE_S):
+                connection, answer = key.data
+                answer.read(connection, keep=False)
+                if answer.complete:
+                    selector.unregister(connection)
+    print("done", flush=True)
+
+
+def _wait_for_requests(control: socket.socket, wanted: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while sum(float(count) for count in IN_FLIGHT.findall(ask(control, METRICS))) != wanted:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the server has not got {wanted} requests within {DEADLINE_S:g} s")
+        time.sleep(0.01)
+
+
+def main(port: int, size: int) -> None:
+    """Bursts, as they are told."""
+    os.nice(NICENESS)
+    body = json.dumps({"prompt": "a picture", "size": f"{size}x{size}"}).encode()
+    head = f"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connections, control = [connect(port) for _ in range(CLIENTS)], connect(port)
+    for _ in sys.stdin:
+        burst(connections, head.encode() + body, control)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
