@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 
 from diffusion_worker.config import StepCache, WorkerConfig, check_step_cache
+from diffusion_worker.engine.request_class import Defaults, class_of
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import RequestSpec, Tick
+from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.step_cache import first_block
 from diffusion_worker.runner.step_cache.cache import Divided, make_step_cache
 from diffusion_worker.runner.step_cache.run import Verdict
@@ -98,6 +100,33 @@ def test_requests_that_skip_alike_share_their_calls(rigs: dict[StepCache, Cached
     rig.pictures(*twins)
     assert len(rig.denoiser_calls()) == ONE.steps
     assert 0 < rig.skipped < rig.rows == 3 * 2 * 8
+
+
+def test_quality_is_part_of_the_class_by_which_requests_share_a_tick() -> None:
+    assert class_of(ONE, Defaults()) != class_of(slow(ONE), Defaults())
+    assert class_of(ONE, Defaults()) == class_of(msgspec.structs.replace(ONE, request_id="other", seed=3), Defaults())
+
+
+@every_kind
+def test_a_shared_call_that_fails_is_made_for_each_request_by_itself(rigs: dict[StepCache, CachedRig], kind: StepCache) -> None:
+    rig = rigs[kind]
+    twin = msgspec.structs.replace(ONE, request_id="twin", seed=8)
+    alone = rig.pictures(ONE) | rig.pictures(twin)
+    failed = []
+
+    def before(call: ModelCall) -> None:
+        if call.component == "transformer" and call.rows > 2 and len(failed) < 5:
+            failed.append(call)
+            raise RuntimeError("no such luck")
+
+    rig.parallel.before = before
+    try:
+        together = rig.pictures(ONE, twin)
+    finally:
+        rig.parallel.before = lambda call: None
+    assert len(failed) == 5
+    for name, picture in alone.items():
+        assert levels_apart(together[name], picture) <= 1
 
 
 @every_kind
