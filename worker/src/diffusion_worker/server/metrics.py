@@ -5,6 +5,7 @@ Labels are bounded: codes, routes, states and phases come from closed lists, ran
 no request's id. `docs/metrics.md` has them all, and a test holds it to that.
 """
 
+import asyncio
 from collections.abc import Iterator
 from functools import partial
 
@@ -73,9 +74,24 @@ class Metrics:
         if made.provenance.adapters:
             self._with_adapter.inc(len(made.pictures))
 
-    def exposition(self) -> tuple[bytes, str]:
-        """The text of all metrics and its media type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+    async def exposition(self) -> tuple[bytes, str]:
+        """The text of all metrics and its media type.
+
+        Values are read on the event loop, which owns them. Writing them takes longer: that is done in a thread, but not in
+        one of those that encode, so that nobody who watches waits behind pictures.
+        """
+        return await asyncio.to_thread(generate_latest, Collected(list(self.registry.collect()))), CONTENT_TYPE_LATEST
+
+
+class Collected(Collector):
+    """Metrics that were read before."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        """What was read."""
+        return self._metrics
 
 
 class EncodingCollector(Collector):

@@ -33,5 +33,5 @@ async def readyz(request: Request) -> dict[str, str]:
 @router.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
-    content, media_type = request.app.state.metrics.exposition()
+    content, media_type = await request.app.state.metrics.exposition()
     return Response(content, headers={"Content-Type": media_type})
