@@ -81,7 +81,8 @@ def size_of_edit(picture: InputPicture, limits: RequestLimits, model: ModelInfo)
 
 def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
     """Raises RequestError (InvalidRequest) that names the field, what was expected and what was found."""
-    _check_task(params, model)
+    check_served(params.task, model)
+    _check_pictures(params, model)
     if model.kind != "image":
         _refuse("model", "one that makes pictures", f"{model.pipeline}, which makes a {model.kind}")
     if not params.prompt.strip():
@@ -142,12 +143,16 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
         _refuse("size", f"at most {limits.max_pixels} pixels", size)
 
 
-def _check_task(params: GenerationParams, model: ModelInfo) -> None:
-    """Whether the model does such a thing at all, and whether it has the pictures that it takes for that."""
-    if model.kind == "image" and params.task not in model.tasks:
+def check_served(task: Task, model: ModelInfo) -> None:
+    """Raises RequestError (InvalidRequest) with the reason where the model does no such thing."""
+    if model.kind == "image" and task not in model.tasks:
         served = " and ".join(model.tasks) or "no route of pictures"
-        hint = next((HINTS[params.task, task] for task in model.tasks if (params.task, task) in HINTS), "")
-        _refuse("model", f"one that serves {params.task}", f"{model.pipeline}, which serves {served}{hint}")
+        hint = next((HINTS[task, other] for other in model.tasks if (task, other) in HINTS), "")
+        _refuse("model", f"one that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
+
+
+def _check_pictures(params: GenerationParams, model: ModelInfo) -> None:
+    """Whether a request has the pictures that the model takes for its task."""
     if params.task is Task.GENERATE:
         return
     if not 1 <= len(params.images) <= model.max_input_images:

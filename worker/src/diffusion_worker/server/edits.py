@@ -17,7 +17,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response
 
-from diffusion_worker.engine.admission import GenerationParams
+from diffusion_worker.engine.admission import GenerationParams, check_served
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.messages import Task
 from diffusion_worker.server.encoding_threads import EncodingThreads
@@ -135,8 +135,12 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
             mask = value
         elif isinstance(value, UploadFile):
             raise refused(shortened(name), "a text, as files are for image, image[] and mask", "a file")
-        elif texts.setdefault(root if root == "svg" else name, value) is not value:
+        elif root == "svg":  # svg[model] and the like
+            texts[root] = value
+        elif name in texts:
             raise refused(shortened(name), "one value", "a second one")
+        else:
+            texts[name] = value
     return EditForm(texts, pictures, mask)
 
 
@@ -158,14 +162,19 @@ async def _with_pictures(request: Request, form: EditForm, params: GenerationPar
     threads: EncodingThreads = request.app.state.encoding
     if not form.pictures:
         raise refused("image", "a picture", "none")
+    tasks = engine.model.tasks if engine.model is not None else []
+    # For a model that only inpaints, transparency of the picture itself says where.
+    own_mask = form.mask is None and Task.EDIT not in tasks and Task.INPAINT in tasks
+    if engine.model is not None and not own_mask:
+        # Before anything is decoded; all else is checked by the engine.
+        check_served(Task.EDIT if form.mask is None else Task.INPAINT, engine.model)
     names = [name if len(form.pictures) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.pictures)]
     most = engine.config.limits.max_pixels
     images = [await threads.run(_decode_part, name, sent, most) for name, (_, sent) in zip(names, form.pictures, strict=True)]
     mask = None
     if form.mask is not None:
         mask = _usable_mask(await threads.run(_decode_part, "mask", form.mask, most), images[0])
-    elif engine.model is not None and Task.EDIT not in engine.model.tasks and Task.INPAINT in engine.model.tasks:
-        # For a model that only inpaints, transparency of the picture itself says where.
+    elif own_mask:
         mask = images[0].mask
     return msgspec.structs.replace(
         params,

@@ -6,11 +6,12 @@ header, before anything is decoded: Pillow's own check comes later, and is a set
 """
 
 import contextlib
+import ctypes
 import io
 import math
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from PIL import ImageOps
@@ -25,9 +26,9 @@ from diffusion_worker.errors import ErrorCode, RequestError
 # As OpenAI says it. Forty million pixels are a picture of 8K and more; decoded with transparency they are 160 MB.
 MAX_FILE_BYTES = 50_000_000
 MAX_FILE_PIXELS = 40_000_000
-# Pictures over this are decoded one after the other: with copies the largest take 400 MB for a moment.
+# Pictures over this are decoded one after the other: with copies the largest take half a gigabyte for a moment.
 LARGE_PIXELS = 10_000_000
-LARGE = threading.Lock()
+_large = threading.Lock()
 
 # In EXIF: how a camera was held, and the ways that swap width and height.
 ORIENTATION = 0x0112
@@ -75,13 +76,27 @@ def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedPicture:
         width, height = image.size
         _check_pixels(field, width, height)
         target = _fitting(width, height, max_pixels)
-        with LARGE if width * height > LARGE_PIXELS else contextlib.nullcontext():
+        with _one_of_the_large() if width * height > LARGE_PIXELS else contextlib.nullcontext():
             image.draft("RGB", target)  # a JPEG can be decoded at half its size, or less
             if image.getexif().get(ORIENTATION) in LYING:
                 width, height, target = height, width, target[::-1]
-            return decoded(ImageOps.exif_transpose(image), target)._replace(height=height, width=width)
+            found = decoded(ImageOps.exif_transpose(image), target)._replace(height=height, width=width)
+            image.close()
+            del image
+            return found
     except BROKEN as error:
         raise refused(field, f"a whole {format_.name} file", f"one that cannot be decoded ({type(error).__name__})") from None
+
+
+@contextlib.contextmanager
+def _one_of_the_large() -> Iterator[None]:
+    """Nobody else's large picture meanwhile; afterwards glibc gives back what it would keep for the next one."""
+    with _large:
+        try:
+            yield
+        finally:
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+                trim(0)
 
 
 def refused(field: str, expected: str, found: object) -> RequestError:
@@ -96,18 +111,23 @@ def decoded(image: Image, target: tuple[int, int]) -> DecodedPicture:
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
     mask = None
     if image.has_transparency_data:
-        image = image.convert("RGBA")
+        image = _in_mode(image, "RGBA")
         alpha = image.getchannel("A")
         mask = alpha.point(lambda value: 0 if value else 255)
         on_white = new("RGB", image.size, "white")
         on_white.paste(image, mask=alpha)
         image = on_white
-    image = image.convert("RGB")
+    image = _in_mode(image, "RGB")
     if image.size != target:
         image = image.resize(target, Resampling.LANCZOS, reducing_gap=3.0)
     if mask is not None and mask.size != target:
         mask = mask.resize(target, Resampling.NEAREST)
     return DecodedPicture(_pixels(image, 3), None if mask is None else _pixels(mask, 1), height, width)
+
+
+def _in_mode(image: Image, mode: str) -> Image:
+    """Pillow copies a picture that is in its mode already."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _pixels(image: Image, channels: int) -> InputPicture:
