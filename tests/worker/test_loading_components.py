@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import ModelWeights
-from diffusion_worker.runner.component_loading import load_component
+from diffusion_worker.runner.component_loading import is_loadable, load_component
 from families.all import FAMILIES
 from families.family import tiny_vae
 from worker_process import DIGITS_MODEL
@@ -81,24 +81,22 @@ def test_a_component_read_to_its_place_equals_from_pretrained_and_is_in_no_memor
 
 @pytest.mark.slow
 def test_every_kind_of_component_of_every_family_is_read_as_from_pretrained_loads_it(tmp_path: Path) -> None:
-    seen, straight = set(), 0
-    for family in FAMILIES:
+    seen: set[str] = set()
+    # A loaded IP-Adapter changes the config of its model into one that no library loads again.
+    for family in (family for family in FAMILIES if "IP-Adapter" not in family.name):
         for name, part in family.build().components.items():
-            known = isinstance(part, diffusers.ModelMixin | transformers.PreTrainedModel)
-            key = (type(part), str(sorted(getattr(part, "config", {}).items(), key=str)) if isinstance(part, diffusers.ModelMixin) else "")
-            if not known or key in seen or (not hasattr(diffusers, type(part).__name__) and not hasattr(transformers, type(part).__name__)):
+            key = f"{type(part).__name__} {getattr(part, 'config', '')}"
+            if key in seen or not is_loadable(type(part)):
                 continue
             seen.add(key)
             folder = tmp_path / f"{len(seen)}-{name}"
             part.save_pretrained(folder)
-            if hasattr(type(part), "nets"):
-                continue
             try:
                 check_equal(type(part), folder, torch.bfloat16)
             except AssertionError as error:
                 raise AssertionError(f"{family.name}, {name}: {error}") from error
-            straight += 1
-    assert straight > 150
+            shutil.rmtree(folder)
+    assert len(seen) > 130
 
 
 @pytest.fixture
@@ -215,6 +213,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read: No such file"),
     "half a config": (lambda folder: (folder / "config.json").write_text('{"act_fn": '), "config.json is no JSON object"),
     "a list for a config": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is no JSON object"),
+    "a config of another class": (
+        lambda folder: (folder / "config.json").write_text('{"block_out_channels": "many"}'),
+        "AutoencoderKL cannot be loaded from .*vae: ",
+    ),
     "no folder": (shutil.rmtree, "expected a folder .*vae, found nothing there"),
     "pickled weights": (
         lambda folder: next(folder.glob("*.safetensors")).rename(folder / "diffusion_pytorch_model.bin"),

@@ -16,6 +16,8 @@ from diffusion_worker.memory.weight_files import StoredTensor
 
 # Large enough for a disk's full speed, small enough for a cache: from 4 to 16 MiB there was no difference.
 PIECE_BYTES = 8 << 20
+# What is converted is read twice; the second time it should still be in a core's own cache.
+CONVERTED_PIECE_BYTES = 1 << 20
 # One read fills this many tensors at most; the kernel takes 1,024.
 MOST_BUFFERS = 512
 BUFFER_ALIGNMENT = 64
@@ -84,7 +86,7 @@ def _jobs(fills: Sequence[Fill]) -> Iterator[_Piece | _Cut]:
 
 def _pieces_of(fill: Fill) -> Iterator[tuple[StoredTensor, torch.Tensor, int]]:
     flat, itemsize = fill.view.view(-1), fill.stored.dtype.itemsize
-    each = PIECE_BYTES // itemsize
+    each = _most_bytes(fill.stored, flat) // itemsize
     for begin in range(0, flat.numel(), each):
         yield fill.stored, flat[begin : begin + each], fill.stored.start + begin * itemsize
 
@@ -93,7 +95,11 @@ def _goes_on(pending: list[tuple[StoredTensor, torch.Tensor, int]], stored: Stor
     last, last_target, last_start = pending[-1]
     end = last_start + last_target.numel() * last.dtype.itemsize
     size = end - pending[0][2] + target.numel() * stored.dtype.itemsize
-    return last.file is stored.file and end == start and size <= PIECE_BYTES and len(pending) < MOST_BUFFERS
+    return last.file is stored.file and end == start and size <= _most_bytes(stored, target) and len(pending) < MOST_BUFFERS
+
+
+def _most_bytes(stored: StoredTensor, target: torch.Tensor) -> int:
+    return PIECE_BYTES if target.dtype == stored.dtype or target.device.type != "cpu" else min(PIECE_BYTES, CONVERTED_PIECE_BYTES)
 
 
 def _joined(pending: list[tuple[StoredTensor, torch.Tensor, int]]) -> _Piece:

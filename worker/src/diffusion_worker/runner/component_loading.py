@@ -64,6 +64,8 @@ def load_component(
         return _load_whole(name, kind, folder, dtype, checkpoint, options)
     except ConfigError as error:
         raise ConfigError(f"component {name}: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"component {name}: {kind.__name__} cannot be loaded from {folder}: {error}") from error
 
 
 def _load_whole(name: str, kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, options: dict[str, Any]) -> torch.nn.Module:
