@@ -32,9 +32,9 @@ OPTIONS = ("--default-steps=2", "--max-steps=12", "--max-pixels=16384", "--defau
 CONFIG = """
 hooks = "soak_edge_checks"
 [checks]
-positive_data_acceptance.expected-statuses = ["2xx", "400", "404", "409", "503"]
+positive_data_acceptance.expected-statuses = ["2xx", "400", "404", "409", "503", "504"]
 negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "409", "413", "503"]
-not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "503"]
+not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "503", "504"]
 """
 
 

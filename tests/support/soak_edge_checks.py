@@ -15,6 +15,9 @@ from PIL import Image
 # Why a worker may refuse for now; see docs/troubleshooting.md.
 REFUSALS = {"Starting", "Asleep", "Busy", "Terminating", "AdapterNotLoaded"}
 
+# What any call of the control port is done in here.
+SHORT_S = 60.0
+
 
 def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32), **options: Any) -> bytes:
     """A picture; transparent on its left where it can be."""
@@ -50,6 +53,14 @@ def a_503_has_a_documented_code(ctx: Any, response: Any, case: Any) -> None:
     if response.status_code == 503:
         problem = response.json()
         assert problem["code"] in REFUSALS and problem["retryable"], f"undocumented refusal: {problem}"
+
+
+@schemathesis.check
+def a_504_is_for_who_gave_too_little_time(ctx: Any, response: Any, case: Any) -> None:
+    """The deadline of a control call is the caller's own."""
+    if response.status_code == 504:
+        problem = response.json()
+        assert problem["code"] == "Timeout" and case.body["deadlineSeconds"] < SHORT_S, f"undocumented timeout: {problem}"
 
 
 @schemathesis.check
