@@ -12,8 +12,9 @@ from diffusion_worker.compatibility import EXCLUSIVE, check_together
 from diffusion_worker.config import Compile, Offload, Quantization, StepCache, WorkerConfig
 from fake_rank_group import FakeRankGroup
 from server_edge import Edge
-from worker_process import DIGITS_MODEL
+from worker_process import DIGITS_MODEL, REPOSITORY
 
+MANUAL = REPOSITORY / "docs" / "acceleration.md"
 # How each option of the table is given, and how it is named then.
 GIVEN = {
     "--compile": ("--compile=default", "--compile default"),
@@ -43,6 +44,15 @@ def test_options_that_do_not_go_together_are_refused_at_start_by_both_their_name
 ) -> None:
     said = refusal(monkeypatch, capsys, GIVEN[option][0], GIVEN[other][0])
     assert f"Error: {GIVEN[option][1]} with {GIVEN[other][1]}: not supported together: " in said
+
+
+def test_every_pair_that_does_not_go_together_is_in_the_manual() -> None:
+    rows = [line.split("|")[1:3] for line in MANUAL.read_text().splitlines() if line.startswith("| ")]
+    told, option = set(), ""
+    for first, others in rows:
+        option = first.strip().strip("`") or option
+        told |= {(option, other.strip().strip("`")) for other in others.split(",")}
+    assert {(option, other) for option, other, _ in EXCLUSIVE} <= told
 
 
 def test_options_that_go_together_are_not_refused() -> None:

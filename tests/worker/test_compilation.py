@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion_worker.config import Compile
+from diffusion_worker.config import Compile, Offload
 from diffusion_worker.lora.layers import LoRALinear, RowAdapters, RowAdaptersHolder, SlotOfEachRow
 from diffusion_worker.lora.request import LoRARequest
-from diffusion_worker.messages import LoRAUse, RequestSpec
+from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
+from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.compilation import Compilation, regions_of
+from diffusion_worker.runner.offloading import Offloading
 from runner_rig import RunnerRig, levels_apart, request
 from worker_process import DIGITS, WorkerProcess
 
@@ -213,6 +215,50 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
         rig.runner.weights.restore()
         both(2, 3)
     assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
+
+
+@pytest.mark.slow
+def test_weights_that_come_and_go_compile_nothing_again(traced: None) -> None:
+    model, inputs = Blocks().eval().requires_grad_(False), [torch.randn(rows, 8) for rows in (1, 2, 3, 5)]
+    with torch.inference_mode():
+        expected = [model(x) for x in inputs]
+        compilation, offloading = Compilation(Compile.DEFAULT, {"transformer": model}), Offloading(Offload.MODEL, CPU)
+
+        def made(x: torch.Tensor) -> torch.Tensor:
+            offloading.send_home()
+            result: torch.Tensor = offloading.execute(model, ModelCall("transformer", "forward", {"x": x}, module=model))
+            return result
+
+        for x in inputs[:2]:
+            made(x)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert all(torch.allclose(made(x), theirs, atol=1e-6) for x, theirs in zip(inputs, expected, strict=True))
+    assert compilation.features == {"compile": "default (regional, 3 blocks)"}
+
+
+@pytest.mark.slow
+def test_a_size_that_cannot_be_compiled_while_serving_is_answered_and_its_tick_tells_the_server(
+    compiled_by: Callable[[Callable[..., Any]], None],
+) -> None:
+    def only_small(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(hidden_states: torch.Tensor, **rest: Any) -> Any:
+            if hidden_states.shape[1] > 64:
+                raise torch._dynamo.exc.Unsupported("too many tokens")
+            return function(hidden_states=hidden_states, **rest)
+
+        return call
+
+    compiled_by(only_small)
+    rig = RunnerRig(compile=Compile.DEFAULT)
+    told = []
+    for spec in (request("small", steps=1), request("large", steps=1, height=128, width=128), request("next", steps=1)):
+        output = rig.runner.execute_stepwise(Tick(1, [spec]))
+        while not output.pictures:
+            assert output.errors == {}
+            told.append(output.features)
+            output = rig.runner.execute_stepwise(Tick(1))
+        told.append(output.features)
+    assert [features for features in told if features is not None] == [{"compile": "none: fell back: Unsupported: too many tokens"}]
 
 
 # --- with a code generator, and without its compiler --------------------------------------------------------------------

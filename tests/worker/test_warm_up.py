@@ -13,6 +13,7 @@ import pytest
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.documents import EngineState, LoadStage
+from diffusion_worker.engine.rank_group import TickReport
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec, RpcReply, Task, Tick
 from diffusion_worker.runner.stepper import StepOutput
@@ -115,6 +116,24 @@ async def test_what_a_single_rank_says_of_an_option_is_told_with_its_number(monk
     await edge.engine.start()
     assert (await edge.state())["features"] == {"compile": "rank 2: none: fell back: x"}
     monkeypatch.undo()
+    await edge.engine.terminate()
+
+
+class FallsBack(FakeRankGroup):
+    """Ranks that say with every step that something could not be compiled."""
+
+    async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
+        report = await super().next_report(timeout_s, phase=phase)
+        return TickReport(msgspec.structs.replace(report.done, features={"compile": "none: fell back: x"}), report.frames)
+
+
+async def test_what_becomes_of_an_option_while_requests_run_is_in_the_state_document() -> None:
+    edge = Edge(FallsBack())
+    edge.ranks.features = {"compile": "default (regional, 4 blocks)"}
+    await edge.engine.start()
+    assert (await edge.state())["features"] == edge.ranks.features
+    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.state())["features"] == {"compile": "none: fell back: x"}
     await edge.engine.terminate()
 
 
