@@ -89,14 +89,16 @@ def test_the_sdk_inpaints_what_its_mask_leaves_transparent(worker: WorkerProcess
         assert apart(made, seven, slice(0, 32)) > 10
 
 
-def test_the_sdk_streams_an_edit_with_previews(worker: WorkerProcess, seven: Image.Image) -> None:
+def test_the_sdk_streams_an_inpainting_with_previews_that_keep_what_the_mask_keeps(worker: WorkerProcess, seven: Image.Image) -> None:
+    request = asked(strength=0.9) | {"image": png(seven), "mask": left_mask()}
     with worker.openai() as client:
-        stream = client.images.edit(image=png(seven), stream=True, partial_images=2, **asked(strength=0.9))
-        events = [event.to_dict() for event in stream]
-        [alone] = pictures_of(client.images.edit(image=png(seven), **asked(strength=0.9)))
-    kinds = [event["type"] for event in events]
-    assert kinds.count("image_edit.partial_image") == 2
-    assert kinds[-1] == "image_edit.completed"
+        events = [event.to_dict() for event in client.images.edit(stream=True, partial_images=2, **request)]
+        [alone] = pictures_of(client.images.edit(**request))
+    previews = [decode_image(str(event["b64_json"])) for event in events if event["type"] == "image_edit.partial_image"]
+    assert len(previews) == 2
+    for preview in previews:
+        assert apart(preview, seven, slice(40, 64)) < 5
+    assert events[-1]["type"] == "image_edit.completed"
     assert decode_image(str(events[-1]["b64_json"])).tobytes() == alone.tobytes()
 
 
