@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import broadcast, joining, mixed_sizes, overhead, server, sleep
+from benchmarks import broadcast, joining, loading, mixed_sizes, overhead, server, sleep
 from benchmarks.result import Measured
 
 GOALS: dict[str, Callable[[], Measured]] = {
     "P1": overhead.measure,
     "P4": sleep.measure,
+    "P6": loading.measure,
     "P7": mixed_sizes.measure,
     "P8": joining.measure,
     "P9": broadcast.measure,

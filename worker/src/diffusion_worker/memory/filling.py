@@ -5,6 +5,7 @@ What has the file's dtype and lies in host memory is read into place; anything e
 thread, so a load needs no memory beside that of the weights.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,9 @@ CONVERTED_PIECE_BYTES = 1 << 20
 MOST_BUFFERS = 512
 BUFFER_ALIGNMENT = 64
 FEWEST_READERS, MOST_READERS = 4, 16
+
+# What the system is asked for ahead: more than a disk gives while a model is built, and not so much that it has to go again.
+AHEAD_BYTES = 1 << 30
 
 ReportBytes = Callable[[int], None]
 
@@ -59,6 +63,23 @@ def fill_tensors(fills: Iterable[Fill], report: ReportBytes = lambda count: None
             report(count)
     for file in {id(fill.stored.file): fill.stored.file for fill in ordered}.values():
         file.check_unchanged()
+
+
+def read_ahead(stored: Iterable[StoredTensor]) -> None:
+    """Let the system begin with the files of some tensors, while nobody waits for them."""
+    files = list({id(tensor.file): tensor.file for tensor in stored}.values())
+
+    def ask() -> None:
+        left = AHEAD_BYTES
+        for file in files:
+            asked = min(left, file.size)
+            os.posix_fadvise(file.descriptor, 0, asked, os.POSIX_FADV_WILLNEED)
+            left -= asked
+            if not left:
+                return
+
+    # The call itself waits for a busy disk.
+    threading.Thread(target=ask, name="read-ahead", daemon=True).start()
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:

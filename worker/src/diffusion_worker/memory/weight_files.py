@@ -38,7 +38,8 @@ class WeightFile:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self.descriptor)
             self._stamp = self._look()
-            self.tensors = self._read_header(self._stamp[0])
+            self.size = self._stamp[0]
+            self.tensors = self._read_header(self.size)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -16,6 +16,7 @@ import torch
 
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.memory.checkpoint import Checkpoint, some_tensors
+from diffusion_worker.memory.filling import read_ahead
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.runner.unread_weights import NotReadable, build_unread, checkpoint_of, is_known
 
@@ -54,6 +55,7 @@ def load_component(
     _check_config(name, folder)
     try:
         checkpoint = checkpoint_of(kind, folder)
+        read_ahead(checkpoint.tensors.values())
         if unread is not None and not options:
             try:
                 module, unexpected = build_unread(kind, folder, dtype, checkpoint, unread)

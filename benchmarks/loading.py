@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P6: from the files of a model to weights that are in place, against a plain parallel read and against `from_pretrained`.
+
+The digits pipeline with a transformer of about two gigabytes of random float16 in four shards, written by the run itself. Ours
+is the whole load of a rank, from the model's folder to a runner that can take requests.
+
+The plain read takes the same files into a fresh mapping of the kind that weights live in: bytes that are dropped again are
+not loaded. `from_pretrained` loads the whole pipeline into float32, a CPU's default, where it has to convert all of it. Told to
+keep the file's dtype it reads nothing, it maps the files: that is timed too, with every page touched, for the record; and so is
+`from_pretrained` with its weights then put into slabs, which is the state that ours is in.
+
+A cold file's pages are dropped before each reading of it, a warm one's are read. Before each the memory that it will need is
+touched and given back: a virtual machine's host takes its time for memory that the machine did not use lately, whoever asks.
+"""
+
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from accelerate import init_empty_weights
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from safetensors.torch import save_file
+from torch._C._distributed_c10d import HashStore
+
+from benchmarks.result import Measured
+from diffusion_worker.config import Dtype, WorkerConfig, usable_cores
+from diffusion_worker.memory.slabs import HostSlab
+from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
+from diffusion_worker.runner.parallel import Parallel
+
+DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
+# 64 heads of 32 and eight joint blocks: a width of 2,048, over a billion parameters.
+LARGER = {"num_attention_heads": 64, "caption_projection_dim": 2048, "num_layers": 8}
+SHARD_BYTES = 550_000_000
+ROUNDS = 4
+READERS = 4
+PIECE_BYTES = 8 << 20
+# How far apart the fastest rounds of both halves of the baseline may be before the machine counts as too busy.
+NOISE = 0.10
+
+
+def measure() -> Measured:
+    """Ratios of the fastest rounds; every round is a sample."""
+    torch.set_num_threads(usable_cores())
+    with tempfile.TemporaryDirectory() as place:
+        folder = _make_model(Path(place) / "model")
+        files = sorted(folder.glob("*/*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        samples = [_round(folder, files, size) for _ in range(ROUNDS)]
+    _require_calm("cold plain read", [sample["cold_plain_read_s"] for sample in samples])
+    _require_calm("warm from_pretrained", [sample["warm_from_pretrained_s"] for sample in samples])
+
+    def fastest(name: str) -> float:
+        return min(sample[f"{name}_s"] for sample in samples)
+
+    results = {
+        "load_vs_raw_read": fastest("cold_plain_read") / fastest("cold_load"),
+        "speedup_vs_from_pretrained": fastest("warm_from_pretrained") / fastest("warm_load_float32"),
+        "speedup_vs_from_pretrained_cold": fastest("cold_from_pretrained") / fastest("cold_load_float32"),
+        "speedup_vs_from_pretrained_placed": fastest("warm_from_pretrained_placed") / fastest("warm_load_float32"),
+        "speedup_same_dtype_touched": fastest("warm_from_pretrained_float16") / fastest("warm_load"),
+        "cold_load_gb_per_s": size / fastest("cold_load") / 1e9,
+        "cold_raw_gb_per_s": size / fastest("cold_plain_read") / 1e9,
+        "warm_load_gb_per_s": size / fastest("warm_load") / 1e9,
+        "peak_over_file_bytes": max(sample["peak_bytes"] for sample in samples) / size,
+        "file_gb": size / 1e9,
+    }
+    targets = {"load_vs_raw_read": ">= 0.9", "speedup_vs_from_pretrained": ">= 2", "peak_over_file_bytes": "<= 1.1"}
+    return Measured(results={name: round(value, 3) for name, value in results.items()}, targets=targets, samples=samples)
+
+
+def _round(folder: Path, files: list[Path], size: int) -> dict[str, float]:
+    timed: list[tuple[str, Callable[[list[Path]], None], Callable[[], Any], int]] = [
+        ("cold_plain_read", _drop, lambda: _plain_read(files, size), size),
+        ("cold_load", _drop, lambda: _load(folder, Dtype.FLOAT16), size),
+        ("cold_from_pretrained", _drop, lambda: _from_pretrained(folder, torch.float32), 2 * size),
+        ("cold_load_float32", _drop, lambda: _load(folder, Dtype.FLOAT32), 2 * size),
+        ("warm_from_pretrained", _read, lambda: _from_pretrained(folder, torch.float32), 2 * size),
+        ("warm_from_pretrained_placed", _read, lambda: _placed(_from_pretrained(folder, torch.float32), folder), 4 * size),
+        ("warm_load_float32", _read, lambda: _load(folder, Dtype.FLOAT32), 2 * size),
+        ("warm_from_pretrained_float16", _read, lambda: _touched(_from_pretrained(folder, torch.float16)), size),
+        ("warm_load", _read, lambda: _load(folder, Dtype.FLOAT16), size),
+    ]
+    sample = {}
+    for name, prepare, run, needed in timed:
+        prepare(files)
+        _touch_memory(needed)
+        started = time.perf_counter()
+        made = run()
+        sample[f"{name}_s"] = time.perf_counter() - started
+        del made
+        gc.collect()
+    return sample | {"peak_bytes": _peak_of(lambda: _load(folder, Dtype.FLOAT16))}
+
+
+def _make_model(folder: Path) -> Path:
+    """The digits model with a larger transformer, in float16 throughout and with its transformer in shards."""
+    shutil.copytree(DIGITS, folder, ignore=lambda path, names: [name for name in names if Path(path).name == "transformer"])
+    config = json.loads((DIGITS / "transformer" / "config.json").read_text()) | LARGER
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    with init_empty_weights():
+        shapes = {name: tensor.shape for name, tensor in SD3Transformer2DModel.from_config(config).state_dict().items()}
+    values = torch.randn(max(shape.numel() for shape in shapes.values()), dtype=torch.float16)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, shape in shapes.items():
+        if sum(tensor.nbytes for tensor in shards[-1].values()) > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = values[: shape.numel()].view(shape).clone()
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"diffusion_pytorch_model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / "transformer" / file)
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": sum(2 * shape.numel() for shape in shapes.values())}, "weight_map": weight_map}
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    os.sync()  # pages that are not written yet cannot be dropped
+    return folder
+
+
+def _drop(files: list[Path]) -> None:
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(files: list[Path]) -> None:
+    for file in files:
+        with file.open("rb") as opened:
+            while opened.read(PIECE_BYTES):
+                pass
+
+
+def _touch_memory(size: int) -> None:
+    HostSlab(size).bytes.fill_(1)
+
+
+def _plain_read(files: list[Path], size: int) -> HostSlab:
+    slab = HostSlab(size)
+    content: Any = slab.bytes.numpy()
+    target, start, jobs = memoryview(content), 0, []
+    for file in files:
+        descriptor, length = os.open(file, os.O_RDONLY), file.stat().st_size
+        jobs += [
+            (descriptor, offset, target[start + offset : start + min(offset + PIECE_BYTES, length)])
+            for offset in range(0, length, PIECE_BYTES)
+        ]
+        start += length
+    with ThreadPoolExecutor(READERS) as pool:
+        read = sum(pool.map(lambda job: os.preadv(job[0], [job[2]], job[1]), jobs))
+    for descriptor in {job[0] for job in jobs}:
+        os.close(descriptor)
+    if read != size:
+        raise RuntimeError(f"expected to read {size} bytes, read {read}")
+    return slab
+
+
+def _load(folder: Path, dtype: Dtype) -> DiffusionModelRunner:
+    parallel = Parallel(rank=0, world=1, device=torch.device("cpu"), store=HashStore(), timeout_s=60)
+    try:
+        runner = DiffusionModelRunner(WorkerConfig(model=str(folder), served_name="big", dtype=dtype), torch.device("cpu"), parallel)
+        runner.load_model(lambda done, total: None)
+    finally:
+        parallel.close()
+    return runner
+
+
+def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    diffusers.logging.disable_progress_bar()
+    absent = dict.fromkeys(("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor"))
+    return StableDiffusion3Pipeline.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True, **absent)
+
+
+def _placed(pipeline: Any, folder: Path) -> ModelWeights:
+    """What a rank needs, made of what `from_pretrained` gives: weights in slabs, and what of them is in the files."""
+    weights = ModelWeights(torch.device("cpu"))
+    for name, part in pipeline.components.items():
+        if isinstance(part, torch.nn.Module):
+            weights.place(part, folder / name)
+    return weights
+
+
+def _touched(pipeline: Any) -> Any:
+    """What a first step would do: read all that was only mapped."""
+    for part in pipeline.components.values():
+        for parameter in part.parameters() if isinstance(part, torch.nn.Module) else ():
+            parameter.view(-1).view(torch.uint8)[:: os.sysconf("SC_PAGE_SIZE")].sum()
+    return pipeline
+
+
+def _peak_of(run: Callable[[], Any]) -> int:
+    """Bytes by which the resident memory of this process was at most larger than before."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status_bytes("VmRSS")
+    made = run()
+    peak = _status_bytes("VmHWM")
+    del made
+    return peak - before
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def _require_calm(name: str, seconds: list[float]) -> None:
+    halves = min(seconds[: ROUNDS // 2]), min(seconds[ROUNDS // 2 :])
+    apart = max(halves) / min(halves) - 1
+    if apart > NOISE:
+        raise RuntimeError(f"{name}: rounds differ by {apart:.0%}, more than {NOISE:.0%}: the machine is too busy; seconds {seconds}")
