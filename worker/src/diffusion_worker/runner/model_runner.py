@@ -148,7 +148,8 @@ class DiffusionModelRunner:
         pipeline = self._tasks.pipeline_of(task)
         if not self._compilation.regions:
             return plain_variants(pipeline, task)
-        return compiled_variants(pipeline, task, most_pictures=self._config.max_batch_size, adapter=adapter)
+        most_pictures = self._config.max_batch_size
+        return compiled_variants(pipeline, task, most_pictures=most_pictures, ranks=self._config.ranks, adapter=adapter)
 
     def _compute(self, module: torch.nn.Module, call: ModelCall, plain: bool) -> Any:
         """Call a module, as diffusers itself does if `plain`."""

@@ -45,14 +45,14 @@ def plain_variants(pipeline: Any, task: Task) -> list[Variant]:
     return [Variant(changes={"strength": 1.0} if task is not Task.GENERATE and "strength" in inputs_of(pipeline) else {})]
 
 
-def compiled_variants(pipeline: Any, task: Task, *, most_pictures: int, adapter: int | None) -> list[Variant]:
-    """What makes other versions of compiled code: one row or more, and rows with an adapter."""
+def compiled_variants(pipeline: Any, task: Task, *, most_pictures: int, ranks: int, adapter: int | None) -> list[Variant]:
+    """What makes other versions of compiled code: one row or more on a rank, and rows with an adapter."""
     [plain] = rows = plain_variants(pipeline, task)
     guidance = inputs_of(pipeline).get("guidance_scale")
     if isinstance(guidance, int | float) and guidance > 1:
         rows.append(Variant(changes=plain.changes | {"guidance_scale": 1.0}))
     if most_pictures > 1:
-        rows.append(Variant(2, plain.changes))
+        rows.append(Variant(min(most_pictures, 2 * ranks), plain.changes))
     if adapter is None:
         return rows
     use = {"lora": LoRAUse(adapter, 1.0)}
