@@ -11,14 +11,17 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from PIL import Image
 
+from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.request import LoRARequest
-from diffusion_worker.messages import LoRAUse, PictureInput, RequestSpec, Task
+from diffusion_worker.messages import LoRAUse, PictureInput, RequestSpec, Task, Tick
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import describe, load_pipeline
+from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.tasks import TaskPipelines
 from families.all import FAMILIES
 from families.family import picture
-from runner_rig import Pictures, RunnerRig, levels_apart, request
+from runner_rig import OneRank, Pictures, RunnerRig, levels_apart, request
 from worker_process import DIGITS
 
 BUILDERS = {family.name: family.build for family in FAMILIES}
@@ -29,6 +32,15 @@ LEFT = np.repeat(np.array([[255] * (SIDE // 2) + [0] * (SIDE // 2)], np.uint8), 
 def without_modules(name: str) -> Any:
     """A pipeline of this class with nothing in it: what it takes is a matter of its class."""
     return object.__new__(type(name, (getattr(diffusers, name),), {"components": {}}))
+
+
+def worded(name: str) -> Any:
+    """A tiny pipeline that reads words; how many, its tokenizers say as those of real models do."""
+    pipeline = BUILDERS[name]()
+    for part in pipeline.components.values():
+        if hasattr(part, "model_max_length"):
+            part.model_max_length = 24
+    return pipeline
 
 
 @pytest.fixture(scope="module")
@@ -263,3 +275,35 @@ def test_a_strength_that_leaves_no_step_is_refused_where_the_class_would_take_no
         TaskPipelines(without_modules("StableDiffusionImg2ImgPipeline")).body(spec, [bytes(16 * 16 * 3)])
     body = TaskPipelines(without_modules("StableDiffusion3Img2ImgPipeline")).body(spec, [bytes(16 * 16 * 3)])
     assert body._arguments["strength"] == 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "task", "kind"),
+    [
+        ("FluxPipeline (words)", Task.EDIT, "FluxImg2ImgPipeline"),
+        ("FluxPipeline (words)", Task.INPAINT, "FluxInpaintPipeline"),
+        ("QwenImagePipeline (words)", Task.EDIT, "QwenImageImg2ImgPipeline"),
+        ("QwenImagePipeline (words)", Task.INPAINT, "QwenImageInpaintPipeline"),
+    ],
+)
+def test_a_companion_alone_is_bit_equal_to_its_class_of_diffusers(name: str, task: Task, kind: str) -> None:
+    source, mask = picture(1, 32, 32), Image.fromarray(LEFT[:32, 16:48])
+    runner = DiffusionModelRunner(WorkerConfig(model="(in memory)", served_name="m"), torch.device("cpu"), OneRank())  # type: ignore[arg-type]
+    runner.adopt(worded(name), torch.float32, lambda done, total: None)
+    masked = {"mask": PictureInput(1, (32, 32, 1))} if task is Task.INPAINT else {}
+    spec = request("one", prompt="two", task=task, images=[PictureInput(0, (32, 32, 3))], strength=0.7, steps=4, **masked)
+    frames = [source.tobytes(), mask.tobytes()][: 1 + len(masked)]
+    output = runner.execute_stepwise(Tick(0, [spec], frames=[len(frames)]), frames)
+    for number in range(1, 20):
+        if output.pictures or output.errors:
+            break
+        output = runner.execute_stepwise(Tick(number))
+    assert not output.errors, output.errors
+    plain = getattr(diffusers, kind)(**worded(name).components)
+    plain.set_progress_bar_config(disable=True)
+    [expected] = plain(
+        "two", image=source, strength=0.7, num_inference_steps=4, height=32, width=32, output_type="np",
+        generator=torch.Generator().manual_seed(1), **({"mask_image": mask} if masked else {}),
+    ).images  # fmt: skip
+    np.testing.assert_array_equal(pixels_of(output.pictures["one"]), (expected * 255).round().astype(np.uint8))
