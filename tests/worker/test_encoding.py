@@ -7,6 +7,8 @@ import json
 import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -195,6 +197,22 @@ def test_the_metadata_can_be_read_back_from_every_file(output_format: OutputForm
 def test_a_file_without_metadata_has_none(output_format: OutputFormat) -> None:
     image = opened(encode(pixels_of(8, 16), 8, 16, output_format=output_format))
     assert not image.getexif() and not getattr(image, "text", {})
+
+
+FORBIDDEN = """
+import sys
+import diffusion_worker.cli, diffusion_worker.ranks.executor, diffusion_worker.server.serve
+from diffusion_worker.server.encoding import OutputFormat, encode
+for each in OutputFormat:
+    encode(bytes(3 * 64), 8, 8, output_format=each, metadata={"a": 1})
+print(*sorted({"numpy", "torch", "diffusers", "safetensors", "PIL.PsdImagePlugin"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.slow
+def test_the_server_process_encodes_every_format_without_numpy_torch_and_the_formats_it_has_no_use_for() -> None:
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
 
 
 async def test_many_pictures_at_once_share_a_few_threads_that_run_behind_the_loop() -> None:

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 from isal import isal_zlib
-from PIL import Image, ImageChops
+
+# The formats are known to Pillow once their modules are imported; without that it imports all it has, forty of them.
+from PIL import Image, ImageChops, JpegImagePlugin, WebPImagePlugin  # noqa: F401
 
 from diffusion_worker.engine.results import Picture, Provenance
 from diffusion_worker.errors import ErrorCode, RequestError
