@@ -301,9 +301,17 @@ def test_a_companion_alone_is_bit_equal_to_its_class_of_diffusers(name: str, tas
         output = runner.execute_stepwise(Tick(number))
     assert not output.errors, output.errors
     plain = getattr(diffusers, kind)(**worded(name).components)
+    guidance = {"guidance_scale": 3.5} if name.startswith("Flux") else {}  # as with words; of itself the class takes another
     plain.set_progress_bar_config(disable=True)
     [expected] = plain(
         "two", image=source, strength=0.7, num_inference_steps=4, height=32, width=32, output_type="np",
-        generator=torch.Generator().manual_seed(1), **({"mask_image": mask} if masked else {}),
+        generator=torch.Generator().manual_seed(1), **({"mask_image": mask} if masked else {}), **guidance,
     ).images  # fmt: skip
     np.testing.assert_array_equal(pixels_of(output.pictures["one"]), (expected * 255).round().astype(np.uint8))
+
+
+def test_what_an_edit_leaves_open_is_as_with_the_loaded_class() -> None:
+    spec = request("one", steps=None, task=Task.EDIT, images=[PictureInput(0, (32, 32, 3))])
+    given = TaskPipelines(BUILDERS["FluxPipeline (words)"]()).body(spec, [bytes(32 * 32 * 3)])._arguments
+    # Of itself the companion would take 7.0.
+    assert (given["num_inference_steps"], given["guidance_scale"]) == (28, 3.5)

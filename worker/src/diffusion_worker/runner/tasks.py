@@ -100,10 +100,14 @@ class TaskPipelines:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"model: expected one that serves {spec.task}, found {found}")
         if server.inputs is None:
             return make_body(server.pipeline, spec)
-        takes = inputs_of(server.pipeline)
+        takes, loaded = inputs_of(server.pipeline), inputs_of(self._pipeline)
+        # What a request leaves open is as with the loaded class: so say the model's card and the answer's provenance.
+        spec = msgspec.structs.replace(spec, steps=spec.steps or loaded.get("num_inference_steps"))
         conditioning = conditioning_of(server.inputs, spec, frames)
         if (strength := strength_of(server.pipeline, spec)) is not None:
             conditioning["strength"] = strength
+        if spec.guidance_scale is None and "guidance_scale" in takes and loaded.get("guidance_scale") is not None:
+            conditioning["guidance_scale"] = loaded["guidance_scale"]
         if server.inputs.fitted and "height" not in takes:
             # The class makes a picture of the size of its first, which has the one asked for by now.
             spec = msgspec.structs.replace(spec, height=None, width=None)
