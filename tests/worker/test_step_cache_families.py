@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,18 +28,37 @@ from diffusion_worker.runner.step_cache.cache import make_step_cache
 from diffusion_worker.runner.step_cache.support import SUPPORTED
 from diffusion_worker.runner.stepper import StepOutput
 from families.all import FAMILIES
+from families.family import Family, randomise_zeros
 from families.family_rig import JOINING, Asked, FamilyRig, apart
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 
 BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def with_two_blocks(family: Family) -> Family:
+    """The same family on a denoiser with a first and a last block."""
+
+    def build() -> Any:
+        pipeline = family.build()
+        torch.manual_seed(20)
+        own = pipeline.transformer
+        pipeline.register_modules(transformer=type(own).from_config(dict(own.config) | {"num_layers": 2}))
+        randomise_zeros(pipeline.transformer)
+        return pipeline
+
+    return replace(family, build=build)
+
+
+BY_NAME["CogVideoXPipeline"] = with_two_blocks(BY_NAME["CogVideoXPipeline"])
 TRIO = (Asked(1, 8, 5.0), Asked(2, 10, 3.0), Asked(3, 7, 7.0))
 # So that some of the few steps of random models are skipped, and not all.
 THRESHOLD = 0.3
 
 # One family of each class of denoiser that is supported, and ways to use them: two calls a step, two denoisers.
 FIRST_BLOCK = (
-    *("CogView4Pipeline", "DiTPipeline", "FluxPipeline", "FluxPipeline (true guidance)", "HunyuanImagePipeline", "HunyuanVideoPipeline"),
+    *("CogVideoXPipeline", "CogView4Pipeline", "DiTPipeline", "FluxPipeline", "FluxPipeline (true guidance)", "HunyuanImagePipeline"),
+    "HunyuanVideoPipeline",
     *("LTXPipeline", "MochiPipeline", "PixArtAlphaPipeline", "QwenImagePipeline", "StableDiffusion3Pipeline", "WanPipeline (two experts)"),
 )
 TAYLOR_SEER = (

@@ -16,7 +16,8 @@ from diffusion_worker.runner.step_support import why_whole
 
 _WITH_BLOCKS = frozenset(
     {
-        *("CogView4Transformer2DModel", "DiTTransformer2DModel", "FluxTransformer2DModel", "HunyuanImageTransformer2DModel"),
+        *("CogVideoXTransformer3DModel", "CogView4Transformer2DModel", "DiTTransformer2DModel", "FluxTransformer2DModel"),
+        "HunyuanImageTransformer2DModel",
         *("HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel", "MochiTransformer3DModel", "PixArtTransformer2DModel"),
         *("QwenImageTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"),
     }
