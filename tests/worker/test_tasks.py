@@ -83,13 +83,14 @@ def test_a_text_to_image_model_serves_edits_and_inpainting_by_the_classes_for_it
     assert (rig.model.tasks, rig.model.max_input_images, rig.model.references) == ([Task.GENERATE, Task.EDIT, Task.INPAINT], 1, False)
 
 
-def test_companions_hold_the_same_modules(rig: RunnerRig) -> None:
+def test_companions_hold_the_same_modules_and_schedulers_of_their_own(rig: RunnerRig) -> None:
     served = TaskPipelines(rig.runner.pipeline)
     for task, kind in ((Task.EDIT, "StableDiffusion3Img2ImgPipeline"), (Task.INPAINT, "StableDiffusion3InpaintPipeline")):
         companion = served.pipeline_of(task)
         assert type(companion).__name__ == kind
         for name in ("transformer", "vae", "text_encoder", "text_encoder_2"):
             assert getattr(companion, name) is getattr(rig.runner.pipeline, name)
+        assert companion.scheduler is not rig.runner.pipeline.scheduler
 
 
 @pytest.mark.slow

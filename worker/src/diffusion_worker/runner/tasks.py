@@ -5,7 +5,9 @@ A companion is another class of diffusers for the same components, image to imag
 them. It holds the same modules, so that it costs no memory, adapters and sleep apply to it, and its requests share calls.
 """
 
+import copy
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,13 +142,18 @@ def _made_of(kind: Any, pipeline: Any) -> Any:
         return None
     modules, options = kind._get_signature_keys(kind)
     parts = {name: pipeline.components.get(name) for name in modules}
+    # Some classes change the configuration of a scheduler that they are given, which has to stay as it is for the loaded one.
+    parts |= {name: copy.deepcopy(part) for name, part in parts.items() if hasattr(part, "set_timesteps")}
     # What the loaded class goes without (the third text encoder of Stable Diffusion 3) its companions go without too.
     if any(name not in pipeline.components and name not in kind._optional_components for name in modules) or not _fit(kind, parts):
         return None
     config = pipeline.config
     settings = {name: config[key] for name in options for key in (name, f"_{name}") if key in config}
     try:
-        made = kind(**parts, **settings)
+        with warnings.catch_warnings():
+            # What they find old in a configuration the loaded class said already.
+            warnings.simplefilter("ignore", FutureWarning)
+            made = kind(**parts, **settings)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         log.warning("%s cannot be made of the components of %s: %s", kind.__name__, type(pipeline).__name__, error)
         return None
