@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 Pieces = list[bytes]
 
 # A multiple of 3, so that pieces of base64 follow each other without padding; a fraction of a millisecond each.
-PIECE_BYTES = 196_608
+PIECE_BYTES = 98_304
 
 
 class PiecedResponse(Response):
