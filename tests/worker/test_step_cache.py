@@ -51,12 +51,20 @@ class CachedRig(RunnerRig):
         return pictures
 
 
+class Rigs(dict[StepCache, CachedRig]):
+    """Each made when it is first asked for."""
+
+    def __missing__(self, kind: StepCache) -> CachedRig:
+        self[kind] = CachedRig(kind)
+        return self[kind]
+
+
 @pytest.fixture(scope="module")
 def rigs() -> Iterator[dict[StepCache, CachedRig]]:
     """With a threshold that skips about half of so few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_block, "THRESHOLD", 0.3)
-        yield {kind: CachedRig(kind) for kind in (StepCache.FIRST_BLOCK, StepCache.TAYLOR_SEER)}
+        yield Rigs()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,9 @@ def plain() -> RunnerRig:
     return RunnerRig(prompt_cache_size=0)
 
 
-every_kind = pytest.mark.parametrize("kind", [StepCache.FIRST_BLOCK, StepCache.TAYLOR_SEER])
+# Half of them are enough to see, and half the time.
+DIGITS = list(enumerate(DIGIT_WORDS))[::2]
+every_kind = pytest.mark.parametrize("kind", [StepCache.FIRST_BLOCK, pytest.param(StepCache.TAYLOR_SEER, marks=pytest.mark.slow)])
 
 ONE = request("one", steps=8, guidance_scale=3.0, accelerated=True)
 OTHER = request("other", prompt="a blue digit two", seed=5, steps=11, guidance_scale=4.0, accelerated=True)
@@ -75,7 +85,7 @@ def slow(spec: RequestSpec) -> RequestSpec:
     return msgspec.structs.replace(spec, accelerated=False)
 
 
-@pytest.mark.parametrize("kind", [StepCache.FIRST_BLOCK, pytest.param(StepCache.TAYLOR_SEER, marks=pytest.mark.slow)])
+@every_kind
 def test_an_accelerated_request_gets_in_company_what_it_gets_alone_and_skips_as_much(
     rigs: dict[StepCache, CachedRig], kind: StepCache
 ) -> None:
@@ -140,6 +150,7 @@ def test_an_exact_request_and_one_that_is_not_accelerated_are_bit_equal_to_a_wor
     np.testing.assert_array_equal(rig.pictures(exact, OTHER)["one"], expected["one"])
 
 
+@pytest.mark.slow
 def test_with_a_threshold_of_zero_nothing_is_skipped_and_all_is_as_without(plain: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_block, "THRESHOLD", 0.0)
     rig = CachedRig(StepCache.FIRST_BLOCK)
@@ -211,8 +222,8 @@ def test_if_ranks_differ_the_request_computes_on_all() -> None:
         def keep(self, kept: object) -> None:
             pass
 
-    rig = RunnerRig(step_cache=StepCache.FIRST_BLOCK)
-    cache = make_step_cache(StepCache.FIRST_BLOCK, rig.runner.pipeline, {"transformer": rig.runner.pipeline.transformer}, TwoRanks())  # type: ignore[arg-type]
+    pipeline = BY_NAME["StableDiffusion3Pipeline"].build()
+    cache = make_step_cache(StepCache.FIRST_BLOCK, pipeline, {"transformer": pipeline.transformer}, TwoRanks())  # type: ignore[arg-type]
     assert cache is not None
     branches = [Always(), Always()]
     with pytest.raises(Divided):
@@ -262,8 +273,8 @@ def test_digits_are_still_recognised_at_the_default_threshold() -> None:
     rig = CachedRig(StepCache.FIRST_BLOCK)
     colours = [list(HUES)[digit % len(HUES)] for digit in range(10)]
     shape: dict[str, Any] = {"height": 64, "width": 64, "steps": 20, "guidance_scale": 4.0, "accelerated": True}
-    specs = [request(word, prompt=f"a {colours[digit]} digit {word}", seed=100 + digit, **shape) for digit, word in enumerate(DIGIT_WORDS)]
+    specs = [request(word, prompt=f"a {colours[digit]} digit {word}", seed=100 + digit, **shape) for digit, word in DIGITS]
     pictures = rig.pictures(*specs)
     assert rig.skipped > 0
-    for digit, word in enumerate(DIGIT_WORDS):
+    for digit, word in DIGITS:
         assert judge(Image.fromarray(pictures[word])).shows(digit=digit, colour=colours[digit]), word
