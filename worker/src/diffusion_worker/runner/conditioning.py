@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import PictureInput, RequestSpec, Task
-from diffusion_worker.runner.request_body import inputs_of
+from diffusion_worker.runner.request_body import FRAMES, TRUE_GUIDANCE, inputs_of
 from diffusion_worker.runner.step_support import source_of
 
 Arguments = dict[str, Any]
@@ -48,6 +48,11 @@ NO_EDIT = ("SuperResolution", "Upscal", "Layered", "VisualCloze", "Refiner", "Co
 # Take a picture instead of words, not beside them.
 EITHER = frozenset({"UniDiffuserPipeline"})
 PICTURES = ("image", "images", "control_image")
+# Arguments that requests have, so that a class may want them without a default.
+GIVEN = frozenset(
+    {"self", "prompt", "negative_prompt", "generator", "output_type", "height", "width", "num_inference_steps", "guidance_scale"}
+    | {TRUE_GUIDANCE, "mask_image", "strength", *PICTURES, *FRAMES}
+)
 
 
 class PictureInputs(msgspec.Struct, frozen=True):
@@ -172,11 +177,10 @@ def needs_more(pipeline: Any) -> bool:
         return True
     if _is_modular(pipeline):
         return False
-    known = {"self", "prompt", "mask_image", *PICTURES}
     parameters = inspect.signature(type(pipeline).__call__).parameters.values()
-    unknown = [item for item in parameters if item.default is item.empty and item.kind is item.POSITIONAL_OR_KEYWORD]
+    wanted = [item for item in parameters if item.default is item.empty and item.kind is item.POSITIONAL_OR_KEYWORD]
     pictures = [name for name in (*PICTURES, "example_image", "control_mask") if name in takes]
-    return len(pictures) > 1 or any(item.name not in known for item in unknown)
+    return len(pictures) > 1 or any(item.name not in GIVEN for item in wanted)
 
 
 def _first_picture(takes: Mapping[str, Any]) -> str | None:
