@@ -74,7 +74,6 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["--max-steps=0"], "--max-steps"),
         (["--max-pixels=63"], "--max-pixels"),
         (["--max-images=65"], "--max-images"),
-        (["--max-frames=0"], "--max-frames"),
         (["--max-prompt-characters=0"], "--max-prompt-characters"),
     ],
 )
@@ -134,11 +133,11 @@ def test_defaults_limits_and_the_key_reach_the_server(monkeypatch: pytest.Monkey
     started: list[WorkerConfig] = []
     monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
     options = ["--default-steps=5", "--default-guidance-scale=2.5", "--default-size=48x32", f"--api-key-file={tmp_path / 'key'}"]
-    options += ["--max-steps=6", "--max-pixels=4096", "--max-images=2", "--max-prompt-characters=10", "--max-frames=3"]
+    options += ["--max-steps=6", "--max-pixels=4096", "--max-images=2", "--max-prompt-characters=10"]
     monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", f"--model={DIGITS_MODEL}", *options])
     with pytest.raises(SystemExit):
         cli.main()
     [config] = started
     assert config.defaults == RequestDefaults(steps=5, guidance_scale=2.5, width=48, height=32)
-    assert config.limits == RequestLimits(max_steps=6, max_pixels=4096, max_images=2, max_frames=3, max_prompt_chars=10)
+    assert config.limits == RequestLimits(max_steps=6, max_pixels=4096, max_images=2, max_prompt_chars=10)
     assert config.api_key_path == str(tmp_path / "key")

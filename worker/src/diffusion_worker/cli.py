@@ -100,7 +100,6 @@ def cli() -> None:
 @click.option("--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Of one request.")
 @click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Of one picture.")
 @click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Pictures of one request.")
-@click.option("--max-frames", type=click.IntRange(1, 10_000), default=257, show_default=True, help="Of one video.")
 @click.option("--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True)
 @click.option("--api-key-file", "api_key_path", metavar="FILE", help="The data port then wants its content as a bearer token.")
 @click.option("--ui/--no-ui", default=True, show_default=True, help="The page at / of the data port.")
@@ -151,7 +150,6 @@ def serve(
     max_steps: int,
     max_pixels: int,
     max_images: int,
-    max_frames: int,
     max_prompt_characters: int,
     **fields: Any,
 ) -> None:
@@ -175,7 +173,6 @@ def serve(
             max_steps=max_steps,
             max_pixels=max_pixels,
             max_images=max_images,
-            max_frames=max_frames,
             max_prompt_chars=max_prompt_characters,
         ),
         # All other options are named as the fields they set.
