@@ -117,6 +117,7 @@ def test_quality_is_part_of_the_class_by_which_requests_share_a_tick() -> None:
     assert class_of(ONE, Defaults()) == class_of(msgspec.structs.replace(ONE, request_id="other", seed=3), Defaults())
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_shared_call_that_fails_is_made_for_each_request_by_itself(rigs: dict[StepCache, CachedRig], kind: StepCache) -> None:
     rig = rigs[kind]
