@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in slabs: memory really goes back to the system, and comes back with the same contents."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from diffusion_worker.errors import RequestError
+from diffusion_worker.errors import ConfigError, RequestError
+from diffusion_worker.memory.checkpoint import stored_in
+from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.slabs import HUGE_PAGE, HostSlab, resident_bytes
-from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.memory.weights import ModelWeights, read_in_place
 
 CPU = torch.device("cpu")
 
@@ -146,3 +149,59 @@ def test_weights_that_are_left_elsewhere_are_counted_and_refuse_sleep(module: Pa
     assert report.weights_bytes == report.weights_resident_bytes == 1024 * 1024 * 4
     with pytest.raises(RequestError, match="sleep: not supported with --shard"):
         weights.release()
+
+
+def unread_part(module: Part, folder: Path, unread: Placeholders) -> Part:
+    """The same module with placeholders for all that its file holds."""
+    save(module, folder)
+    stored = stored_in(folder)
+    empty = Part().requires_grad_(False)
+    empty.load_state_dict(module.state_dict())
+    for name, tensor in empty.named_parameters():
+        tensor.data = unread.make(stored[name], tensor.dtype)
+    empty.table = unread.make(stored["table"], torch.float32)
+    return empty
+
+
+def test_a_part_of_each_tensor_is_read_straight_to_its_place(module: Part, tmp_path: Path) -> None:
+    before = {name: tensor.chunk(2)[1] if name == "first.weight" else tensor for name, tensor in contents(module).items()}
+    unread, weights, told = Placeholders(), ModelWeights(CPU), [0]
+    empty = unread_part(module, tmp_path, unread)
+    placed = weights.place(
+        empty, tmp_path, cut=lambda name, whole: whole.chunk(2)[1] if name == "first.weight" else whole, unread=unread, report=told.append
+    )
+    assert placed < 0.6 * 1024 * 1024 * 4
+    assert sum(told) == sum(tensor.nbytes for tensor in contents(empty).values())
+    weights.release()
+    weights.restore()
+    assert_same(empty, before)
+    assert empty.second.weight is empty.first.weight
+
+
+def test_weights_that_two_modules_share_are_in_one_slab(module: Part, tmp_path: Path) -> None:
+    before = contents(module)
+    unread, weights = Placeholders(), ModelWeights(CPU)
+    empty = unread_part(module, tmp_path, unread)
+    sharing = nn.ModuleDict({"inner": empty, "own": nn.Linear(4, 4)}).requires_grad_(False)
+    weights.place(sharing, tmp_path / "none", unread=unread)  # the one that borrows comes first
+    assert weights.place(empty, tmp_path, unread=unread) == 0
+    assert len(weights.report().mappings) == 1
+    assert_same(empty, before)
+
+
+def test_weights_that_are_sharded_are_read_into_memory_of_their_own(module: Part, tmp_path: Path) -> None:
+    before = contents(module)
+    unread = Placeholders()
+    empty = unread_part(module, tmp_path, unread)
+    read_in_place(empty, unread, lambda count: None)
+    assert_same(empty, before)
+    assert empty.second.weight is empty.first.weight
+
+
+@pytest.mark.parametrize("part", ["first", "table"])
+def test_a_placeholder_that_was_copied_is_an_error_and_never_a_weight(module: Part, tmp_path: Path, part: str) -> None:
+    unread = Placeholders()
+    empty = unread_part(module, tmp_path, unread)
+    setattr(empty, part, copy.deepcopy(getattr(empty, part)))
+    with pytest.raises(ConfigError, match=rf"tensor {part}.*: its contents were not read, and it was copied"):
+        ModelWeights(CPU).place(empty, tmp_path, unread=unread)

@@ -31,5 +31,9 @@ class Placeholders:
 
 
 def is_lost(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that no `Placeholders` knows is a copy of one that did: nothing else has many elements in one place."""
-    return tensor.numel() > 1 and not any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    """Whether a tensor that no `Placeholders` knows is a copy of one that did: it is all one element, or not a number throughout."""
+    if tensor.numel() > 1 and not any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        return True
+    if not tensor.numel() or not tensor.is_floating_point() or not tensor.reshape(-1)[:1].isnan():
+        return False
+    return bool(tensor.isnan().all())
