@@ -14,6 +14,7 @@ from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import CallFailed
 from diffusion_worker.runner.pixels import pixels_of
+from diffusion_worker.runner.stepper import report_of
 from worker_process import DIGITS_MODEL
 
 Pictures = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
@@ -68,8 +69,12 @@ class RunnerRig:
             sent = [(frames or {}).get(spec.request_id, []) for spec in join]
             tick = Tick(number, join, frames=list(map(len, sent)))
             output = self.runner.execute_stepwise(tick, [frame for each in sent for frame in each])
-            pictures |= {name: pixels_of(returned) for name, returned in output.pictures.items()}
             errors |= output.errors
+            for name, returned in output.pictures.items():
+                try:
+                    pictures[name] = pixels_of(returned)
+                except RequestError as error:  # as the rank's output does
+                    errors[name] = report_of(error, asked=True)
             if len(pictures) + len(errors) == len(requests) + running:
                 return pictures, errors
         raise AssertionError(f"after 1000 ticks only {sorted(pictures)} are done")
