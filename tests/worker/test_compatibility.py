@@ -25,6 +25,7 @@ GIVEN = {
     "--step-cache": ("--step-cache=first-block", "--step-cache first-block"),
     "--quantization": ("--quantization=int8", "--quantization int8"),
     "--offload": ("--offload=model", "--offload model"),
+    "--load-format dummy": ("--load-format=dummy", "--load-format dummy"),
     "--offload group": ("--offload=group", "--offload group"),
 }
 

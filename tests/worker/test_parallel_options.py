@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker import cli
-from diffusion_worker.config import RequestLimits, WorkerConfig, check_kinds
+from diffusion_worker.compatibility import check_together
+from diffusion_worker.config import RequestLimits, WorkerConfig
 from diffusion_worker.engine import admission
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
@@ -59,10 +60,10 @@ def test_the_ranks_are_the_product_of_all_sizes_or_the_worker_does_not_start() -
         config = WorkerConfig(model="m", served_name="m", ranks=ranks, tensor=tensor, sequence=sequence, shard=shard)
         alone = not (tensor > 1 and sequence * shard > 1)
         if alone and any(ranks == rows * tensor * sequence * shard for rows in range(1, 9)):
-            check_kinds(config)
+            check_together(config)
         else:
             with pytest.raises(ConfigError, match=r"--(tensor|sequence|shard)"):
-                check_kinds(config)
+                check_together(config)
 
 
 def refused_size(size: tuple[int, int], model: ModelInfo) -> RequestError | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion_worker.config import LoadFormat, Quantization, WorkerConfig, check_quantization
+from diffusion_worker.config import Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
@@ -115,19 +115,6 @@ def test_new_contents_for_a_quantized_tensor_are_refused_by_its_name(quantized: 
 def test_four_bits_are_refused_on_a_cpu_by_the_name_of_the_option() -> None:
     with pytest.raises(ConfigError, match="--quantization nf4: needs a GPU"):
         RunnerRig(quantization=Quantization.NF4)
-
-
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ({"ranks": 2, "tensor": 2}, "--quantization int8 with --tensor 2: not supported together"),
-        ({"ranks": 2, "shard": 2}, "--quantization int8 with --shard 2: not supported together"),
-        ({"load_format": LoadFormat.DUMMY}, "--quantization int8 with --load-format dummy: not supported together"),
-    ],
-)
-def test_what_quantized_weights_do_not_go_with_is_refused_at_start_by_the_options_names(other: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        check_quantization(WorkerConfig(model="m", served_name="m", quantization=Quantization.INT8, **other))
 
 
 def test_a_model_without_a_denoiser_to_quantize_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion_worker.config import StepCache, WorkerConfig, check_step_cache
+from diffusion_worker.config import StepCache
 from diffusion_worker.engine.request_class import Defaults, class_of
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import RequestSpec, Tick
@@ -256,17 +256,6 @@ def test_a_model_that_a_kind_does_not_fit_is_refused_at_start_by_name_with_what_
     assert why in str(refused.value)
     assert "supported: " in str(refused.value)
     assert "FluxTransformer2DModel" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("option", "found"),
-    [({"exact": True}, "--exact"), ({"sequence": 2, "ranks": 2}, "--sequence 2"), ({"shard": 2, "ranks": 2}, "--shard 2")],
-)
-def test_options_that_a_step_cache_does_not_go_with_are_refused_at_start(option: dict[str, int], found: str) -> None:
-    config = WorkerConfig(model="m", served_name="m", step_cache=StepCache.FIRST_BLOCK)
-    check_step_cache(config)
-    with pytest.raises(ConfigError, match=f"--step-cache first-block with {found}"):
-        check_step_cache(msgspec.structs.replace(config, **option))
 
 
 @pytest.mark.slow

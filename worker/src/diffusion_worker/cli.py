@@ -23,9 +23,6 @@ from diffusion_worker.config import (
     RequestLimits,
     StepCache,
     WorkerConfig,
-    check_kinds,
-    check_quantization,
-    check_step_cache,
     read_model_index,
     served_name_of,
     split_import_path,
@@ -239,10 +236,7 @@ def check(config: WorkerConfig) -> None:
             raise ConfigError(f"--lora {name}={path}: the name is that of the model, choose another or another --served-name")
         if not Path(path).is_dir():
             raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
-    check_kinds(config)
     check_together(config)
-    check_quantization(config)
-    check_step_cache(config)
     check_ranks(config)
     check_requests(config)
     if read_desired(config.desired_path).sleep.policy is SleepPolicy.ASLEEP and (option := why_awake(config)):

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which options of the worker cannot be used together, and why: known at start, never found out by a request. Pure."""
 
-from diffusion_worker.config import Compile, Offload, Quantization, StepCache, WorkerConfig
+import math
+
+from diffusion_worker.config import Compile, LoadFormat, Offload, Quantization, StepCache, WorkerConfig
 from diffusion_worker.errors import ConfigError
 
 # An option as it is given, with its value where that matters, and another that does not go with it.
 EXCLUSIVE = (
+    ("--tensor", "--sequence", "choose one"),
+    ("--tensor", "--shard", "the weights of a tensor group are in parts already"),
     ("--compile", "--exact", "compiled code differs in its last bits from what diffusers computes"),
     ("--compile", "--tensor", "ranks exchange what they have inside of what would be compiled"),
     ("--compile", "--sequence", "ranks exchange what they have inside of what would be compiled"),
@@ -17,17 +21,27 @@ EXCLUSIVE = (
     ("--offload", "--shard", "each is an answer to a model that is too large for a GPU, choose one"),
     ("--offload", "--quantization", "quantised weights are made on the device and stay there"),
     ("--offload group", "--step-cache", "what a step leaves out would not bring the weights of what comes after it"),
+    ("--quantization", "--tensor", "quantised weights cannot be cut into parts"),
+    ("--quantization", "--shard", "quantised weights cannot be cut into parts"),
+    ("--quantization", "--load-format dummy", "there are no weights to quantise"),
+    ("--step-cache", "--exact", "an exact request leaves nothing out, so it would have no effect"),
+    ("--step-cache", "--sequence", "a rank sees only its part of the tokens, so ranks would decide differently"),
+    ("--step-cache", "--shard", "ranks collect the weights of each block together, so none can skip one"),
 )
 # Their weights are in no memory of ours that could be given back, or are not on the device anyway.
 NO_SLEEP = ("--shard", "--offload")
 
 
 def check_together(config: WorkerConfig) -> None:
-    """Whether the options go together; raises ConfigError with the names of two that do not."""
+    """Whether the options go together; raises ConfigError with the names of those that do not."""
     given = given_options(config)
     for option, other, why in EXCLUSIVE:
         if option in given and other in given:
             raise ConfigError(f"{given[option]} with {given[other]}: not supported together: {why}")
+    sizes = {option: size for option, size in _sizes(config).items() if size > 1}
+    if config.ranks % math.prod(sizes.values()):
+        product = " x ".join(given[option] for option in sizes)
+        raise ConfigError(f"{product}: expected a divisor of --ranks {config.ranks}, found {math.prod(sizes.values())}")
 
 
 def why_awake(config: WorkerConfig) -> str | None:
@@ -43,8 +57,13 @@ def given_options(config: WorkerConfig) -> dict[str, str]:
         ("--offload", config.offload, Offload.NONE),
         ("--quantization", config.quantization, Quantization.NONE),
         ("--step-cache", config.step_cache, StepCache.NONE),
+        ("--load-format", config.load_format, LoadFormat.DEFAULT),
     )
     given = {name: f"{option} {kind}" for option, kind, none in kinds if kind is not none for name in (option, f"{option} {kind}")}
-    sizes = (("--tensor", config.tensor), ("--sequence", config.sequence), ("--shard", config.shard))
-    given |= {option: f"{option} {size}" for option, size in sizes if size > 1}
+    given |= {option: f"{option} {size}" for option, size in _sizes(config).items() if size > 1}
     return given | ({"--exact": "--exact"} if config.exact else {})
+
+
+def _sizes(config: WorkerConfig) -> dict[str, int]:
+    """The parallel kinds, whose product divides the ranks."""
+    return {"--tensor": config.tensor, "--sequence": config.sequence, "--shard": config.shard}

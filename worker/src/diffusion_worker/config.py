@@ -2,7 +2,6 @@
 """What one worker is told at start, as one frozen struct that the server and every rank share."""
 
 import enum
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,6 @@ import msgspec
 from diffusion_worker.errors import ConfigError
 
 MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
-
-
-# What diffusers and torch cannot do together, and why nobody needs it.
-EXCLUSIVE_KINDS = (
-    ("--tensor", "--sequence", "not supported together, choose one"),
-    ("--tensor", "--shard", "not supported together: the weights of a tensor group are in parts already"),
-)
 
 
 class Dtype(enum.StrEnum):
@@ -157,45 +149,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def collective_timeout_s(self) -> float:
         """For a rank that waits for the others: the backstop behind the server's own deadlines."""
         return self.tick_timeout_s + 60.0 if self.tick_timeout_s else 3600.0
-
-
-def check_kinds(config: WorkerConfig) -> None:
-    """Whether the sizes of the parallel kinds go together; raises ConfigError with the options' names."""
-    sizes = {"--tensor": config.tensor, "--sequence": config.sequence, "--shard": config.shard}
-    used = {option: size for option, size in sizes.items() if size > 1}
-    for option, other, why in EXCLUSIVE_KINDS:
-        if option in used and other in used:
-            raise ConfigError(f"{option} {used[option]} with {other} {used[other]}: {why}")
-    if config.ranks % math.prod(used.values()):
-        product = " x ".join(f"{option} {size}" for option, size in used.items())
-        raise ConfigError(f"{product}: expected a divisor of --ranks {config.ranks}, found {math.prod(used.values())}")
-
-
-def check_quantization(config: WorkerConfig) -> None:
-    """Whether quantised weights go with the other options; raises ConfigError with their names."""
-    if config.quantization is Quantization.NONE:
-        return
-    given = f"--quantization {config.quantization}"
-    if config.load_format is LoadFormat.DUMMY:
-        raise ConfigError(f"{given} with --load-format {config.load_format}: not supported together: there are no weights to quantise")
-    for option, size in (("--tensor", config.tensor), ("--shard", config.shard)):
-        if size > 1:
-            raise ConfigError(f"{given} with {option} {size}: not supported together: quantised weights cannot be cut into parts")
-
-
-def check_step_cache(config: WorkerConfig) -> None:
-    """Whether the step cache goes with the other options; raises ConfigError with their names."""
-    if config.step_cache is StepCache.NONE:
-        return
-    given = f"--step-cache {config.step_cache}"
-    if config.exact:
-        raise ConfigError(f"{given} with --exact: an exact request leaves nothing out, so it would have no effect")
-    for option, size, why in (
-        ("--sequence", config.sequence, "a rank sees only its part of the tokens, so ranks would decide differently"),
-        ("--shard", config.shard, "ranks collect the weights of each block together, so none can skip one"),
-    ):
-        if size > 1:
-            raise ConfigError(f"{given} with {option} {size}: not supported together: {why}")
 
 
 def served_name_of(model: str) -> str:

@@ -292,7 +292,4 @@ class Generation:
 def _frames_fit(done: TickDone, frames: list[bytes | memoryview]) -> bool:
     """Whether the frame of every picture and preview came along, in its size."""
     brought: list[Finished | Preview] = [*done.finished, *done.previews]
-    for made in brought:
-        if not 0 <= made.frame < len(frames) or len(frames[made.frame]) != math.prod(made.shape):
-            return False
-    return True
+    return all(0 <= made.frame < len(frames) and len(frames[made.frame]) == math.prod(made.shape) for made in brought)
