@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from diffusion_worker.config import Compile
+from diffusion_worker.runner.pipeline_view import DENOISERS
 from diffusion_worker.runner.sharding import blocks_of
 
 log = logging.getLogger(__name__)
 
-# Components whose calls are steps, and so are worth compiling.
-DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
+
 # Without CUDA graphs: their outputs lie where the next block of the same kind writes its own.
 MODES = {Compile.DEFAULT: None, Compile.MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 # Versions of one function: blocks of one class differ in what they have, and each is compiled for one row and for more, with

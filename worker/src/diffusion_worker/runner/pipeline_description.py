@@ -14,11 +14,10 @@ import torch
 
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo
-from diffusion_worker.runner.pipeline_view import modules_of
+from diffusion_worker.runner.pipeline_view import DENOISERS, modules_of
 from diffusion_worker.runner.request_body import FRAMES, default_guidance, inputs_of
 from diffusion_worker.runner.step_support import inner_classes, source_of, why_impossible
 
-DENOISERS = ("transformer", "unet", "prior", "decoder")
 # Pixels of one latent, along a side and in time, by the names that pipelines give them.
 SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")

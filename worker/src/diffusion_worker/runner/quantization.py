@@ -12,9 +12,7 @@ import torch
 
 from diffusion_worker.config import Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError
-
-# Where most of a pipeline's weights are. Text encoders run once a request, and a VAE has hardly a linear layer.
-DENOISERS = frozenset({"transformer", "transformer_2", "unet", "prior", "decoder"})
+from diffusion_worker.runner.pipeline_view import DENOISERS
 
 
 def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -42,8 +40,8 @@ def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtyp
 
 def require_quantizable(config: WorkerConfig, components: Collection[str]) -> None:
     """Raises ConfigError where quantisation is asked for and no component of a pipeline can have it."""
-    if config.quantization is not Quantization.NONE and not DENOISERS.intersection(components):
-        wanted = ", ".join(sorted(DENOISERS))
+    if config.quantization is not Quantization.NONE and not set(DENOISERS).intersection(components):
+        wanted = ", ".join(DENOISERS)
         raise ConfigError(f"--quantization {config.quantization}: expected a model with one of {wanted}, found {', '.join(components)}")
 
 
