@@ -71,14 +71,16 @@ def measure() -> Measured:
             "size_ratio": round(max(sizes), 4),
             "loop_p99_ratio": round(_p99(busy) / _p99(idle), 3),
             "server_rss_mb": round(resident_mb, 1),
-            "first_answer_s": round(statistics.median(starts), 3),
+            "first_answer_s": round(statistics.median(start["first_answer_s"] for start in starts), 3),
             **results,
             "loop_idle_p99_ms": round(_p99(idle), 3),
             "loop_busy_p99_ms": round(_p99(busy), 3),
             "loop_idle_p50_ms": round(statistics.median(idle), 3),
             "loop_busy_p50_ms": round(statistics.median(busy), 3),
             "server_rss_peak_mb_of_twenty_at_once": round(peak_mb, 1),
-            "first_answer_s_slowest": round(max(starts), 3),
+            "first_answer_s_slowest": round(max(start["first_answer_s"] for start in starts), 3),
+            # What of it is the server's own work, whoever else wants the cores.
+            "first_answer_cpu_s": round(statistics.median(start["first_answer_cpu_s"] for start in starts), 3),
         },
         targets={
             "encode_speedup": ">= 20",
@@ -87,7 +89,7 @@ def measure() -> Measured:
             "server_rss_mb": "<= 120",
             "first_answer_s": "<= 1",
         },
-        samples=[*encoded, *asked, *({"first_answer_s": seconds} for seconds in starts)],
+        samples=[*encoded, *asked, *starts],
     )
 
 
@@ -204,21 +206,21 @@ def _expect(clients: subprocess.Popen[str], word: str) -> None:
 # The process
 
 
-def _starts() -> tuple[list[float], float]:
-    """Seconds to the first answer of every start, and the last one's resident memory in MB after some pictures."""
-    seconds, resident_mb = [], 0.0
+def _starts() -> tuple[list[dict[str, float]], float]:
+    """What every start took to its first answer, and the last one's resident memory in MB after some pictures."""
+    starts, resident_mb = [], 0.0
     for number in range(STARTS):
         started = time.perf_counter()
         with _server("diffusion_worker.cli", ()) as (process, port):
             with connect(port) as connection:
                 ask(connection, HEALTH)
-            seconds.append(time.perf_counter() - started)
+            starts.append({"first_answer_s": time.perf_counter() - started, "first_answer_cpu_s": _cpu_seconds(process.pid)})
             if number == STARTS - 1:
                 _wait_ready(port)
                 for _ in range(PICTURES_BEFORE_MEMORY):
                     _make_picture(port)
                 resident_mb = _status_mb(process.pid, "VmRSS")
-    return seconds, resident_mb
+    return starts, resident_mb
 
 
 @contextlib.contextmanager
@@ -267,6 +269,12 @@ def _status_mb(pid: int, field: str) -> float:
     if found is None:
         raise RuntimeError(f"/proc/{pid}/status has no {field}")
     return int(found[1]) / 1024
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of the process alone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _p99(samples: list[float]) -> float:

@@ -20,6 +20,7 @@ from PIL import Image, ImageChops
 
 from diffusion_worker.engine.results import AppliedAdapter, Picture, Provenance
 from diffusion_worker.errors import RequestError
+from diffusion_worker.messages import Task
 from diffusion_worker.server import answers
 from diffusion_worker.server.encoding import BAND_BYTES, OutputFormat, encode, metadata_of
 from diffusion_worker.server.encoding_threads import MAX_THREADS, NICENESS, EncodingThreads
@@ -30,6 +31,8 @@ PROVENANCE = Provenance(
     pipeline="StableDiffusion3Pipeline",
     revision="v1",
     digest="sha256:" + "0" * 64,
+    task=Task.INPAINT,
+    strength=0.5,
     adapters=[AppliedAdapter("Zoë's stripes", "sha256:" + "1" * 64, 0.5)],
     steps=10,
     guidance_scale=4.5,
@@ -173,6 +176,8 @@ def test_the_metadata_of_a_picture_is_all_that_is_needed_to_make_it_again_but_it
         "pipeline": "StableDiffusion3Pipeline",
         "revision": "v1",
         "digest": "sha256:" + "0" * 64,
+        "task": "inpaint",
+        "strength": 0.5,
         "adapters": [{"name": "Zoë's stripes", "digest": "sha256:" + "1" * 64, "scale": 0.5}],
         "steps": 10,
         "guidance_scale": 4.5,

@@ -189,6 +189,8 @@ class Engine:
             # A folder has none; what is in it has a digest.
             revision=None,
             digest=self._digest.value,
+            task=params.task,
+            strength=params.strength,
             adapters=adapters,
             steps=params.steps or self._model.default_steps,
             guidance_scale=self._model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,

@@ -3,6 +3,8 @@
 
 import msgspec
 
+from diffusion_worker.messages import Task
+
 
 class StepTaken(msgspec.Struct, frozen=True):
     """Picture `index` of the request has taken `step` of `steps` steps; `steps` is None where nobody knows."""
@@ -66,6 +68,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: str
     revision: str | None
     digest: str | None
+    task: Task
+    # How far an edit could go from its picture; null where it is none, or that was left to the pipeline.
+    strength: float | None
     adapters: list[AppliedAdapter]
     steps: int | None
     guidance_scale: float | None

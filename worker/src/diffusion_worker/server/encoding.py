@@ -25,7 +25,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 UP_FILTER = b"\x02"
 ISAL_LEVEL = 1
 # So much is filtered at a time, with the GIL; it is released for the compression between.
-BAND_BYTES = 65_536
+BAND_BYTES = 131_072
 
 # Under this keyword a PNG holds the metadata as JSON; JPEG and WebP have it as their EXIF description.
 METADATA_KEYWORD = "provenance"

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diffusion_worker.engine.admission import MAX_SEED, GenerationParams
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import Task
 from diffusion_worker.server.answers import ZIP_MEDIA_TYPE, AnswerOptions
 from diffusion_worker.server.encoding import OutputFormat
 
@@ -162,6 +163,8 @@ class ProvenanceBody(BaseModel):
     pipeline: str
     revision: str | None
     digest: str | None
+    task: Task
+    strength: float | None
     adapters: list[AdapterUse]
     steps: int | None
     guidance_scale: float | None
