@@ -69,8 +69,8 @@ DIGITS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", DIGITS)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("name", [pytest.param("transformer", marks=pytest.mark.slow), "vae", "text_encoder"])
 def test_a_component_read_to_its_place_equals_from_pretrained_and_is_in_no_memory_of_its_own(name: str, dtype: torch.dtype) -> None:
     weights = check_equal(DIGITS[name], DIGITS_MODEL / name, dtype)
     report = weights.report()
@@ -133,7 +133,7 @@ def test_shards_of_a_component_equal_from_pretrained(tmp_path: Path) -> None:
     check_equal(diffusers.AutoencoderKL, tmp_path, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_what_a_class_keeps_in_float32_is_kept_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(diffusers.AutoencoderKL, "_keep_in_fp32_modules", ["conv_in"])
     tiny_vae().to(torch.bfloat16).save_pretrained(tmp_path)
@@ -146,7 +146,7 @@ def t5(**config: Any) -> Any:
     return transformers.T5EncoderModel(transformers.T5Config(**defaults | config))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_a_text_encoder_keeps_its_ties_and_what_transformers_keeps_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
     t5().save_pretrained(tmp_path)
     module, _, _ = placed(transformers.T5EncoderModel, tmp_path, dtype)
