@@ -7,11 +7,16 @@ Imports only: a tensor operation here would start OpenMP threads, and a rank for
 
 import contextlib
 import importlib
+import logging
 import os
 import signal
 
 # Ctrl-C while this imports ends the fork server at once and without a traceback; it ignores the signal once it serves.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+# diffusers imports both quantisers, which say what they lack, and torch what it thinks of one of them; nobody asked.
+for _noisy in ("bitsandbytes", "diffusers.quantizers", "torch.utils._pytree"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 import torch  # noqa: E402, F401
 
