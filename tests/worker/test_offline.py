@@ -235,11 +235,16 @@ def test_calls_of_several_threads_get_their_own_pictures(engine: DiffusionEngine
 
 def test_an_interrupted_call_raises_and_frees_its_places(engine: DiffusionEngine, groups: Groups) -> None:
     groups.made[0].stepping.clear()
+    # Whoever runs the tests in the background of a shell has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate("a red digit seven", n=4)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate("a red digit seven", n=4)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
     engine._thread.run(nothing_runs(engine), timeout_s=10)
 
 

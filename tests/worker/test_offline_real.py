@@ -24,8 +24,11 @@ TIMEOUT_S = 200.0
 EXAMPLES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Read from standard input, in a running event loop as in a notebook, and closed by nobody.
 INTERRUPTED = """
-import asyncio, sys
+import asyncio, signal, sys
 from diffusion_worker import DiffusionEngine
+
+# Whoever runs the tests in the background of a shell has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main():
     engine = DiffusionEngine("examples/digits/model", limits={"max_steps": 10000})
