@@ -54,6 +54,23 @@ SECONDS = NumberRange(min=0.001, max=86_400)
 GUIDANCE_SCALE = NumberRange(0, 100)
 
 
+# Options that have one of a few values, and those that bound a request, with the fields they set.
+KINDS = {
+    "dtype": Dtype,
+    "load_format": LoadFormat,
+    "compile": Compile,
+    "offload": Offload,
+    "quantization": Quantization,
+    "step_cache": StepCache,
+}
+LIMITS = {
+    "max_steps": "max_steps",
+    "max_pixels": "max_pixels",
+    "max_images": "max_images",
+    "max_prompt_characters": "max_prompt_chars",
+}
+
+
 @click.group()
 @click.version_option(package_name="diffusion-worker")
 def cli() -> None:
@@ -125,56 +142,9 @@ def cli() -> None:
 @click.option(
     "--drain-timeout-seconds", "drain_timeout_s", type=SECONDS, default=25.0, show_default=True, help="For running requests after SIGTERM."
 )
-def serve(
-    *,
-    host: str,
-    port: int,
-    control_port: int,
-    served_name: str | None,
-    dtype: str,
-    load_format: str,
-    loras: tuple[str, ...],
-    rendezvous_address: str,
-    batch_window_milliseconds: int,
-    compile: str,
-    offload: str,
-    quantization: str,
-    step_cache: str,
-    warmup_sizes: tuple[str, ...],
-    default_steps: int | None,
-    default_guidance_scale: float | None,
-    default_size: str | None,
-    max_steps: int,
-    max_pixels: int,
-    max_images: int,
-    max_prompt_characters: int,
-    **fields: Any,
-) -> None:
+def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     """Serve a model: pictures on one port, control on another."""
-    rendezvous_host, rendezvous_port = parse_address(rendezvous_address)
-    config = WorkerConfig(
-        served_name=served_name or served_name_of(fields["model"]),
-        dtype=Dtype(dtype),
-        load_format=LoadFormat(load_format),
-        preload_loras=parse_loras(loras),
-        rendezvous_host=rendezvous_host,
-        rendezvous_port=rendezvous_port,
-        batch_window_s=batch_window_milliseconds / 1000,
-        compile=Compile(compile),
-        offload=Offload(offload),
-        quantization=Quantization(quantization),
-        step_cache=StepCache(step_cache),
-        warmup_sizes=[parse_size(size, "--warmup-size") for size in warmup_sizes],
-        defaults=request_defaults(default_steps, default_guidance_scale, default_size),
-        limits=RequestLimits(
-            max_steps=max_steps,
-            max_pixels=max_pixels,
-            max_images=max_images,
-            max_prompt_chars=max_prompt_characters,
-        ),
-        # All other options are named as the fields they set.
-        **fields,
-    )
+    config = config_of(options)
     check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -183,6 +153,24 @@ def serve(
     from diffusion_worker.server.serve import Listen, run
 
     sys.exit(run(config, Listen(host=host, port=port, control_port=control_port), lambda: RankExecutor(config)))
+
+
+def config_of(options: dict[str, Any]) -> WorkerConfig:
+    """The settings that the options stand for; those that need no conversion are named as the fields they set. Raises ConfigError."""
+    plain = dict(options)
+    rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
+    converted: dict[str, Any] = {
+        "served_name": plain.pop("served_name") or served_name_of(plain["model"]),
+        "preload_loras": parse_loras(plain.pop("loras")),
+        "rendezvous_host": rendezvous_host,
+        "rendezvous_port": rendezvous_port,
+        "batch_window_s": plain.pop("batch_window_milliseconds") / 1000,
+        "warmup_sizes": [parse_size(size, "--warmup-size") for size in plain.pop("warmup_sizes")],
+        "defaults": request_defaults(*map(plain.pop, ("default_steps", "default_guidance_scale", "default_size"))),
+        "limits": RequestLimits(**{field: plain.pop(option) for option, field in LIMITS.items()}),
+    }
+    converted |= {name: kind(plain.pop(name)) for name, kind in KINDS.items()}
+    return WorkerConfig(**converted, **plain)
 
 
 def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
