@@ -20,6 +20,8 @@ from diffusion_worker.runner.diffusion_worker import DiffusionWorker
 from runner_rig import RunnerRig, request
 from worker_process import DIGITS
 
+pytestmark = pytest.mark.slow
+
 STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS / "loras" / "stripes"))
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess, process_exists
 
+pytestmark = pytest.mark.slow
+
 
 def fake(behaviour: Mapping[str, Any] | None = None, **options: Any) -> WorkerProcess:
     """The server over ranks that behave as told."""
