@@ -17,6 +17,8 @@ from families.all import FAMILIES
 from families.family import as_tensor
 from families.family_rig import JOINING, TRIO, Asked, FamilyRig, apart
 
+pytestmark = pytest.mark.slow
+
 # Rows of the calls of TRIO at one call a step, and at two (guided and not) with a row each.
 ONE_CALL_A_STEP = [1, 2, 3, 3, 2, 1, 1]
 TWO_CALLS_A_STEP = [rows for rows in ONE_CALL_A_STEP for _ in range(2)]
