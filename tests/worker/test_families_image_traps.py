@@ -14,10 +14,8 @@ from families import flux, flux2, latent_images, packed_images, qwen, worded_ima
 from families.family import Arguments, Family, picture, seeded
 from families.family_rig import Asked, FamilyRig, apart
 
-pytestmark = pytest.mark.slow
-
 # Krea 2 normalises in float32 by weights that are float64 here.
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 
 FAMILIES = {
     family.name: family
