@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.memory import filling
+from diffusion_worker.memory.device_memory import machine_bytes
 from diffusion_worker.memory.placeholders import Placeholders
+from diffusion_worker.messages import Tick
+from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.loading_progress import LoadingProgress
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import load_pipeline, modules_of
@@ -41,6 +45,28 @@ def test_a_runner_is_made_of_config_and_device_and_has_loaded_nothing(monkeypatc
     assert (report.weights_bytes, report.weights_resident_bytes, report.mappings) == (0, 0, [])
     stats = runner.get_prompt_embed_cache_stats()
     assert stats is not None and stats["size"] == 0
+
+
+def test_the_worker_owns_device_groups_and_memory_and_builds_the_runner_that_loads_and_executes() -> None:
+    config = WorkerConfig(model=str(DIGITS_MODEL), served_name="digits")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        threads = torch.get_num_threads()
+        worker = DiffusionWorker(config, rank=0, rendezvous=Rendezvous(host, port, generation=1), listener=listener)
+    try:
+        assert isinstance(worker.model_runner, DiffusionModelRunner)
+        assert (worker.device, worker.parallel.world) == (torch.device("cpu"), 1)
+        assert (worker.model_runner.pipeline, worker.memory().weights_bytes) == (None, 0)
+        model = worker.load_model(lambda done, total: None)
+        assert worker.memory().weights_bytes == model.weights_bytes
+        assert 0 < model.free_bytes < machine_bytes()
+        # One for its step, one for its decoding.
+        outputs = [worker.execute_stepwise(tick) for tick in (Tick(1, [request("one", steps=1)]), Tick(2))]
+        assert not any(output.errors for output in outputs)
+        assert [list(output.pictures) for output in outputs] == [[], ["one"]]
+    finally:
+        worker.shutdown()
+        torch.set_num_threads(threads)
 
 
 def test_a_loaded_model_makes_the_picture_that_diffusers_makes_and_has_no_copy_of_its_files_in_memory() -> None:
