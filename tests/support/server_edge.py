@@ -102,3 +102,18 @@ async def serving_edge(*, token_path: Path | None = None, model: ModelInfo | Non
 def _client(application: Any) -> httpx2.AsyncClient:
     transport = httpx2.ASGITransport(app=application, raise_app_exceptions=False)
     return httpx2.AsyncClient(transport=transport, base_url="http://worker")
+
+
+def image_scope() -> dict[str, Any]:
+    """What an ASGI server says of an image request."""
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/images/generations",
+        "raw_path": b"/v1/images/generations",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "http_version": "1.1",
+        "scheme": "http",
+        "server": ("worker", 80),
+    }

@@ -21,7 +21,7 @@ from diffusion_worker.server.body_limit import SLOWEST_BYTES_PER_S, BodyLimit
 from diffusion_worker.server.connection import BoundedConnection
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from fake_rank_group import FakeRankGroup
-from server_edge import DEADLINE_S, Edge, serving_edge
+from server_edge import DEADLINE_S, Edge, image_scope, serving_edge
 from worker_process import FAKE_PROGRAM, WorkerProcess
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\n"
@@ -211,7 +211,7 @@ async def _answers_to_slow_body(parts: list[bytes], *, grace_s: float) -> list[d
         sent.append(message)
 
     async with asyncio.timeout(DEADLINE_S):
-        await application(_scope(), receive, send)
+        await application(image_scope(), receive, send)
     return sent
 
 
@@ -273,7 +273,7 @@ class Leaving:
         self.sent: list[dict[str, Any]] = []
         self._gone = asyncio.Event()
         self._content = json.dumps({"prompt": "p", **body}).encode()
-        self._asking = asyncio.create_task(edge.data_application(_scope(), self._receive, self._send))
+        self._asking = asyncio.create_task(edge.data_application(image_scope(), self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
         if self._content:
@@ -300,18 +300,4 @@ async def _leave(application: ASGIApp, next_message: Any) -> None:
         pass
 
     async with asyncio.timeout(DEADLINE_S):
-        await application(_scope(), receive, send)
-
-
-def _scope() -> Scope:
-    return {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/images/generations",
-        "raw_path": b"/v1/images/generations",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "http_version": "1.1",
-        "scheme": "http",
-        "server": ("worker", 80),
-    }
+        await application(image_scope(), receive, send)

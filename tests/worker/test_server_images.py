@@ -13,7 +13,7 @@ from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.server.app import MAX_BODY_BYTES
 from fake_rank_group import FakeRankGroup, fake_pixels
-from server_edge import DEADLINE_S, Edge, serving_edge
+from server_edge import DEADLINE_S, Edge, image_scope, serving_edge
 from worker_process import decode_image
 
 SECRET = "a prompt that nobody else may read"
@@ -230,18 +230,7 @@ async def test_a_client_that_goes_away_frees_its_place_in_the_batch(edge: Edge) 
     async def send(message: dict[str, Any]) -> None:
         pass
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/images/generations",
-        "raw_path": b"/v1/images/generations",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "http_version": "1.1",
-        "scheme": "http",
-        "server": ("worker", 80),
-    }
-    leaving = asyncio.create_task(edge.data_application(scope, receive, send))
+    leaving = asyncio.create_task(edge.data_application(image_scope(), receive, send))
     await edge.wait_state(inFlight=2)
     staying = asyncio.create_task(edge.images(prompt="p"))
     await edge.wait_state(queued=1)
