@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer blocks of a denoiser, as diffusers describes them to its own caches."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,10 +10,13 @@ from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.utils.torch_utils import unwrap_module
 
-from diffusion_worker.runner.step_cache.run import CachedModule, Verdict
+from diffusion_worker.runner.step_cache.run import CachedModule, Verdict, hook
 
 # What the last block made of what the first one got or gave is remembered under this name.
 TAIL = "tail"
+
+# What a call of a hooked block goes to: the denoiser it is of, the block, what it was before, and its arguments.
+Passing = Callable[..., Any]
 
 
 class Block:
@@ -66,6 +71,15 @@ def passed_through(cached: CachedModule, block: Block, forward: Any, *args: Any,
     if cached.run is None or cached.run.verdict is Verdict.COMPUTE:
         return forward(*args, **kwargs)
     return block.output(*block.given(args, kwargs))
+
+
+def hook_blocks(module: torch.nn.Module, first: Passing, last: Passing) -> CachedModule:
+    """Put `first` and `last` around a model's first and last block; those between pass on what they get where blocks are skipped."""
+    cached = CachedModule()
+    blocks = [Block(layer) for layer in blocks_of(module)]
+    for block, passing in zip(blocks, [first, *[passed_through] * (len(blocks) - 2), last], strict=True):
+        hook(block.layer, functools.partial(passing, cached, block))
+    return cached
 
 
 def plus(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
 
-from diffusion_worker.runner.step_cache.blocks import TAIL, Block, blocks_of, minus, passed_through, plus, why_no_blocks
+from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
 from diffusion_worker.runner.step_cache.kinds import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Tensors, Verdict, hook
+from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Tensors, Verdict
 
 # What the first block gave, and what it changed.
 HEAD = "head"
@@ -62,13 +62,7 @@ class FirstBlock:
         return _FirstBlockBranch(self.threshold)
 
     def put_on(self, module: torch.nn.Module) -> CachedModule:
-        cached = CachedModule()
-        head, *middle, tail = map(Block, blocks_of(module))
-        hook(head.layer, lambda forward, *args, **kwargs: _first_block(cached, head, forward, *args, **kwargs))
-        for block in middle:
-            hook(block.layer, lambda forward, *args, block=block, **kwargs: passed_through(cached, block, forward, *args, **kwargs))
-        hook(tail.layer, lambda forward, *args, **kwargs: _last_block(cached, tail, forward, *args, **kwargs))
-        return cached
+        return hook_blocks(module, _first_block, _last_block)
 
 
 def _first_block(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:

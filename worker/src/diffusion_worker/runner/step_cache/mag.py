@@ -11,9 +11,9 @@ import torch
 from diffusers.hooks import MagCacheConfig
 from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS, MagCacheBlockHook, MagCacheHeadHook, MagCacheState
 
-from diffusion_worker.runner.step_cache.blocks import TAIL, Block, blocks_of, minus, passed_through, plus, why_no_blocks
+from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
 from diffusion_worker.runner.step_cache.kinds import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict, hook
+from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict
 
 # The magnitudes of these models' residuals, which diffusers has measured. Others have to be calibrated first.
 MAG_RATIOS = {"FluxTransformer2DModel": FLUX_MAG_RATIOS}
@@ -66,13 +66,7 @@ class MagCache:
         return _MagBranch(MagCacheConfig(mag_ratios=ratios, **given))
 
     def put_on(self, module: torch.nn.Module) -> CachedModule:
-        cached = CachedModule()
-        head, *middle, tail = map(Block, blocks_of(module))
-        hook(head.layer, lambda forward, *args, **kwargs: _before_blocks(cached, head, forward, *args, **kwargs))
-        for block in middle:
-            hook(block.layer, lambda forward, *args, block=block, **kwargs: passed_through(cached, block, forward, *args, **kwargs))
-        hook(tail.layer, lambda forward, *args, **kwargs: _after_blocks(cached, tail, forward, *args, **kwargs))
-        return cached
+        return hook_blocks(module, _before_blocks, _after_blocks)
 
 
 def _before_blocks(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
