@@ -127,3 +127,8 @@ class RequestError(WorkerError):
     def retryable(self) -> bool:
         """Whether the same call may succeed later."""
         return self.code in RETRYABLE
+
+
+def refused(field: str, expected: str, found: object) -> RequestError:
+    """InvalidRequest that names a field of the request, what was expected of it and what was found."""
+    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})

@@ -7,7 +7,7 @@ import msgspec
 
 from diffusion_worker.config import RequestDefaults, RequestLimits
 from diffusion_worker.engine.request_class import RequestClass, is_guided
-from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.errors import ConfigError, RequestError, refused
 from diffusion_worker.messages import ModelInfo, Task
 
 MAX_SEED = 2**63 - 1
@@ -84,21 +84,21 @@ def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> 
     check_served(params.task, model)
     _check_pictures(params, model)
     if model.kind != "image":
-        _refuse("model", "one that makes pictures", f"{model.pipeline}, which makes a {model.kind}")
+        raise refused("model", "one that makes pictures", f"{model.pipeline}, which makes a {model.kind}")
     if not params.prompt.strip():
-        _refuse("prompt", "a text", "an empty one")
+        raise refused("prompt", "a text", "an empty one")
     if len(params.prompt) > limits.max_prompt_chars:
-        _refuse("prompt", f"at most {limits.max_prompt_chars} characters", len(params.prompt))
+        raise refused("prompt", f"at most {limits.max_prompt_chars} characters", len(params.prompt))
     if params.negative_prompt is not None and len(params.negative_prompt) > limits.max_prompt_chars:
-        _refuse("negative_prompt", f"at most {limits.max_prompt_chars} characters", len(params.negative_prompt))
+        raise refused("negative_prompt", f"at most {limits.max_prompt_chars} characters", len(params.negative_prompt))
     if not 1 <= params.n <= limits.max_images:
-        _refuse("n", f"1 to {limits.max_images}", params.n)
+        raise refused("n", f"1 to {limits.max_images}", params.n)
     if params.seed is not None and not 0 <= params.seed <= MAX_SEED - limits.max_images:
-        _refuse("seed", f"0 to {MAX_SEED - limits.max_images}", params.seed)
+        raise refused("seed", f"0 to {MAX_SEED - limits.max_images}", params.seed)
     if params.steps is not None and not 1 <= params.steps <= limits.max_steps:
-        _refuse("num_inference_steps", f"1 to {limits.max_steps}", params.steps)
+        raise refused("num_inference_steps", f"1 to {limits.max_steps}", params.steps)
     if params.guidance_scale is not None and not 0 <= params.guidance_scale <= 100:
-        _refuse("guidance_scale", "0 to 100", params.guidance_scale)
+        raise refused("guidance_scale", "0 to 100", params.guidance_scale)
     check_size(params, limits, model)
 
 
@@ -122,7 +122,7 @@ def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -
     kind = RequestClass(height, width, model.default_frames, guided=is_guided(params.guidance_scale), exact=False, references=seen)
     if kind.load > most_load:
         most_pixels = int(width * height * most_load / kind.load)
-        _refuse("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")
+        raise refused("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")
 
 
 def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
@@ -131,16 +131,16 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
         return
     size = f"{params.width}x{params.height}"
     if params.width < model.size_multiple or params.height < model.size_multiple:
-        _refuse("size", f"at least {model.size_multiple}x{model.size_multiple}", size)
+        raise refused("size", f"at least {model.size_multiple}x{model.size_multiple}", size)
     if params.width % model.size_multiple or params.height % model.size_multiple:
-        _refuse("size", f"width and height that are multiples of {model.size_multiple}", size)
+        raise refused("size", f"width and height that are multiples of {model.size_multiple}", size)
     tokens = (params.width // model.token_pixels) * (params.height // model.token_pixels)
     if tokens % model.tokens_multiple:
-        _refuse(
+        raise refused(
             "size", f"a number of {model.token_pixels}x{model.token_pixels} tokens that --sequence {model.tokens_multiple} divides", size
         )
     if params.width * params.height > limits.max_pixels:
-        _refuse("size", f"at most {limits.max_pixels} pixels", size)
+        raise refused("size", f"at most {limits.max_pixels} pixels", size)
 
 
 def check_served(task: Task, model: ModelInfo) -> None:
@@ -148,7 +148,7 @@ def check_served(task: Task, model: ModelInfo) -> None:
     if model.kind == "image" and task not in model.tasks:
         served = " and ".join(model.tasks) or "no route of pictures"
         hint = next((HINTS[task, other] for other in model.tasks if (task, other) in HINTS), "")
-        _refuse("model", f"one that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
+        raise refused("model", f"one that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
 
 
 def _check_pictures(params: GenerationParams, model: ModelInfo) -> None:
@@ -157,13 +157,9 @@ def _check_pictures(params: GenerationParams, model: ModelInfo) -> None:
         return
     if not 1 <= len(params.images) <= model.max_input_images:
         expected = "one picture" if model.max_input_images == 1 else f"1 to {model.max_input_images} pictures"
-        _refuse("image", f"{expected} for {model.pipeline}", len(params.images))
+        raise refused("image", f"{expected} for {model.pipeline}", len(params.images))
     if params.mask is not None and (params.mask.height, params.mask.width) != (params.images[0].height, params.images[0].width):
         expected = f"the size of the picture, {params.images[0].width}x{params.images[0].height}"
-        _refuse("mask", expected, f"{params.mask.width}x{params.mask.height}")
+        raise refused("mask", expected, f"{params.mask.width}x{params.mask.height}")
     if params.strength is not None and not 0 < params.strength <= 1:
-        _refuse("strength", "more than 0 and at most 1", params.strength)
-
-
-def _refuse(field: str, expected: str, found: object) -> None:
-    raise RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})
+        raise refused("strength", "more than 0 and at most 1", params.strength)

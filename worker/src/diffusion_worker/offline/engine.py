@@ -16,7 +16,7 @@ from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.documents import AdapterState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.results import Generation, RequestEvent
-from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError, refused
 from diffusion_worker.offline.engine_thread import EngineThread
 from diffusion_worker.offline.inputs import picture_fields
 from diffusion_worker.offline.options import described, worker_config
@@ -156,16 +156,16 @@ def _require_adapters(engine: Engine) -> None:
 
 def _prompts(prompt: str | Sequence[str]) -> list[str]:
     if not isinstance(prompt, Sequence):
-        raise _refused("prompt", "a text or a list of texts", type(prompt).__name__)
+        raise refused("prompt", "a text or a list of texts", type(prompt).__name__)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
-        raise _refused("prompt", "a text or a list of texts", "an empty list")
+        raise refused("prompt", "a text or a list of texts", "an empty list")
     return prompts
 
 
 def _sides(size: str, height: int | None, width: int | None) -> tuple[int, int]:
     if height is not None or width is not None:
-        raise _refused("size", "either size or height and width", "both")
+        raise refused("size", "either size or height and width", "both")
     try:
         return parse_size(size, "size")
     except ConfigError as error:
@@ -178,7 +178,3 @@ def _params(fields: dict[str, object]) -> GenerationParams:
         return msgspec.convert(fields, GenerationParams)
     except msgspec.ValidationError as error:
         raise RequestError(ErrorCode.INVALID_REQUEST, described(error)) from None
-
-
-def _refused(field: str, expected: str, found: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})

@@ -7,8 +7,9 @@ from PIL import ImageOps
 from PIL.Image import Image
 
 from diffusion_worker.engine.admission import InputPicture
+from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
-from diffusion_worker.server.input_pictures import decoded, refused
+from diffusion_worker.server.input_pictures import decoded
 
 
 def picture_fields(image: Image | Sequence[Image] | None, mask: Image | None, strength: float | None) -> dict[str, object]:

@@ -14,7 +14,7 @@ import diffusers
 import msgspec
 from PIL import Image, ImageOps
 
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.errors import refused
 from diffusion_worker.messages import PictureInput, RequestSpec, Task
 from diffusion_worker.runner.request_body import FRAMES, TRUE_GUIDANCE, inputs_of
 from diffusion_worker.runner.step_support import source_of
@@ -119,9 +119,9 @@ def conditioning_of(takes: PictureInputs, spec: RequestSpec, frames: Sequence[by
     """
     if not 1 <= len(spec.images) <= takes.most:
         expected = "one picture" if takes.most == 1 else f"1 to {takes.most} pictures"
-        raise _refused("image", expected, len(spec.images))
+        raise refused("image", expected, len(spec.images))
     if (spec.mask is None) != (takes.mask is None):
-        raise _refused("mask", "none" if takes.mask is None else "one", "none" if spec.mask is None else "one")
+        raise refused("mask", "none" if takes.mask is None else "one", "none" if spec.mask is None else "one")
     pictures = [_picture(item, frames) for item in spec.images]
     size = (spec.width, spec.height) if spec.width and spec.height else None
     if takes.fitted and size:
@@ -149,7 +149,7 @@ def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
         return spec.strength
     if spec.strength is None:
         return min(1.0, math.nextafter(1 / steps, 1))
-    raise _refused("strength", f"at least {1 / steps:.3g}, so that one of {steps} steps is left", strength)
+    raise refused("strength", f"at least {1 / steps:.3g}, so that one of {steps} steps is left", strength)
 
 
 def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
@@ -208,7 +208,3 @@ def _family(pipeline: Any) -> str:
 
 def _is_modular(pipeline: Any) -> bool:
     return isinstance(pipeline, diffusers.ModularPipeline)
-
-
-def _refused(field: str, expected: str, found: object) -> RequestError:
-    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})

@@ -19,11 +19,12 @@ from starlette.responses import Response
 
 from diffusion_worker.engine.admission import GenerationParams, check_served
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.generation import answer_generation
 from diffusion_worker.server.image_schemas import PICTURE_ANSWERS, Finite, PictureRequest
-from diffusion_worker.server.input_pictures import MAX_FILE_BYTES, DecodedPicture, decode, refused
+from diffusion_worker.server.input_pictures import MAX_FILE_BYTES, DecodedPicture, decode
 from diffusion_worker.server.problems import shortened
 from diffusion_worker.server.schemas import ERRORS
 

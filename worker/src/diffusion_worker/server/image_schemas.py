@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from diffusion_worker.engine.admission import MAX_SEED, GenerationParams
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
 from diffusion_worker.server.answers import ZIP_MEDIA_TYPE, AnswerOptions
 from diffusion_worker.server.encoding import OutputFormat
@@ -93,7 +93,7 @@ class PictureRequest(BaseModel):
             RequestError: previews were asked for without a stream to send them in.
         """
         if self.partial_images and not self.stream:
-            _refuse("partial_images", "0 without stream", self.partial_images)
+            raise refused("partial_images", "0 without stream", self.partial_images)
         width, height = (None, None) if self.size in (None, "auto") else map(int, self.size.split("x"))
         return GenerationParams(
             prompt=self.prompt,
@@ -119,9 +119,9 @@ class PictureRequest(BaseModel):
         """
         output_format = OutputFormat(self.output_format or OutputFormat.PNG)
         if self.output_compression is not None and output_format is OutputFormat.PNG:
-            _refuse("output_compression", "output_format jpeg or webp with it, as png is lossless", "png")
+            raise refused("output_compression", "output_format jpeg or webp with it, as png is lossless", "png")
         if self.response_format == "file" and self.stream:
-            _refuse("response_format", "b64_json with stream", "file")
+            raise refused("response_format", "b64_json with stream", "file")
         return AnswerOptions(
             output_format=output_format,
             output_compression=self.output_compression,
@@ -224,7 +224,3 @@ def _accelerated(quality: str | None) -> bool | None:
     if quality in ACCELERATED_QUALITIES:
         return True
     return False if quality in COMPUTED_QUALITIES else None
-
-
-def _refuse(field: str, expected: str, found: object) -> None:
-    raise RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})

@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from diffusion_worker.engine.admission import InputPicture
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.errors import refused
 
 # As OpenAI says it. Forty million pixels are a picture of 8K and more; decoded with transparency they are 160 MB.
 MAX_FILE_BYTES = 50_000_000
@@ -97,11 +97,6 @@ def _one_of_the_large() -> Iterator[None]:
         finally:
             if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
                 trim(0)
-
-
-def refused(field: str, expected: str, found: object) -> RequestError:
-    """InvalidRequest."""
-    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})
 
 
 def decoded(image: Image, target: tuple[int, int]) -> DecodedPicture:
