@@ -17,7 +17,7 @@ import msgspec
 from diffusion_worker.engine.documents import RankDocument, RankState
 from diffusion_worker.engine.rank_group import Loss, TickReport
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
-from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import (
     ErrorReport,
     Failed,
@@ -45,7 +45,7 @@ FAKE_STAGES = StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, p
 
 def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequence[bytes | memoryview] = ()) -> bytes:
     """The picture of a request and the frames of its pictures: the same for the same request, another for another."""
-    lora = (adapter_path, spec.lora.scale) if spec.lora else None
+    lora = (adapter_path, [use.scale for use in spec.loras]) if spec.loras else None
     fields = (spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale, lora)
     edit = (spec.task, spec.strength, spec.images, spec.mask, [hashlib.sha256(frame).digest() for frame in frames]) if frames else ()
     pattern = hashlib.sha256(repr(fields + edit).encode()).digest()
@@ -186,7 +186,7 @@ class FakeRankGroup:
             if left == 1:
                 del self._active[request_id]
                 done.finished.append(Finished(request_id, len(frames), _shape(spec), FAKE_STAGES))
-                adapter = self._adapters[spec.lora.lora_int_id] if spec.lora else None
+                adapter = " + ".join(self._adapters[use.lora_int_id] for use in spec.loras) or None
                 frames.append(fake_pixels(spec, adapter, self._frames[request_id]))
         return TickReport(done, frames)
 
@@ -230,7 +230,7 @@ class FakeRankGroup:
                 return self._replies(dict(self.features))
             case "add_lora":
                 request = msgspec.msgpack.decode(raw["request"], type=LoRARequest)
-                return self._add_lora(request, msgspec.msgpack.decode(raw["digest"], type=str | None))
+                return self._add_lora(request, msgspec.msgpack.decode(raw["options"], type=LoadOptions).digest)
             case "remove_lora":
                 return self._replies(self._adapters.pop(msgspec.msgpack.decode(raw["lora_int_id"], type=int), None) is not None)
             case "list_loras":

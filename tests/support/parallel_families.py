@@ -132,8 +132,8 @@ def results_of(family: Family, runner: DiffusionModelRunner, requests: tuple[Ask
     for tick in range(20):
         for number, asked in enumerate(requests):
             if asked.tick == tick:
-                lora = LoRAUse(ADAPTER, 1.0) if asked.adapted else None
-                runner.join(RequestSpec(request_id=str(number), prompt="", seed=asked.seed, lora=lora), _body(family, runner, asked))
+                loras = [LoRAUse(ADAPTER, 1.0)] if asked.adapted else []
+                runner.join(RequestSpec(request_id=str(number), prompt="", seed=asked.seed, loras=loras), _body(family, runner, asked))
         output = runner.execute_stepwise(Tick(tick))
         assert not output.errors, output.errors
         results |= {name: as_tensor(result).double() for name, result in output.pictures.items()}

@@ -152,7 +152,7 @@ def test_a_slot_for_each_row_adds_what_slots_of_chosen_rows_add_and_nothing_to_t
     layer, x = wrapped(holder), torch.randn(4, 5, 8)
     plain = layer(x)
     rows: tuple[list[int | None], list[float]] = ([None, 2, 0, None], [0.0, 0.5, 1.0, 0.0])
-    holder.current = RowAdapters(*rows, CPU)
+    holder.current = RowAdapters([[], [(2, 0.5)], [(0, 1.0)], []], CPU)
     chosen = layer(x)
     holder.current, holder.static = None, SlotOfEachRow(*rows, CPU)
     each = layer(x)
@@ -171,9 +171,9 @@ def test_rows_that_cannot_be_told_apart_are_an_error_only_of_a_layer_that_an_ada
 
 
 def pictures_of(rig: RunnerRig, *, count: int, adapter: int | None, guidance: float) -> dict[str, Any]:
-    use = None if adapter is None else LoRAUse(adapter, 1.0)
+    use = [] if adapter is None else [LoRAUse(adapter, 1.0)]
     specs: list[RequestSpec] = [
-        request(f"{index}", seed=index, height=64, width=64, steps=2, guidance_scale=guidance, lora=use if index % 2 == 0 else None)
+        request(f"{index}", seed=index, height=64, width=64, steps=2, guidance_scale=guidance, loras=use[: 1 - index % 2])
         for index in range(count)
     ]
     pictures, errors = rig.run(*specs)

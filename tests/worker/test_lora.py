@@ -47,13 +47,13 @@ def levels_apart(one: Any, other: Any) -> int:
 
 @pytest.mark.parametrize(("folder", "number", "scale"), [(STRIPES, 1, 1.0), (FRAME, 2, 0.5)])
 def test_a_picture_with_an_adapter_equals_the_one_of_peft(rig: RunnerRig, folder: Path, number: int, scale: float) -> None:
-    spec = request("styled", lora=LoRAUse(number, scale))
+    spec = request("styled", loras=[LoRAUse(number, scale)])
     pictures, _ = rig.run(spec)
     assert levels_apart(pictures["styled"], picture_of_diffusers(with_peft(rig, folder, scale), spec)) <= 1
 
 
 def test_different_adapters_and_none_share_a_step_and_each_row_has_its_own(rig: RunnerRig) -> None:
-    specs = [request("base"), request("stripes", lora=LoRAUse(1, 1.0)), request("frame", lora=LoRAUse(2, 1.0))]
+    specs = [request("base"), request("stripes", loras=[LoRAUse(1, 1.0)]), request("frame", loras=[LoRAUse(2, 1.0)])]
     alone = {spec.request_id: rig.run(spec)[0][spec.request_id] for spec in specs}
     together, _ = rig.run(*specs)
     assert [call.rows for call in rig.denoiser_calls()] == [6, 6, 6]
@@ -67,7 +67,7 @@ def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_te
     prompt = "a digit that was not asked for before"
     rig.run(request("base", prompt=prompt, steps=1))
     assert [call.rows for call in rig.parallel.calls if call.component == "text_encoder"]
-    rig.run(request("styled", prompt=prompt, steps=1, lora=LoRAUse(1, 1.0)))
+    rig.run(request("styled", prompt=prompt, steps=1, loras=[LoRAUse(1, 1.0)]))
     assert not [call for call in rig.parallel.calls if call.component == "text_encoder"]
     pipeline, loras = rig.runner.pipeline, rig.runner.loras
     assert loras is not None
@@ -78,7 +78,7 @@ def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_te
 
 
 def test_an_adapter_at_strength_zero_is_the_base(rig: RunnerRig) -> None:
-    pictures, _ = rig.run(request("base"), request("zero", lora=LoRAUse(1, 0.0)))
+    pictures, _ = rig.run(request("base"), request("zero", loras=[LoRAUse(1, 0.0)]))
     np.testing.assert_array_equal(pictures["base"], pictures["zero"])
 
 
@@ -87,7 +87,7 @@ def test_after_adapters_were_removed_the_base_is_bit_equal_to_the_untouched_mode
     manager = touched.runner.loras
     assert manager is not None
     manager.add_adapter(LoRARequest("stripes", 7, str(STRIPES)))
-    touched.run(request("styled", lora=LoRAUse(7, 1.0)))
+    touched.run(request("styled", loras=[LoRAUse(7, 1.0)]))
     assert manager.remove_adapter(7)
     assert not manager.remove_adapter(7)
     assert manager.list_adapters() == []
@@ -95,7 +95,7 @@ def test_after_adapters_were_removed_the_base_is_bit_equal_to_the_untouched_mode
 
 
 def test_a_request_for_an_adapter_that_was_unloaded_fails_and_is_never_the_base(rig: RunnerRig) -> None:
-    pictures, errors = rig.run(request("stale", lora=LoRAUse(99, 1.0)))
+    pictures, errors = rig.run(request("stale", loras=[LoRAUse(99, 1.0)]))
     assert pictures == {}
     assert errors["stale"].code == "AdapterNotLoaded"
 

@@ -115,7 +115,7 @@ def test_pictures_with_offload_are_bit_for_bit_those_without_also_with_adapters(
     transformer, seen = rig.runner.pipeline.transformer, set()
     home = tuple(places(transformer))
     compute = rig.runner._stepper._compute
-    specs = [request(f"{index}", seed=index, lora=LoRAUse(index, 1.0) if index < 2 else None) for index in range(3)]
+    specs = [request(f"{index}", seed=index, loras=[LoRAUse(index, 1.0)] if index < 2 else []) for index in range(3)]
 
     def watch(module: nn.Module, call: ModelCall, is_plain: bool) -> object:
         result = compute(module, call, is_plain)

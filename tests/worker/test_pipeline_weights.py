@@ -186,7 +186,7 @@ def test_another_pipeline_is_loaded_after_the_old_one_was_freed_and_adapters_sta
     pictures, _ = rig.run(request("two", prompt="a red digit seven"))
     np.testing.assert_array_equal(pictures["two"], expected["two"])
     rig.runner.loras.add_adapter(STRIPES)
-    styled, _ = rig.run(request("two", lora=LoRAUse(1, 1.0)))
+    styled, _ = rig.run(request("two", loras=[LoRAUse(1, 1.0)]))
     assert not np.array_equal(styled["two"], expected["two"])
 
 

@@ -95,8 +95,8 @@ def test_quantized_weights_are_given_back_in_sleep_and_are_the_same_bits_after_i
 
 def test_adapters_apply_to_a_quantized_model(quantized: RunnerRig) -> None:
     assert quantized.runner.loras is not None
-    quantized.runner.loras.add_adapter(LoRARequest("stripes", 1, str(DIGITS / "loras" / "stripes")), expected_digest=None)
-    for picture in pictures(quantized, lora=LoRAUse(1, 1.0)):
+    quantized.runner.loras.add_adapter(LoRARequest("stripes", 1, str(DIGITS / "loras" / "stripes")))
+    for picture in pictures(quantized, loras=[LoRAUse(1, 1.0)]):
         assert has_style(Image.fromarray(picture), "stripes")
     quantized.runner.loras.remove_adapter(1)
 

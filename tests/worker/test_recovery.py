@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.documents import AdapterCall, AdapterSource, EngineState
+from diffusion_worker.engine.documents import AdapterCall, EngineState
 from diffusion_worker.engine.recovery import WINDOW_S, RestartBudget
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout
 from diffusion_worker.messages import ErrorReport, RequestSpec
+from diffusion_worker.sources.source import Source
 from fake_rank_group import fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image
@@ -330,7 +331,7 @@ async def test_a_request_that_runs_while_the_server_ends_is_replayed_within_the_
 async def test_an_adapter_waiting_for_its_turn_to_load_is_loaded_by_the_next_group(edge: Edge) -> None:
     """Two puts at once: the one that waits begins after the loss."""
     edge.ranks.calling.clear()
-    call = AdapterCall(operation_id="a", source=AdapterSource("/loras/one"))
+    call = AdapterCall(operation_id="a", source=Source(path="/loras/one"))
     puts = [asyncio.create_task(edge.engine.put_adapter(name, call)) for name in ("one", "two")]
 
     async def loading() -> bool:

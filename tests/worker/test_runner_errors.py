@@ -117,7 +117,7 @@ def test_a_refusal_in_the_middle_of_a_run_keeps_its_code(rig: RunnerRig, monkeyp
 
 
 def test_a_request_whose_adapter_went_is_refused_and_never_the_base_model(rig: RunnerRig) -> None:
-    pictures, errors = rig.run(request("styled", lora=LoRAUse(7, 1.0)), request("plain"))
+    pictures, errors = rig.run(request("styled", loras=[LoRAUse(7, 1.0)]), request("plain"))
     assert errors["styled"].code == ErrorCode.ADAPTER_NOT_LOADED
     assert list(pictures) == ["plain"]
 

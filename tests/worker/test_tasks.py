@@ -166,7 +166,7 @@ def test_an_adapter_applies_to_edits_and_a_base_edit_beside_it_is_untouched(rig:
     assert rig.runner.loras is not None
     rig.runner.loras.add_adapter(LoRARequest("stripes", 1, str(DIGITS / "loras" / "stripes")))
     try:
-        base, striped = edit("base", strength=0.9), edit("striped", strength=0.9, lora=LoRAUse(1, 1.0))
+        base, striped = edit("base", strength=0.9), edit("striped", strength=0.9, loras=[LoRAUse(1, 1.0)])
         before = made(rig, seven, base)["base"]
         pictures = made(rig, seven, base, striped)
         assert levels_apart(pictures["base"], before) <= 1

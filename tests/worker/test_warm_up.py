@@ -185,7 +185,7 @@ def test_what_is_compiled_is_warmed_up_for_one_row_and_for_more_and_with_an_adap
     assert [(variant.pictures, variant.changes) for variant in without] == [(1, {}), (1, {"guidance_scale": 1.0}), (2, {})]
     both = compiled_variants(Guided(), Task.GENERATE, most_pictures=8, ranks=1, adapter=-1)
     assert both[:3] == without
-    assert [variant.changes["lora"] for variant in both[3:]] == [LoRAUse(-1, 1.0)] * 3
+    assert [variant.changes["loras"] for variant in both[3:]] == [[LoRAUse(-1, 1.0)]] * 3
     alone = compiled_variants(Guided(), Task.GENERATE, most_pictures=1, ranks=1, adapter=None)
     spread = compiled_variants(Guided(), Task.GENERATE, most_pictures=8, ranks=3, adapter=None)
     # On every rank there has to be more than one row.

@@ -64,6 +64,13 @@ class StepCache(enum.StrEnum):
     MAG_CACHE = "mag-cache"
 
 
+class OnMissing(enum.StrEnum):
+    """What happens to a request for an adapter that is known but not in memory: refused, or it waits until that is loaded."""
+
+    REJECT = "reject"
+    LOAD = "load"
+
+
 class RequestLimits(msgspec.Struct, frozen=True):
     """Bounds of one request; a request over one of them is refused with the limit's name."""
 
@@ -101,8 +108,23 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: str = "auto"
     load_format: LoadFormat = LoadFormat.DEFAULT
     max_batch_size: int = 8
+    # Adapters that running requests use at once (slots on the device), and those kept in host memory.
     max_loras: int = 4
+    max_cached_loras: int = 16
     max_lora_rank: int = 64
+    max_loras_per_request: int = 4
+    # Ends of the names of layers that adapters may change, which then have their slots from the start; none: any layer.
+    lora_target_modules: list[str] = []
+    lora_on_missing: OnMissing = OnMissing.REJECT
+    # For the fetch and the load of one adapter where a call does not say.
+    lora_load_timeout_s: float = 120.0
+    # Where fetched models and adapters are kept, by digest; None: a folder of this process, gone with it.
+    cache_dir: str | None = None
+    # Secrets and claims of sources are folders in these.
+    secrets_dir: str = "/var/run/diffusion-operator/secrets"
+    claims_dir: str = "/var/run/diffusion-operator/claims"
+    # Plain http and its like for sources: for tests and closed networks.
+    allow_http_sources: bool = False
     preload_loras: dict[str, str] = msgspec.field(default_factory=dict)
     desired_path: str | None = None
     control_token_path: str | None = None

@@ -21,7 +21,7 @@ class Task(enum.StrEnum):
 
 
 class LoRAUse(msgspec.Struct, frozen=True):
-    """The adapter of one request: the id under which it was loaded and the strength it is used with."""
+    """An adapter of one request: the id under which it was registered and the strength it is used with."""
 
     lora_int_id: int
     scale: float
@@ -54,9 +54,12 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     frames: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
-    lora: LoRAUse | None = None
+    loras: list[LoRAUse] = []
     exact: bool = False
     accelerated: bool = False
+    # The schedule where an adapter's recipe has one: sigmas from 1 down, or the shift of a flow scheduler.
+    sigmas: list[float] | None = None
+    shift: float | None = None
     task: Task = Task.GENERATE
     images: list[PictureInput] = []
     mask: PictureInput | None = None
@@ -284,13 +287,33 @@ class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):
 ToServer = LoadProgress | Ready | Fatal | Dropped | TickDone | RpcReply
 
 
+class Recipe(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """How an adapter wants to be used (few-step adapters): what a request with it gets, and may not contradict. None leaves it open."""
+
+    steps: int | None = None
+    guidance_scale: float | None = None
+    sigmas: list[float] | None = None
+    shift: float | None = None
+
+
 class LoadedLoRA(msgspec.Struct, frozen=True):
-    """What a rank says of an adapter it loaded: sha256 of the weights file, its largest rank, wrapped modules, file size."""
+    """What a rank says of an adapter it registered.
+
+    `digest` is the sha256 of the weights file, `size_bytes` that file's size, `rank` its largest rank, `modules` how many
+    layers it changes, in which `components`. `format` is `peft`, `diffusers` or `kohya`, `alpha` the adapter's own where it is
+    one for all modules, `base_model` what its metadata say it was made for. `evicted` are the ids that went for it.
+    """
 
     digest: str
     rank: int
     modules: int
     size_bytes: int
+    components: list[str] = []
+    format: str = "peft"
+    alpha: float | None = None
+    base_model: str | None = None
+    recipe: Recipe | None = None
+    evicted: list[int] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

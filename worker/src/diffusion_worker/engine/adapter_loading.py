@@ -13,12 +13,13 @@ import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters import Adapter, AdapterTable
-from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterSource, AdapterState, DesiredState, Problem
+from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, DesiredState, Problem
 from diffusion_worker.engine.durations import Durations
 from diffusion_worker.engine.rank_answers import require_success
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoadedLoRA, RpcReply
+from diffusion_worker.sources.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class AdapterLoader:
 
     async def load_at_start(self, config: WorkerConfig, desired: DesiredState) -> None:
         """Try every adapter once; one that fails is kept as Failed and keeps nothing else from serving."""
-        calls = [(name, AdapterCall(operation_id="start", source=AdapterSource(path))) for name, path in config.preload_loras.items()]
+        calls = [(name, AdapterCall(operation_id="start", source=Source(path=path))) for name, path in config.preload_loras.items()]
         for wanted in desired.adapters:
             call = AdapterCall(operation_id="start", source=wanted.source, digest=wanted.digest, scale=wanted.scale)
             calls.append((wanted.name, call))
@@ -145,8 +146,9 @@ class AdapterLoader:
     async def _load(self, adapter: Adapter, call: AdapterCall) -> LoadedLoRA:
         started = time.monotonic()
         request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": call.source.path}
+        options = {"digest": call.digest, "components": call.components, "format": call.format, "expected_rank": call.expected_rank}
         try:
-            replies = await self.call_all("add_lora", timeout_s=call.deadline_seconds, request=request, digest=call.digest)
+            replies = await self.call_all("add_lora", timeout_s=call.deadline_seconds, request=request, options=options)
             results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
             if len({result.digest for result in results}) != 1:
                 raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")

@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterSource, AdapterState, Problem
+from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Problem
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
+from diffusion_worker.sources.source import Source
 
 
 class Adapter:
     """One load of an adapter. The same name loaded again with other bytes is another one, with another id."""
 
-    def __init__(self, name: str, source: AdapterSource, *, scale: float, lora_int_id: int) -> None:
+    def __init__(self, name: str, source: Source, *, scale: float, lora_int_id: int) -> None:
         self.name = name
         self.source = source
         self.scale = scale

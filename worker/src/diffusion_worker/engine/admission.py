@@ -29,6 +29,13 @@ class InputPicture(msgspec.Struct, frozen=True):
     channels: int = 3
 
 
+class AdapterChoice(msgspec.Struct, frozen=True):
+    """An adapter that a request asks for by name. Without a scale it is the adapter's own."""
+
+    name: str
+    scale: float | None = None
+
+
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for; None means the default. `model` is the served name or that of an adapter."""
 
@@ -41,6 +48,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     width: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
+    # Adapters beside the one that `model` may name. `lora_scale` is for the only one that has none of its own.
+    loras: list[AdapterChoice] = []
     lora_scale: float | None = None
     exact: bool = False
     # None: as fast as the worker can, True: by its step cache where it has one, False: every step computed.

@@ -6,7 +6,8 @@ import enum
 import msgspec
 
 from diffusion_worker.errors import Fault
-from diffusion_worker.messages import MemoryReport
+from diffusion_worker.messages import MemoryReport, Recipe
+from diffusion_worker.sources.source import Source
 
 
 class EngineState(enum.StrEnum):
@@ -34,10 +35,12 @@ class LoadStage(enum.StrEnum):
 
 
 class AdapterState(enum.StrEnum):
-    """One adapter's life; only a `Loaded` one is served."""
+    """One adapter's life; only a `Loaded` one is served. A `Cached` one is known and its file is here, but in no rank's memory."""
 
+    FETCHING = "Fetching"
     LOADING = "Loading"
     LOADED = "Loaded"
+    CACHED = "Cached"
     DRAINING = "Draining"
     FAILED = "Failed"
 
@@ -63,6 +66,14 @@ class SleepPolicy(enum.StrEnum):
 
     ALWAYS_AWAKE = "AlwaysAwake"
     ASLEEP = "Asleep"
+
+
+class Residency(enum.StrEnum):
+    """How an adapter is kept: always in memory, in memory while there is room, or from its first request on while there is room."""
+
+    RESIDENT = "Resident"
+    CACHED = "Cached"
+    ON_DEMAND = "OnDemand"
 
 
 class Problem(msgspec.Struct, frozen=True, rename="camel"):
@@ -127,18 +138,15 @@ class LossDocument(msgspec.Struct, frozen=True, rename="camel"):
     age_seconds: float
 
 
-class AdapterSource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Where an adapter comes from: a peft folder that the worker can read."""
-
-    path: str
-
-
 class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """One adapter; `refs` counts the requests that use it."""
+    """One adapter; `refs` counts the requests that use it, `requests_total` those that did since it is known here.
+
+    `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. What is null is not known yet.
+    """
 
     name: str
     digest: str | None
-    source: AdapterSource
+    source: Source
     state: AdapterState
     scale: float
     rank: int | None
@@ -148,6 +156,18 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     ranks_total: int
     refs: int
     error: Problem | None
+    revision: str | None = None
+    components: list[str] = []
+    format: str | None = None
+    alpha: float | None = None
+    base_model: str | None = None
+    recipe: Recipe | None = None
+    residency: Residency = Residency.CACHED
+    priority: int = 0
+    fetched_bytes: int | None = None
+    total_bytes: int | None = None
+    requests_total: int = 0
+    last_request_age_seconds: float | None = None
 
 
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
@@ -195,9 +215,17 @@ class SleepCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid
 class AdapterCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """Body of a put of an adapter."""
 
-    source: AdapterSource
+    source: Source
     digest: str | None = None
     scale: float = 1.0
+    # Only these components of the file are used; none means all that it has.
+    components: list[str] = []
+    # What the file must be written as (`peft`, `diffusers`, `kohya`), and its rank; None leaves it open.
+    format: str | None = None
+    expected_rank: int | None = None
+    residency: Residency = Residency.CACHED
+    # Of those that may be evicted the lowest goes first, then the least recently used.
+    priority: int = 0
 
 
 class ProfileCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -218,9 +246,15 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
     """One adapter of the desired file."""
 
     name: str
-    source: AdapterSource
+    source: Source
     digest: str | None = None
     scale: float = 1.0
+    components: list[str] = []
+    format: str | None = None
+    expected_rank: int | None = None
+    residency: Residency = Residency.CACHED
+    priority: int = 0
+    load_timeout_seconds: float = 300.0
 
 
 class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):

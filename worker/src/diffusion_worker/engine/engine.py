@@ -370,7 +370,7 @@ def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | N
         width=params.width,
         steps=params.steps,
         guidance_scale=params.guidance_scale,
-        lora=use,
+        loras=[use] if use else [],
         exact=params.exact,
         accelerated=accelerated,
         task=params.task,

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import Recipe
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -31,11 +32,15 @@ class LoRAFactors(msgspec.Struct, frozen=True):
 
 
 class LoRACheckpoint(msgspec.Struct, frozen=True):
-    """One adapter as read from its folder. `digest` is the sha256 of the weights file."""
+    """One adapter as read from its file. `digest` is the sha256 of the weights file; modules are named `component.path`."""
 
     digest: str
     size_bytes: int
     modules: dict[str, LoRAFactors]
+    format: str = "peft"
+    alpha: float | None = None
+    base_model: str | None = None
+    recipe: Recipe | None = None
 
     @property
     def rank(self) -> int:
@@ -48,8 +53,8 @@ def invalid(message: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_ADAPTER, message)
 
 
-def read_checkpoint(folder: str, *, expected_digest: str | None = None) -> LoRACheckpoint:
-    """Read and check an adapter's folder.
+def read_checkpoint(folder: str, *, expected_digest: str | None = None, denoiser: str = "transformer") -> LoRACheckpoint:
+    """Read and check an adapter's folder; what says no component is for the `denoiser`.
 
     Raises:
         RequestError: InvalidAdapter (no such folder, no LoRA, a kind that is not supported) or DigestMismatch.
@@ -66,7 +71,8 @@ def read_checkpoint(folder: str, *, expected_digest: str | None = None) -> LoRAC
         tensors = load_safetensors(data)
     except SafetensorError as error:
         raise invalid(f"adapter {folder!r}: {WEIGHTS_FILE} is no safetensors file: {error}") from None
-    return LoRACheckpoint(digest=digest, size_bytes=len(data), modules=_factors(folder, config, tensors))
+    modules = {f"{denoiser}.{name}": factors for name, factors in _factors(folder, config, tensors).items()}
+    return LoRACheckpoint(digest=digest, size_bytes=len(data), modules=modules)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ In a compiled model each row has a slot, so that calls differ in nothing that is
 without an adapter adds is then computed too, and is zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +31,11 @@ class LinearPart:
 
 
 class RowAdapters:
-    """Which rows of the call about to run use which slot, and how strongly; `total` rows in all."""
+    """Which rows of the call about to run use which slots, and how strongly; `total` rows in all. A row may use several."""
 
-    def __init__(self, slots: list[int | None], scales: list[float], device: torch.device) -> None:
-        chosen = [(row, slot, scale) for row, (slot, scale) in enumerate(zip(slots, scales, strict=True)) if slot is not None]
-        self.total = len(slots)
+    def __init__(self, uses: Sequence[Sequence[tuple[int, float]]], device: torch.device) -> None:
+        chosen = [(row, slot, scale) for row, used in enumerate(uses) for slot, scale in used]
+        self.total = len(uses)
         self.rows = torch.tensor([row for row, _, _ in chosen], dtype=torch.long, device=device)
         self.slots = torch.tensor([slot for _, slot, _ in chosen], dtype=torch.long, device=device)
         self.scales = torch.tensor([scale for _, _, scale in chosen], dtype=torch.float32, device=device)

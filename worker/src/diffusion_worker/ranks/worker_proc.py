@@ -18,7 +18,7 @@ from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
-from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import (
     Dropped,
     ErrorReport,
@@ -46,7 +46,7 @@ EXIT_FAULT = 70
 
 # The methods the server may call, with the types of their arguments: the wire carries names and plain data only.
 RPC_METHODS: dict[str, dict[str, Any] | None] = {
-    "add_lora": {"request": LoRARequest, "digest": str | None},
+    "add_lora": {"request": LoRARequest, "options": LoadOptions},
     "remove_lora": {"lora_int_id": int},
     "list_loras": {},
     "sleep": {},

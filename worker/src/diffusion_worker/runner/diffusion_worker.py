@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from diffusion_worker.config import WorkerConfig, usable_cores
-from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
 from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
@@ -93,10 +93,10 @@ class DiffusionWorker:
         """Advance every active request by one step; `frames` are those that `tick.frames` counts."""
         return self.model_runner.execute_stepwise(tick, frames)
 
-    def add_lora(self, *, request: LoRARequest, digest: str | None) -> LoadedLoRA:
-        """Load an adapter from its folder; a given digest must be that of its weights file."""
+    def add_lora(self, *, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
+        """Register an adapter from its folder or file."""
         assert self.model_runner.loras is not None
-        return self.model_runner.loras.add_adapter(request, expected_digest=digest)
+        return self.model_runner.loras.add_adapter(request, options)
 
     def remove_lora(self, *, lora_int_id: int) -> bool:
         """Unload an adapter; False if it was not loaded."""

@@ -37,9 +37,9 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
         return [item.call.rows for item in self.items]
 
     @property
-    def loras(self) -> list[LoRAUse | None]:
+    def loras(self) -> list[list[LoRAUse]]:
         """The adapter of each row."""
-        return [item.state.spec.lora for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
+        return [item.state.spec.loras for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
 
     def merged(self) -> ModelCall:
         """The one call to make."""

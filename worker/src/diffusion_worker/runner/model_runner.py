@@ -111,7 +111,11 @@ class DiffusionModelRunner:
                 compute_on(self._tasks.pipeline_of(task), self._device)
         # One slot more than adapters: a new version is loaded beside the one it replaces.
         slots, max_rank = self._config.max_loras + 1, self._config.max_lora_rank
-        self.loras = DiffusionLoRAManager(denoiser_of(pipeline), slots=slots, max_rank=max_rank, device=self._device, part_of=kinds.part_of)
+        denoiser = denoiser_of(pipeline)
+        name = next(name for name, module in modules.items() if module is denoiser)
+        self.loras = DiffusionLoRAManager(
+            {name: denoiser}, denoiser=name, slots=slots, max_rank=max_rank, device=self._device, part_of=kinds.part_of
+        )
         self._compilation = Compilation(self._config.compile, modules)
         self.loras.make_static(self._compilation.regions)
         # After what compiles layers: its hooks stay outside of what is compiled.

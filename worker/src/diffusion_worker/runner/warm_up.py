@@ -55,7 +55,7 @@ def compiled_variants(pipeline: Any, task: Task, *, most_pictures: int, ranks: i
         rows.append(Variant(min(most_pictures, 2 * ranks), plain.changes))
     if adapter is None:
         return rows
-    use = {"lora": LoRAUse(adapter, 1.0)}
+    use = {"loras": [LoRAUse(adapter, 1.0)]}
     return rows + [Variant(variant.pictures, variant.changes | use) for variant in rows]
 
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from diffusion_worker.engine.documents import AdapterCall, AdapterSource, OperationCall, ProfileCall, SleepCall, SleepMode
+from diffusion_worker.engine.documents import AdapterCall, OperationCall, ProfileCall, SleepCall, SleepMode
 from diffusion_worker.server.image_schemas import Finite
+from diffusion_worker.sources.source import Source
 
 # An operation that takes longer than a day is a mistake of the caller.
 MAX_DEADLINE_S = 86_400.0
@@ -98,7 +99,7 @@ class AdapterBody(ControlBody):
             operation_id=self.operation_id,
             boot_id=self.boot_id,
             deadline_seconds=self.deadline_seconds,
-            source=AdapterSource(path=self.source.path),
+            source=Source(path=self.source.path),
             digest=self.digest,
             scale=self.scale,
         )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a source is: one struct for models and adapters, as JSON the same wherever a source is named."""
+
+import msgspec
+
+
+class _Source(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class SecretKey(_Source, frozen=True):
+    """A key of a Secret, which is a file of the secrets folder: `<secrets>/<name>/<key>`."""
+
+    name: str
+    key: str = "token"
+
+
+class SecretName(_Source, frozen=True):
+    """A Secret with the keys `accessKeyId` and `secretAccessKey`, and perhaps `sessionToken`."""
+
+    name: str
+
+
+class HuggingFaceSource(_Source, frozen=True):
+    """A repository of a hub. An adapter is one `file` of it, or the peft folder at `subfolder` (its top without one)."""
+
+    repo: str
+    revision: str = "main"
+    file: str | None = None
+    subfolder: str | None = None
+    allow_patterns: list[str] = []
+    token_secret_ref: SecretKey | None = None
+
+
+class S3Source(_Source, frozen=True):
+    """`s3://bucket/key` of a file, or with a last slash of a folder."""
+
+    uri: str
+    endpoint: str | None = None
+    region: str | None = None
+    credentials_secret_ref: SecretName | None = None
+
+
+class PvcSource(_Source, frozen=True):
+    """A file or folder on a claim, which is a folder of the claims folder: `<claims>/<claimName>/<path>`."""
+
+    claim_name: str
+    path: str
+
+
+class HttpSource(_Source, frozen=True):
+    """A file at an https (or, where the worker allows it, http) address, with the digest it must have: 64 hexadecimal digits."""
+
+    url: str
+    sha256: str
+
+
+class Source(_Source, frozen=True):
+    """Exactly one of its members."""
+
+    path: str | None = None
+    hugging_face: HuggingFaceSource | None = None
+    s3: S3Source | None = None
+    pvc: PvcSource | None = None
+    http: HttpSource | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected exactly one of path, huggingFace, s3, pvc and http, found {' and '.join(given) or 'none'}")
