@@ -21,7 +21,18 @@ class ErrorCode(enum.StrEnum):
     CONFLICT = "Conflict"
     WRONG_BOOT = "WrongBoot"
     INVALID_ADAPTER = "InvalidAdapter"
+    UNSUPPORTED_FORMAT = "UnsupportedFormat"
+    NO_MATCHING_MODULES = "NoMatchingModules"
+    MODULES_OUTSIDE_ENVELOPE = "ModulesOutsideEnvelope"
+    RANK_TOO_LARGE = "RankTooLarge"
     DIGEST_MISMATCH = "DigestMismatch"
+    SOURCE_NOT_FOUND = "SourceNotFound"
+    SOURCE_UNAUTHORIZED = "SourceUnauthorized"
+    SECRET_MISSING = "SecretMissing"
+    NETWORK_ERROR = "NetworkError"
+    TOO_LARGE = "TooLarge"
+    CACHE_FULL = "CacheFull"
+    MANAGED = "Managed"
     CAPACITY_EXCEEDED = "CapacityExceeded"
     ADAPTER_NOT_LOADED = "AdapterNotLoaded"
     ADAPTER_REMOVED = "AdapterRemoved"
@@ -43,7 +54,19 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.CONFLICT: 409,
     ErrorCode.WRONG_BOOT: 409,
     ErrorCode.INVALID_ADAPTER: 400,
+    ErrorCode.UNSUPPORTED_FORMAT: 400,
+    ErrorCode.NO_MATCHING_MODULES: 400,
+    ErrorCode.MODULES_OUTSIDE_ENVELOPE: 400,
+    ErrorCode.RANK_TOO_LARGE: 400,
     ErrorCode.DIGEST_MISMATCH: 409,
+    # What a source answers is not what the worker answers: 401 and 403 would say that its own token was wrong.
+    ErrorCode.SOURCE_NOT_FOUND: 404,
+    ErrorCode.SOURCE_UNAUTHORIZED: 502,
+    ErrorCode.SECRET_MISSING: 503,
+    ErrorCode.NETWORK_ERROR: 502,
+    ErrorCode.TOO_LARGE: 413,
+    ErrorCode.CACHE_FULL: 507,
+    ErrorCode.MANAGED: 409,
     ErrorCode.CAPACITY_EXCEEDED: 409,
     ErrorCode.ADAPTER_NOT_LOADED: 503,
     ErrorCode.ADAPTER_REMOVED: 410,
@@ -62,6 +85,10 @@ STATUS: dict[ErrorCode, int] = {
 # The same call may succeed later without anybody changing it.
 RETRYABLE = frozenset(
     {
+        ErrorCode.SOURCE_UNAUTHORIZED,
+        ErrorCode.SECRET_MISSING,
+        ErrorCode.NETWORK_ERROR,
+        ErrorCode.CACHE_FULL,
         ErrorCode.ADAPTER_NOT_LOADED,
         ErrorCode.STARTING,
         ErrorCode.ASLEEP,
