@@ -25,10 +25,15 @@ _KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.wei
 
 
 class LoRAFactors(msgspec.Struct, frozen=True):
-    """The update of one linear module, `b @ a` with the scaling already in `b`: a [rank, in], b [out, rank]."""
+    """The update of one module, `scaling * b @ a`, in the file's own dtype.
+
+    Of a linear layer a is [rank, in] and b [out, rank]; of a convolution a is [rank, in, kh, kw] and b [out, rank, 1, 1] or
+    [out, rank].
+    """
 
     a: torch.Tensor
     b: torch.Tensor
+    scaling: float
 
 
 class LoRACheckpoint(msgspec.Struct, frozen=True):
@@ -105,17 +110,16 @@ def _factors(folder: str, config: dict[str, Any], tensors: dict[str, torch.Tenso
             parts.setdefault(match["module"], {})[match["part"]] = tensor
     if strangers or not parts:
         raise invalid(f"adapter {folder!r}: expected LoRA tensors only, found {_first(strangers) or 'none at all'}")
-    return {module: _scaled(folder, module, pair, _scaling(folder, config, module, pair)) for module, pair in sorted(parts.items())}
+    return {module: _checked(folder, module, pair, _scaling(folder, config, module, pair)) for module, pair in sorted(parts.items())}
 
 
-def _scaled(folder: str, module: str, pair: dict[str, torch.Tensor], scaling: float) -> LoRAFactors:
+def _checked(folder: str, module: str, pair: dict[str, torch.Tensor], scaling: float) -> LoRAFactors:
     a, b = pair["A"], pair["B"]
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
         raise invalid(f"adapter {folder!r}: {module}: A is {list(a.shape)} and B is {list(b.shape)}, their ranks do not meet")
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise invalid(f"adapter {folder!r}: {module} has values that are not finite")
-    # In float32, so that alpha / r is applied once and without a second rounding.
-    return LoRAFactors(a=a.float(), b=b.float() * scaling)
+    return LoRAFactors(a=a, b=b, scaling=scaling)
 
 
 def _scaling(folder: str, config: dict[str, Any], module: str, pair: dict[str, torch.Tensor]) -> float:

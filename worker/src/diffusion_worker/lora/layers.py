@@ -98,7 +98,9 @@ class LoRALinear(nn.Module):
             self._named = True
             rank = factors.a.shape[0]
             self._a[slot, :rank].copy_(self._part.cut_a(factors.a) if self._part else factors.a)
-            self._b[slot, :, :rank].copy_(self._part.cut_b(factors.b) if self._part else factors.b)
+            # In float32, so that alpha / r is applied once and without a second rounding.
+            b = factors.b.float() * factors.scaling
+            self._b[slot, :, :rank].copy_(self._part.cut_b(b) if self._part else b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
