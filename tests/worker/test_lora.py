@@ -189,4 +189,4 @@ def test_alpha_and_rank_patterns_and_rank_stabilised_scaling_are_as_in_peft(rig:
     for name, factors in read.modules.items():
         layer = model.get_submodule(name.removeprefix("transformer."))
         expected = layer.get_delta_weight("default")
-        torch.testing.assert_close(factors.scaling * factors.b @ factors.a, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(factors.scaling * factors.b.float() @ factors.a.float(), expected, atol=1e-6, rtol=1e-5)
