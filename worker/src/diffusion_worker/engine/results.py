@@ -60,8 +60,9 @@ class AppliedAdapter(msgspec.Struct, frozen=True):
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """What the pictures of a request were made by, beside their seeds. `digest` is null until the model's files were hashed.
 
-    `steps` and `guidance_scale` are null where they were left to the pipeline and it does not say. `accelerated` tells
-    whether a step cache was allowed to skip work. `engine` is the worker's version.
+    `steps` and `guidance_scale` are null where they were left to the pipeline and it does not say; `sigmas` and `shift` are
+    those of the adapters' recipe, null where none has any. `accelerated` tells whether a step cache was allowed to skip work.
+    `engine` is the worker's version.
     """
 
     model: str
@@ -77,6 +78,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     accelerated: bool
     exact: bool
     engine: str
+    sigmas: list[float] | None = None
+    shift: float | None = None
 
 
 class Generation(msgspec.Struct, frozen=True):
