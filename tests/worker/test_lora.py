@@ -71,10 +71,10 @@ def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_te
     assert not [call for call in rig.parallel.calls if call.component == "text_encoder"]
     pipeline, loras = rig.runner.pipeline, rig.runner.loras
     assert loras is not None
-    assert loras.identity_in(pipeline.text_encoder, LoRAUse(1, 1.0)) is None
-    # Where one does change a module, it is told by its digest and its strength.
-    uses = (None, LoRAUse(1, 1.0), LoRAUse(1, 0.5), LoRAUse(2, 1.0))
-    assert len({loras.identity_in(pipeline.transformer, use) for use in uses}) == 4
+    assert loras.identity_in(pipeline.text_encoder, [LoRAUse(1, 1.0)]) is None
+    # Where some do change a module, they are told by their digests and their strengths.
+    uses: list[list[LoRAUse]] = [[], [LoRAUse(1, 1.0)], [LoRAUse(1, 0.5)], [LoRAUse(2, 1.0)], [LoRAUse(1, 1.0), LoRAUse(2, 1.0)]]
+    assert len({loras.identity_in(pipeline.transformer, each) for each in uses}) == 5
 
 
 def test_an_adapter_at_strength_zero_is_the_base(rig: RunnerRig) -> None:
@@ -170,7 +170,7 @@ def test_an_adapter_for_another_model_is_refused_with_the_modules_that_do_not_ma
     folder = changed(tmp_path, tensors=lambda state: {key.replace("transformer_blocks", "blocks"): value for key, value in state.items()})
     manager = rig.runner.loras
     assert manager is not None
-    with pytest.raises(RequestError, match=r"do not match SD3Transformer2DModel: blocks\.0.*no such linear layer"):
+    with pytest.raises(RequestError, match=r"do not match SD3Transformer2DModel: transformer.blocks\.0.*no such linear layer"):
         manager.add_adapter(LoRARequest("other", 5, str(folder)))
     assert manager.list_adapters() == [1, 2]
 
