@@ -98,6 +98,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     served_name: str
+    # Where the model comes from if it is not here yet, as the command line has it; `model` is then where it will be.
+    model_source: str | None = None
     ranks: int = 1
     # Parallel kinds: their product divides `ranks`, and what is left spreads the rows of each call.
     tensor: int = 1

@@ -27,6 +27,7 @@ class EngineState(enum.StrEnum):
 class LoadStage(enum.StrEnum):
     """Where a start is."""
 
+    FETCHING = "Fetching"
     STARTING_RANKS = "StartingRanks"
     LOADING_WEIGHTS = "LoadingWeights"
     WARMUP = "Warmup"
@@ -101,7 +102,7 @@ class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """Progress of a load, in bytes of weights summed over the ranks."""
+    """Progress of a load, in bytes: of the model's files while it is fetched, then of weights summed over the ranks."""
 
     stage: LoadStage
     bytes_done: int
@@ -109,7 +110,10 @@ class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The model; pipeline, dtype and size are null until it is loaded, and the digest until its files were hashed after that."""
+    """The model; pipeline, dtype and size are null until it is loaded, and the digest until its files were hashed after that.
+
+    `revision` is what its source calls the state of it that is served: a commit; null for a folder.
+    """
 
     served_name: str
     path: str
@@ -117,6 +121,7 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
     dtype: str | None
     size_bytes: int | None
     digest: str | None = None
+    revision: str | None = None
 
 
 class RankDocument(msgspec.Struct, frozen=True, rename="camel"):

@@ -39,6 +39,7 @@ from diffusion_worker.engine.documents import (
 )
 from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.model_digest import ModelDigest
+from diffusion_worker.engine.model_fetching import ModelFetch
 from diffusion_worker.engine.operations import Operations, OperationsDone, read_desired
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
@@ -50,6 +51,7 @@ from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.engine.warming import warm_up
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoRAUse, ModelInfo, PictureInput, RequestSpec
+from diffusion_worker.sources.fetching import Fetcher
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ class Engine:
         # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
         self.version = importlib.metadata.version("diffusion-worker")
         self._digest = ModelDigest(Path(config.model))
+        self._fetcher = Fetcher(config)
+        self._model_fetch = ModelFetch(config, self._fetcher)
         self._last_request_at: float | None = None
         self._adapters = AdapterTable(slots=config.max_loras)
         self._loader = AdapterLoader(self._adapters, ranks, ranks_total=config.ranks, abort=self._abort)
@@ -116,6 +120,7 @@ class Engine:
         Raises:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
         """
+        await self._fetch_model()
         await self._prepare(await self._ranks.start())
         self.life.stage = LoadStage.LOADING_ADAPTERS
         desired = read_desired(self.config.desired_path)
@@ -142,6 +147,8 @@ class Engine:
             await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
         await self._supervisor.end()
         await self._ranks.stop()
+        self._model_fetch.end()
+        await self._fetcher.close()
 
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
         """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its rows.
@@ -187,7 +194,7 @@ class Engine:
             model=self.config.served_name,
             pipeline=self._model.pipeline,
             # A folder has none; what is in it has a digest.
-            revision=None,
+            revision=self._model_fetch.revision,
             digest=self._digest.value,
             task=params.task,
             strength=params.strength,
@@ -227,7 +234,7 @@ class Engine:
     def state_document(self) -> StateDocument:
         """Everything the control API shows; cheap, and answers in every state."""
         age = None if self._last_request_at is None else round(time.monotonic() - self._last_request_at, 3)
-        done, total = self._ranks.load_progress()
+        done, total = self._model_fetch.progress if self.life.stage is LoadStage.FETCHING else self._ranks.load_progress()
         model = self._model
         return StateDocument(
             boot_id=self.boot_id,
@@ -241,15 +248,16 @@ class Engine:
             load=LoadDocument(self.life.load_stage(total), done, total),
             model=ModelDocument(
                 self.config.served_name,
-                self.config.model,
+                self.config.model_source or self.config.model,
                 model.pipeline if model else None,
                 model.dtype if model else None,
                 model.weights_bytes if model else None,
                 self._digest.value,
+                self._model_fetch.revision,
             ),
             ranks=self._ranks.documents(),
             adapters=[adapter.document(self.config.ranks) for adapter in self._adapters],
-            failure=self.life.problem(),
+            failure=self.life.problem() or self._model_fetch.problem,
             restarts=self.life.losses.restarts,
             last_loss=self.life.losses.document(time.monotonic()),
             features=self._steps.features,
@@ -307,6 +315,13 @@ class Engine:
             return ProfileDocument(running=all_true(replies))
         paths = [msgspec.msgpack.decode(reply.result or b"", type=str | None) for reply in replies]
         return ProfileDocument(running=False, files=[path for path in paths if path])
+
+    async def _fetch_model(self) -> None:
+        """Have the model's folder here; raises ConfigError."""
+        if self._model_fetch.needed:
+            self.life.stage = LoadStage.FETCHING
+            await self._model_fetch.run()
+            self.life.stage = LoadStage.STARTING_RANKS
 
     async def _prepare(self, model: ModelInfo) -> None:
         """Have ranks that have just loaded ready to serve; raises ConfigError or GroupFailed."""

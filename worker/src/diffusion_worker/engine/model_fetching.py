@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the model here where it comes from elsewhere: before the ranks start, while the server already answers.
+
+The ranks are told one path at the server's start; what was fetched is put there as a link.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+from diffusion_worker.config import WorkerConfig, read_model_index
+from diffusion_worker.engine.documents import Problem
+from diffusion_worker.errors import ConfigError, RequestError
+from diffusion_worker.sources.fetching import Fetcher
+from diffusion_worker.sources.parsing import parse_source
+
+log = logging.getLogger(__name__)
+
+# Between tries of a fetch that may succeed later: a Secret appears, a network comes back.
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 30.0
+
+
+class ModelFetch:
+    """The fetch of one server's model; nothing happens where the model is a folder that is here."""
+
+    def __init__(self, config: WorkerConfig, fetcher: Fetcher) -> None:
+        self.revision: str | None = None
+        self.problem: Problem | None = None
+        self.progress = (0, 0)
+        self._config = config
+        self._fetcher = fetcher
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to fetch."""
+        return self._config.model_source is not None
+
+    async def run(self) -> None:
+        """Fetch, and try again while that may help and the time for a start lasts.
+
+        Raises:
+            ConfigError: the model cannot be had.
+        """
+        if self._config.model_source is None:
+            return
+        source = parse_source(self._config.model_source)
+        ends_at, wait_s = time.monotonic() + self._config.startup_timeout_s, FIRST_RETRY_S
+        while True:
+            try:
+                fetched = await self._fetcher.fetch_model(source, deadline_s=ends_at - time.monotonic(), report=self._report)
+                break
+            except RequestError as error:
+                self.problem = Problem(error.code, error.message, error.retryable)
+                if not error.retryable or time.monotonic() + wait_s >= ends_at:
+                    raise ConfigError(f"{error.code}: {error.message}") from None
+                log.warning("model not fetched code=%s, next try in %g s: %s", error.code, wait_s, error.message)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LAST_RETRY_S)
+        self.problem, self.revision = None, fetched.revision
+        self._link(fetched.path)
+        log.info("model fetched source=%s revision=%s digest=%s", self._config.model_source, fetched.revision, fetched.digest)
+
+    def end(self) -> None:
+        """Remove the link; harmless where there is none."""
+        if self.needed:
+            with contextlib.suppress(OSError):
+                Path(self._config.model).unlink()
+
+    def _report(self, done: int, total: int | None) -> None:
+        self.progress = (done, total or 0)
+
+    def _link(self, folder: str) -> None:
+        try:
+            read_model_index(folder)
+        except ConfigError as error:
+            raise ConfigError(f"--model {self._config.model_source}: {error}") from None
+        Path(self._config.model).symlink_to(Path(folder).absolute())

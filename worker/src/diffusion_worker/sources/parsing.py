@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A source as one text: a path, a URI of its kind, or the JSON object that it is everywhere else. Pure."""
+
+import re
+from collections.abc import Callable
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.sources.source import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
+
+URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+FORMS = "a path, hf://org/name@revision, s3://bucket/key, pvc://claim/path, https://host/file#sha256=…, or a JSON object of a source"
+
+
+def parse_source(text: str) -> Source:
+    """What a text stands for; raises ConfigError."""
+    if text.lstrip().startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=Source)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"expected a JSON object of a source: {error}") from None
+    scheme = URI.match(text)
+    if scheme is None:
+        if not text:
+            raise ConfigError(f"expected {FORMS}, found nothing")
+        return Source(path=text)
+    parse = KINDS.get(scheme[1].lower())
+    if parse is None:
+        raise ConfigError(f"expected {FORMS}, found the scheme {scheme[1]!r}")
+    return parse(text)
+
+
+def is_remote(source: Source) -> bool:
+    """Whether it has to be fetched before it can be read."""
+    return source.path is None and source.pvc is None
+
+
+def _hub(text: str) -> Source:
+    """`hf://org/name@revision/path`; a path that ends like a file is the file of an adapter, any other its folder."""
+    rest = text.partition("://")[2]
+    org, _, rest = rest.partition("/")
+    repo, _, path = rest.partition("/")
+    repo, _, revision = repo.partition("@")
+    if not org or not repo or any(mark in text for mark in "?#"):
+        raise ConfigError(f"expected hf://org/name@revision or hf://org/name@revision/file.safetensors, found {text!r}")
+    path = path.strip("/")
+    is_file = "." in path.rpartition("/")[2]
+    found = HuggingFaceSource(
+        f"{org}/{repo}",
+        revision=revision or "main",
+        file=path if path and is_file else None,
+        subfolder=None if is_file or not path else path,
+    )
+    return Source(hugging_face=found)
+
+
+def _s3(text: str) -> Source:
+    parts = urlsplit(text)
+    if not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError("expected s3://bucket/key, or s3://bucket/prefix/ for a folder; endpoint and credentials are given as JSON")
+    return Source(s3=S3Source(text))
+
+
+def _pvc(text: str) -> Source:
+    claim, _, path = text.partition("://")[2].partition("/")
+    if not claim:
+        raise ConfigError(f"expected pvc://claim/path, found {text!r}")
+    return Source(pvc=PvcSource(claim, unquote(path).rstrip("/") or "."))
+
+
+def _http(text: str) -> Source:
+    url, _, fragment = text.partition("#")
+    key, _, digest = fragment.partition("=")
+    if key != "sha256" or not SHA256.fullmatch(digest):
+        # Not the address itself: it may carry a signature.
+        raise ConfigError("expected the digest of the file at the end of its address, #sha256= and 64 hexadecimal digits")
+    return Source(http=HttpSource(url, digest.lower()))
+
+
+KINDS: dict[str, Callable[[str], Source]] = {"hf": _hub, "s3": _s3, "pvc": _pvc, "https": _http, "http": _http}
