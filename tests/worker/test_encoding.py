@@ -184,6 +184,8 @@ def test_the_metadata_of_a_picture_is_all_that_is_needed_to_make_it_again_but_it
         "accelerated": False,
         "exact": True,
         "engine": "0.1.0",
+        "sigmas": None,
+        "shift": None,
         "seed": 7,
         "width": 64,
         "height": 48,
