@@ -15,8 +15,10 @@ import click
 import msgspec
 import pytest
 
+from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode
-from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
+from diffusion_operator.api.source import AdapterSource
+from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
@@ -60,9 +62,8 @@ class Driver:
 
     async def put(self, name: str, path: str, *, digest: str | None = None, scale: float = 1.0, deadline_s: int = 30) -> None:
         key = AttemptKey(adapter_uid="u", generation=1, boot_id=self.address.boot_id)
-        call = PutAdapter(
-            worker=self.address, key=key, operation_id=self._id(), name=name, path=path, digest=digest, scale=scale, deadline_s=deadline_s
-        )
+        load = AdapterLoad(source=AdapterSource(path=path), digest=digest, scale=scale)
+        call = PutAdapter(worker=self.address, key=key, operation_id=self._id(), name=name, load=load, deadline_s=deadline_s)
         await self.client.put_adapter(call, token=self.token)
 
     async def remove(self, name: str, drain_s: int = 5) -> None:
@@ -114,8 +115,7 @@ async def refusal(call: Any) -> ControlRefused:
 
 def test_the_operator_knows_every_state_of_the_worker() -> None:
     assert {state.value for state in EngineState} <= {phase.value for phase in WorkerPhase}
-    # The operator compares these as text.
-    assert {state.value for state in AdapterState} == {"Loading", "Loaded", "Draining", "Failed"}
+    assert {state.value for state in AdapterState} == {state.value for state in RecordState}
     assert {state.value for state in RankState} == {"starting", "ready", "asleep", "dead"}
 
 
@@ -154,7 +154,8 @@ def test_the_arguments_that_the_operator_gives_a_pod_are_options_of_the_worker(s
 def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_path: Path) -> None:
     metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     spec = {"model": {"source": {"path": "/m"}}, "sleep": {"policy": "Asleep"}}
-    adapter = DesiredAdapter(uid="u", generation=1, name="stripes", path="/loras/stripes", digest=None, scale=0.5)
+    load = AdapterLoad(source=AdapterSource(path="/loras/stripes"), scale=0.5)
+    adapter = DesiredAdapter(uid="u", generation=1, name="stripes", load=load, load_timeout_s=300)
     manifest = desired_config(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment), [adapter])
     path = tmp_path / "desired.json"
     path.write_text(manifest["data"]["desired.json"])

@@ -230,7 +230,7 @@ REVISIONS = [
     ("replicas", {"replicas": 5}, False),
     ("sleep", {"sleep": {"policy": "Asleep", "drainTimeoutSeconds": 1}}, False),
     ("service", {"service": {"port": 81}}, False),
-    ("adapters' timeouts", {"lora": {"loadTimeoutSeconds": 9, "drainTimeoutSeconds": 9}}, False),
+    ("adapters' drain", {"lora": {"drainTimeoutSeconds": 9}}, False),
 ]
 
 

@@ -34,7 +34,7 @@ async def test_an_adapter_is_pushed_to_every_replica_and_its_digest_pinned() -> 
     assert rig.adapter_condition("Loaded") == ("True", "AllGroups")
     assert (status["desiredGroups"], status["loadedGroups"], status["failedGroups"], status["deferredGroups"]) == (2, 2, 0, 0)
     resolved = {key: value for key, value in status["resolved"].items() if key != "resolvedAt"}
-    assert resolved == {"path": "/loras/x", "digest": "sha256:loras-x", "sizeBytes": 100, "rank": 8, "modules": 24}
+    assert resolved == {"source": "/loras/x", "digest": "sha256:loras-x", "sizeBytes": 100, "rank": 8, "modules": 24}
     assert [(one["group"], one["state"], one["bootId"], one["digest"]) for one in status["instances"]] == [
         (0, "Loaded", "boot-1", "sha256:loras-x"),
         (1, "Loaded", "boot-2", "sha256:loras-x"),

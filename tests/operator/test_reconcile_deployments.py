@@ -42,7 +42,7 @@ async def test_a_new_deployment_gets_its_children_and_serves() -> None:
     assert rig.condition("Degraded") == ("False", "AsExpected")
     status = rig.status()
     assert (status["replicas"], status["readyReplicas"], status["awakeReplicas"], status["updatedReplicas"]) == (2, 2, 2, 2)
-    assert status["model"] == {"pipeline": "StableDiffusion3Pipeline", "sizeBytes": 5}
+    assert status["model"] == {"source": "/models/digits", "pipeline": "StableDiffusion3Pipeline", "sizeBytes": 5}
     assert status["servedName"] == "d"
     assert rig.routable() == ["d-0-0", "d-1-0"]
     assert rig.cluster.events() == ["GroupReady", "GroupReady"]

@@ -8,8 +8,10 @@ import kubernetes_validate
 import msgspec
 import pytest
 
+from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import DEPLOYMENT
+from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.events import EventType, PlannedEvent
 from diffusion_operator.plan.revision import template_of
@@ -21,6 +23,11 @@ from diffusion_operator.render.service import service
 from fake_cluster import EPOCH
 
 KEY = b"k" * 32
+LOAD = AdapterLoad(source=AdapterSource(path="/l"), scale=0.5)
+
+
+def wanted(name: str, load: AdapterLoad = LOAD) -> DesiredAdapter:
+    return DesiredAdapter(uid=name, generation=1, name=name, load=load, load_timeout_s=9)
 
 
 def made(**spec: Any) -> DiffusionDeployment:
@@ -49,7 +56,7 @@ RICH = {
 @pytest.mark.parametrize("spec", [{}, RICH, {"resources": {"gpuResourceName": "none"}}], ids=["minimal", "rich", "cpu"])
 def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
     deployment = made(**spec)
-    adapters = [DesiredAdapter(uid="u", generation=1, name="x", path="/l", digest=None, scale=1.0)]
+    adapters = [wanted("x")]
     planned = PlannedEvent(type=EventType.NORMAL, reason="Slept", message="m", key="k")
     children = [
         rendered_pod(**spec),
@@ -139,12 +146,15 @@ def test_the_service_selects_routable_pods_and_only_the_data_port() -> None:
 
 
 def test_the_desired_file_is_the_same_for_the_same_content() -> None:
-    adapters = [DesiredAdapter(uid=name, generation=1, name=name, path="/l", digest=None, scale=0.5) for name in ("b", "a")]
+    adapters = [wanted(name) for name in ("b", "a")]
     first = desired_config(made(sleep={"policy": "Asleep"}), adapters)["data"]["desired.json"]
     assert first == desired_config(made(sleep={"policy": "Asleep"}), adapters[::-1])["data"]["desired.json"]
     content = json.loads(first)
     assert content["sleep"] == {"policy": "Asleep"}
-    assert content["adapters"][0] == {"name": "a", "source": {"path": "/l"}, "digest": None, "scale": 0.5}
+    assert content["adapters"][0] == {
+        "name": "a", "source": {"path": "/l"}, "digest": None, "scale": 0.5, "components": [], "format": None, "expectedRank": None,
+        "residency": "Cached", "priority": 0, "loadTimeoutSeconds": 9,
+    }  # fmt: skip
 
 
 def test_a_token_belongs_to_one_uid_and_one_key() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DrainMode
+from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
@@ -17,7 +19,8 @@ from diffusion_operator.worker_client import HttpWorkerClient
 
 ADDRESS = WorkerAddress(pod_uid="p", ip="127.0.0.1", boot_id="b")
 KEY = AttemptKey(adapter_uid="u", generation=1, boot_id="b")
-PUT = PutAdapter(worker=ADDRESS, key=KEY, operation_id="o", name="x", path="/l", digest=None, scale=0.5, deadline_s=9)
+LOAD = AdapterLoad(source=AdapterSource(path="/l"), scale=0.5)
+PUT = PutAdapter(worker=ADDRESS, key=KEY, operation_id="o", name="x", load=LOAD, deadline_s=9)
 Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
@@ -72,7 +75,10 @@ async def test_calls_carry_operation_and_boot_id(server: Server, client: HttpWor
     await client.put_adapter(PUT, token="t")
     await client.remove_adapter(RemoveAdapter(worker=ADDRESS, operation_id="r", name="x", drain_s=5), token="t")
     sleep = {"operationId": "s", "bootId": "b", "level": "HostMemory", "mode": "Abort", "deadlineSeconds": 7}
-    put = {"operationId": "o", "bootId": "b", "source": {"path": "/l"}, "digest": None, "scale": 0.5, "deadlineSeconds": 9}
+    put = {
+        "operationId": "o", "bootId": "b", "deadlineSeconds": 9, "source": {"path": "/l"}, "digest": None, "scale": 0.5,
+        "components": [], "format": None, "expectedRank": None, "residency": "Cached", "priority": 0,
+    }  # fmt: skip
     assert server.asked == [
         ("POST", "/v1/sleep", sleep),
         ("POST", "/v1/wake", {"operationId": "w", "bootId": "b", "deadlineSeconds": 8}),

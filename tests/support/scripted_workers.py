@@ -3,13 +3,14 @@
 
 from dataclasses import dataclass, field
 
+from diffusion_operator.api.source import AdapterSource, identity
 from diffusion_operator.api.worker_state import (
     AdapterRecord,
     LoadReport,
     LossReport,
     ModelReport,
     Operation,
-    SourceReport,
+    RecordState,
     WireError,
     WorkerPhase,
     WorkerState,
@@ -83,9 +84,9 @@ class ScriptedWorker:
             error = WireError(code="DigestMismatch", message=f"expected {digest}, found {found}")
         self.adapters[name] = AdapterRecord(
             name=name,
-            state="Failed" if error else "Loaded",
+            state=RecordState.FAILED if error else RecordState.LOADED,
             digest=None if error else found,
-            source=SourceReport(path=path),
+            source=AdapterSource(path=path),
             scale=scale,
             rank=8,
             modules=24,
@@ -129,7 +130,7 @@ class ScriptedWorkers:
         worker = self._called(call.worker.ip, call.worker.boot_id)
         if worker.phase is not WorkerPhase.READY:
             raise _refused("Asleep", retryable=True)
-        worker.load_adapter(call.name, call.path, digest=call.digest, scale=call.scale)
+        worker.load_adapter(call.name, identity(call.load.source), digest=call.load.digest, scale=call.load.scale)
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
         worker = self._called(call.worker.ip, call.worker.boot_id)

@@ -58,7 +58,7 @@ class HttpWorkerClient:
         await self._call("POST", "/v1/wake", call, {"deadlineSeconds": call.deadline_s}, token=token)
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
-        body = {"source": {"path": call.path}, "digest": call.digest, "scale": call.scale, "deadlineSeconds": call.deadline_s}
+        body = {**msgspec.to_builtins(call.load), "deadlineSeconds": call.deadline_s}
         await self._call("PUT", f"/v1/adapters/{call.name}", call, body, token=token)
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:

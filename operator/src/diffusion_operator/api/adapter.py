@@ -6,8 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
-from diffusion_operator.api.deployment import Source
 from diffusion_operator.api.meta import Condition, ObjectMeta
+from diffusion_operator.api.source import AdapterSource
 
 
 class _Spec(msgspec.Struct, frozen=True, rename="camel"):
@@ -22,12 +22,41 @@ class DeploymentRef(_Spec, frozen=True):
     name: str
 
 
+class Component(StrEnum):
+    TRANSFORMER = "Transformer"
+    UNET = "UNet"
+    TEXT_ENCODER = "TextEncoder"
+    TEXT_ENCODER_2 = "TextEncoder2"
+    TEXT_ENCODER_3 = "TextEncoder3"
+
+
+class AdapterFormat(StrEnum):
+    AUTO = "Auto"
+    DIFFUSERS = "Diffusers"
+    KOHYA = "Kohya"
+    PEFT = "PEFT"
+
+
+class Residency(StrEnum):
+    """How it is kept: always in memory, in memory while there is room, or from its first request on while there is room."""
+
+    RESIDENT = "Resident"
+    CACHED = "Cached"
+    ON_DEMAND = "OnDemand"
+
+
 class AdapterSpec(_Spec, frozen=True):
     deployment_ref: DeploymentRef
-    source: Source
+    source: AdapterSource
     adapter_name: str | None = None
     digest: str | None = None
     default_scale: str = "1.0"
+    components: tuple[Component, ...] = ()
+    format: AdapterFormat = AdapterFormat.AUTO
+    expected_rank: int | None = None
+    residency: Residency = Residency.CACHED
+    priority: int = 0
+    load_timeout_seconds: int = 300
     suspend: bool = False
 
 
@@ -35,19 +64,33 @@ class InstanceState(StrEnum):
     """An adapter on one replica."""
 
     PENDING = "Pending"
+    FETCHING = "Fetching"
     LOADING = "Loading"
     LOADED = "Loaded"
+    CACHED = "Cached"
+    DRAINING = "Draining"
     DEFERRED = "Deferred"
     FAILED = "Failed"
 
 
 class ResolvedStatus(_Status, frozen=True):
-    path: str | None = None
+    source: str | None = None
+    """What it is about, as `api.source.identity` says it: another source voids it."""
+    revision: str | None = None
     digest: str | None = None
     size_bytes: int | None = None
     rank: int | None = None
+    alpha: str | None = None
     modules: int | None = None
+    components: tuple[str, ...] = ()
+    format: str | None = None
+    base_model_hint: str | None = None
     resolved_at: datetime | None = None
+
+
+class UsageStatus(_Status, frozen=True):
+    requests_total: int | None = None
+    last_request_time: datetime | None = None
 
 
 class OwnerStatus(_Status, frozen=True):
@@ -70,6 +113,8 @@ class InstanceStatus(_Status, frozen=True):
     ranks_loaded: int | None = None
     ranks_total: int | None = None
     digest: str | None = None
+    fetched_bytes: int | None = None
+    total_bytes: int | None = None
     attempts: int | None = None
     next_retry_time: datetime | None = None
     last_error: ErrorStatus | None = None
@@ -84,6 +129,7 @@ class AdapterStatus(_Status, frozen=True):
     failed_groups: int | None = None
     deferred_groups: int | None = None
     owner: OwnerStatus | None = None
+    usage: UsageStatus | None = None
     instances: tuple[InstanceStatus, ...] = ()
     conditions: tuple[Condition, ...] = ()
 

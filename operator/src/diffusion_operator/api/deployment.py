@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from diffusion_operator.api.meta import Condition, ObjectMeta
+from diffusion_operator.api.source import ModelSource
 
 
 class _Spec(msgspec.Struct, frozen=True, rename="camel"):
@@ -50,15 +51,28 @@ class ServiceType(StrEnum):
     LOAD_BALANCER = "LoadBalancer"
 
 
-class Source(_Spec, frozen=True):
-    """A union with one member so far; the schema demands exactly one."""
+Quantity = int | str
 
-    path: str
+
+class CacheClaim(_Spec, frozen=True):
+    claim_name: str
+
+
+class CacheFolder(_Spec, frozen=True):
+    size_limit: Quantity | None = None
+
+
+class Cache(_Spec, frozen=True):
+    """A union; the schema demands exactly one."""
+
+    claim: CacheClaim | None = None
+    empty_dir: CacheFolder | None = None
 
 
 class Model(_Spec, frozen=True):
-    source: Source
+    source: ModelSource
     dtype: Dtype = Dtype.AUTO
+    cache: Cache = Cache(empty_dir=CacheFolder())
 
 
 class EnvVar(_Spec, frozen=True):
@@ -77,9 +91,6 @@ class Parallelism(_Spec, frozen=True):
     ranks_per_replica: int = 1
 
 
-Quantity = int | str
-
-
 class Resources(_Spec, frozen=True):
     gpu_resource_name: str | None = None
     requests: dict[str, Quantity] = {}
@@ -87,11 +98,41 @@ class Resources(_Spec, frozen=True):
     shared_memory: Quantity = "8Gi"
 
 
+class OnMissing(StrEnum):
+    """What becomes of a request for an adapter that is known but not in memory."""
+
+    REJECT = "Reject"
+    LOAD = "Load"
+
+
 class Lora(_Spec, frozen=True):
+    """`max_cached` and `max_per_request` have no default in the schema: theirs depend on `max_loaded`."""
+
+    enabled: bool = True
     max_loaded: int = 4
+    max_cached: int | None = None
     max_rank: int = 64
+    target_modules: tuple[str, ...] = ()
+    max_per_request: int | None = None
+    on_missing: OnMissing = OnMissing.REJECT
     drain_timeout_seconds: int = 120
     load_timeout_seconds: int = 120
+    secrets: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Adapters that running requests use at once."""
+        return self.max_loaded if self.enabled else 0
+
+    @property
+    def cached(self) -> int:
+        """Adapters in host memory."""
+        return self.max_cached if self.max_cached is not None else max(16, self.max_loaded)
+
+    @property
+    def per_request(self) -> int:
+        return self.max_per_request or max(1, min(4, self.max_loaded))
 
 
 class Sleep(_Spec, frozen=True):
@@ -169,6 +210,7 @@ class GroupStatus(_Status, frozen=True):
 
 
 class ModelStatus(_Status, frozen=True):
+    source: str | None = None
     digest: str | None = None
     size_bytes: int | None = None
     pipeline: str | None = None

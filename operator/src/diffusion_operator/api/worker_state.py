@@ -8,6 +8,9 @@ from enum import StrEnum
 
 import msgspec
 
+from diffusion_operator.api.adapter import Residency
+from diffusion_operator.api.source import AdapterSource
+
 
 class _Wire(msgspec.Struct, frozen=True, rename="camel"):
     pass
@@ -57,22 +60,43 @@ class RankReport(_Wire, frozen=True):
     state: str
 
 
-class SourceReport(_Wire, frozen=True):
-    path: str | None = None
+class RecordState(StrEnum):
+    """An adapter as its worker says. A `Cached` one is known and its file is there, but in no rank's memory."""
+
+    FETCHING = "Fetching"
+    LOADING = "Loading"
+    LOADED = "Loaded"
+    CACHED = "Cached"
+    DRAINING = "Draining"
+    FAILED = "Failed"
 
 
 class AdapterRecord(_Wire, frozen=True):
+    """Components and format are in the worker's words; see api/adapter_load.py."""
+
     name: str
-    state: str
+    state: RecordState
     digest: str | None = None
-    source: SourceReport = SourceReport()
+    source: AdapterSource = AdapterSource()
     scale: float = 1.0
     rank: int | None = None
     modules: int | None = None
     size_bytes: int | None = None
     ranks_loaded: int = 0
     ranks_total: int = 0
+    refs: int = 0
     error: WireError | None = None
+    revision: str | None = None
+    components: tuple[str, ...] = ()
+    format: str | None = None
+    alpha: float | None = None
+    base_model: str | None = None
+    residency: Residency = Residency.CACHED
+    priority: int = 0
+    fetched_bytes: int | None = None
+    total_bytes: int | None = None
+    requests_total: int = 0
+    last_request_age_seconds: float | None = None
 
 
 class LossReport(_Wire, frozen=True):

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.adapter_load import AdapterLoad, adapter_load
 from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.source import identity
 
 
 class DesiredAdapter(msgspec.Struct, frozen=True):
@@ -18,9 +20,8 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
     uid: str
     generation: int
     name: str
-    path: str
-    digest: str | None
-    scale: float
+    load: AdapterLoad
+    load_timeout_s: int
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -71,13 +72,12 @@ def _desired(adapter: LoRAAdapter) -> DesiredAdapter:
         uid=adapter.metadata.uid,
         generation=adapter.metadata.generation,
         name=adapter.served_name,
-        path=adapter.spec.source.path,
-        digest=adapter.spec.digest or pinned_digest(adapter),
-        scale=float(adapter.spec.default_scale),
+        load=adapter_load(adapter.spec, digest=adapter.spec.digest or pinned_digest(adapter)),
+        load_timeout_s=adapter.spec.load_timeout_seconds,
     )
 
 
 def pinned_digest(adapter: LoRAAdapter) -> str | None:
     """What the first replica reported for this source; another source voids it."""
     resolved = adapter.status.resolved
-    return resolved.digest if resolved is not None and resolved.path == adapter.spec.source.path else None
+    return resolved.digest if resolved is not None and resolved.source == identity(adapter.spec.source) else None

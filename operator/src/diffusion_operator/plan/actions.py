@@ -3,6 +3,7 @@
 
 import msgspec
 
+from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DrainMode
 from diffusion_operator.plan.observed import AttemptKey
 
@@ -52,9 +53,7 @@ class PutAdapter(msgspec.Struct, frozen=True):
     key: AttemptKey
     operation_id: str
     name: str
-    path: str
-    digest: str | None
-    scale: float
+    load: AdapterLoad
     deadline_s: int
 
 

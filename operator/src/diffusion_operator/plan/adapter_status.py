@@ -6,6 +6,7 @@ from datetime import datetime
 from diffusion_operator.api.adapter import AdapterStatus, InstanceState, LoRAAdapter, OwnerStatus, ResolvedStatus
 from diffusion_operator.api.deployment import GroupState
 from diffusion_operator.api.meta import Verdict, settle_conditions, verdict
+from diffusion_operator.api.source import identity
 from diffusion_operator.plan.adapters import AdapterView
 
 INSTANCES_SHOWN = 64
@@ -32,14 +33,14 @@ def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datet
 
 def _resolved(adapter: LoRAAdapter, view: AdapterView, now: datetime) -> ResolvedStatus | None:
     """Kept while the source and the deployment stay the same; otherwise what the first replica reports."""
-    kept, path = adapter.status.resolved, adapter.spec.source.path
-    if kept is not None and kept.path == path and adapter.status.deployment_uid == view.deployment_uid:
+    kept, source = adapter.status.resolved, identity(adapter.spec.source)
+    if kept is not None and kept.source == source and adapter.status.deployment_uid == view.deployment_uid:
         return kept
     report = view.report
-    if report is None or report.source.path != path or report.digest is None:
+    if report is None or identity(report.source) != source or report.digest is None:
         return None
     return ResolvedStatus(
-        path=path, digest=report.digest, size_bytes=report.size_bytes, rank=report.rank, modules=report.modules, resolved_at=now
+        source=source, digest=report.digest, size_bytes=report.size_bytes, rank=report.rank, modules=report.modules, resolved_at=now
     )
 
 
@@ -80,10 +81,10 @@ def _source(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     error = _source_error(view)
     if error:
         return verdict("SourceResolved", False, error, _first_error(view))
-    resolved = adapter.status.resolved
-    digest = view.report.digest if view.report else resolved.digest if resolved and resolved.path == adapter.spec.source.path else None
+    resolved, source = adapter.status.resolved, identity(adapter.spec.source)
+    digest = view.report.digest if view.report else resolved.digest if resolved and resolved.source == source else None
     if digest is not None:
-        return verdict("SourceResolved", True, "Resolved", f"{adapter.spec.source.path} is {digest}")
+        return verdict("SourceResolved", True, "Resolved", f"{source} is {digest}")
     return verdict("SourceResolved", None, "NotTried", "no replica has looked at the source yet")
 
 

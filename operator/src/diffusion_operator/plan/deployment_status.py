@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from datetime import datetime
 
+import msgspec
+
 from diffusion_operator.api.deployment import (
     DeploymentStatus,
     DiffusionDeployment,
@@ -15,6 +17,7 @@ from diffusion_operator.api.deployment import (
 )
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
+from diffusion_operator.api.source import identity
 from diffusion_operator.plan.conditions import Situation, deployment_verdicts
 from diffusion_operator.plan.groups import Group, failure_of
 from diffusion_operator.plan.revision import Template
@@ -45,7 +48,7 @@ def deployment_status(
         selector=f"{LABEL_DEPLOYMENT}={name}",
         current_revision=template.revision if settled else before.current_revision,
         update_revision=template.revision,
-        model=_model(situation.groups) or before.model,
+        model=_model(deployment, situation.groups),
         endpoints=EndpointsStatus(url=f"http://{name}.{namespace}.svc:{deployment.spec.service.port}/v1"),
         adapters=situation.adapters.summary,
         groups=tuple(group_status(group) for group in groups[:GROUPS_SHOWN]),
@@ -88,9 +91,10 @@ def _load(group: Group) -> LoadStatus | None:
     return LoadStatus(stage=load.stage[:32], bytes_done=load.bytes_done, bytes_total=load.bytes_total, percent=percent)
 
 
-def _model(groups: Sequence[Group]) -> ModelStatus | None:
+def _model(deployment: DiffusionDeployment, groups: Sequence[Group]) -> ModelStatus:
+    source = identity(deployment.spec.model.source)
     for group in groups:
         if group.live and group.document is not None:
             model = group.document.model
-            return ModelStatus(digest=model.digest, size_bytes=model.size_bytes, pipeline=model.pipeline)
-    return None
+            return ModelStatus(source=source, digest=model.digest, size_bytes=model.size_bytes, pipeline=model.pipeline)
+    return msgspec.structs.replace(deployment.status.model or ModelStatus(), source=source)

@@ -13,7 +13,8 @@ import msgspec
 
 from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus
 from diffusion_operator.api.deployment import GroupState, Lora
-from diffusion_operator.api.worker_state import AdapterRecord, WireError, WorkerState
+from diffusion_operator.api.source import identity
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, WorkerAddress
 from diffusion_operator.plan.groups import Group
@@ -62,11 +63,11 @@ def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[Atte
 def matches(record: AdapterRecord, desired: DesiredAdapter) -> bool:
     """Loaded on all ranks, from this source, with the digest that is asked for. Reported, never assumed."""
     return (
-        record.state == "Loaded"
-        and record.source.path == desired.path
-        and desired.digest in (None, record.digest)
+        record.state is RecordState.LOADED
+        and identity(record.source) == identity(desired.load.source)
+        and desired.load.digest in (None, record.digest)
         and record.ranks_loaded == record.ranks_total
-        and abs(record.scale - desired.scale) < SCALE_TOLERANCE
+        and abs(record.scale - desired.load.scale) < SCALE_TOLERANCE
     )
 
 
@@ -83,13 +84,13 @@ def strays(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveA
             drain_s=lora.drain_timeout_seconds,
         )
         for record in group.document.adapters
-        if record.name not in wanted and record.state != "Draining"
+        if record.name not in wanted and record.state is not RecordState.DRAINING
     )
 
 
 def _record(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
     """The record that counts: an older load of the name may still drain beside it."""
-    named = [one for one in document.adapters if one.name == desired.name and one.state != "Draining"]
+    named = [one for one in document.adapters if one.name == desired.name and one.state is not RecordState.DRAINING]
     return next((one for one in named if matches(one, desired)), named[0] if named else None)
 
 
@@ -97,7 +98,7 @@ def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attem
     if record is not None:
         if matches(record, desired):
             return InstanceState.LOADED
-        if record.state == "Loading":
+        if record.state is RecordState.LOADING:
             return InstanceState.LOADING
     if _error(record, attempt) is not None:
         return InstanceState.FAILED
@@ -107,11 +108,11 @@ def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attem
 def _error(record: AdapterRecord | None, attempt: Attempt | None) -> WireError | None:
     if attempt is not None and attempt.error is not None:
         return attempt.error
-    return record.error if record is not None and record.state == "Failed" else None
+    return record.error if record is not None and record.state is RecordState.FAILED else None
 
 
 def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, now: datetime) -> bool:
-    if record is not None and (record.state == "Loading" or matches(record, desired)):
+    if record is not None and (record.state is RecordState.LOADING or matches(record, desired)):
         return False
     if attempt is None:
         return True
@@ -129,10 +130,8 @@ def _push(group: Group, desired: DesiredAdapter, *, key: AttemptKey, attempt: At
         key=key,
         operation_id=f"put-{desired.name}-{desired.uid[:8]}-{desired.generation}-{count + 1}",
         name=desired.name,
-        path=desired.path,
-        digest=desired.digest,
-        scale=desired.scale,
-        deadline_s=lora.load_timeout_seconds,
+        load=desired.load,
+        deadline_s=desired.load_timeout_s,
     )
 
 

@@ -29,8 +29,9 @@ def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None
 
 
 def _pod_fields(spec: DeploymentSpec, served_name: str) -> object:
-    """What a pod is rendered from. Left out is what reaches a running replica: replicas, sleep, service, the adapters' timeouts."""
-    return [served_name, spec.model, spec.engine, spec.parallelism, spec.resources, spec.lora.max_loaded, spec.lora.max_rank, spec.startup]
+    """What a pod is rendered from. Left out is what reaches a running replica: replicas, sleep, service, the drain of adapters."""
+    lora = msgspec.structs.replace(spec.lora, drain_timeout_seconds=0)
+    return [served_name, spec.model, spec.engine, spec.parallelism, spec.resources, lora, spec.startup]
 
 
 def _hash(value: object) -> str:

@@ -16,7 +16,7 @@ def desired_config(deployment: DiffusionDeployment, adapters: Sequence[DesiredAd
     content = {
         "sleep": {"policy": deployment.spec.sleep.policy.value},
         "adapters": [
-            {"name": one.name, "source": {"path": one.path}, "digest": one.digest, "scale": one.scale}
+            {"name": one.name, **msgspec.to_builtins(one.load), "loadTimeoutSeconds": one.load_timeout_s}
             for one in sorted(adapters, key=lambda one: one.name)
         ],
     }

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker is told of one adapter, as the mounted file and a put both have it, in the worker's words."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from diffusion_operator.api.adapter import AdapterFormat, AdapterSpec, Component, Residency
+from diffusion_operator.api.source import AdapterSource
+
+# A model with two denoisers of one kind has its second as `transformer_2`.
+_WORKER_NAMES = {
+    Component.TRANSFORMER: ("transformer", "transformer_2"),
+    Component.UNET: ("unet",),
+    Component.TEXT_ENCODER: ("text_encoder",),
+    Component.TEXT_ENCODER_2: ("text_encoder_2",),
+    Component.TEXT_ENCODER_3: ("text_encoder_3",),
+}
+_COMPONENTS = {name: component for component, names in _WORKER_NAMES.items() for name in names}
+_FORMATS = {one.value.lower(): one for one in AdapterFormat if one is not AdapterFormat.AUTO}
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, rename="camel"):
+    source: AdapterSource
+    digest: str | None = None
+    scale: float = 1.0
+    components: tuple[str, ...] = ()
+    format: str | None = None
+    expected_rank: int | None = None
+    residency: Residency = Residency.CACHED
+    priority: int = 0
+
+
+def adapter_load(spec: AdapterSpec, *, digest: str | None) -> AdapterLoad:
+    """`digest` is what the content must hash to, where that is known."""
+    return AdapterLoad(
+        source=spec.source,
+        digest=digest,
+        scale=float(spec.default_scale),
+        components=tuple(name for component in spec.components for name in _WORKER_NAMES[component]),
+        format=None if spec.format is AdapterFormat.AUTO else spec.format.value.lower(),
+        expected_rank=spec.expected_rank,
+        residency=spec.residency,
+        priority=spec.priority,
+    )
+
+
+def components_of(worker_names: Iterable[str]) -> tuple[str, ...]:
+    """A worker's names of components in the API's words, each once; one that the API has no word for stays as it is."""
+    return tuple(dict.fromkeys(_COMPONENTS[name].value if name in _COMPONENTS else name for name in worker_names))
+
+
+def format_of(worker_name: str | None) -> str | None:
+    """As `components_of`, for a format."""
+    return _FORMATS[worker_name].value if worker_name in _FORMATS else worker_name

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where models and adapters come from: unions of which the schema demands exactly one member, as JSON the same as the worker's own.
+
+The operator fetches nothing and reads no user's Secret: it hands these on, mounts what they name, and compares them by `identity`.
+"""
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+
+class _Source(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    pass
+
+
+class SecretKeyRef(_Source, frozen=True):
+    name: str
+    key: str = "token"
+
+
+class SecretRef(_Source, frozen=True):
+    name: str
+
+
+class AdapterRepository(_Source, frozen=True):
+    """A `.safetensors` file of a hub's repository, or a peft folder in it."""
+
+    repo: str
+    revision: str = "main"
+    file: str | None = None
+    subfolder: str | None = None
+    token_secret_ref: SecretKeyRef | None = None
+
+
+class ModelRepository(_Source, frozen=True):
+    """A hub's repository as a whole, or what of it the patterns let through."""
+
+    repo: str
+    revision: str = "main"
+    allow_patterns: tuple[str, ...] = ()
+    token_secret_ref: SecretKeyRef | None = None
+
+
+class S3Source(_Source, frozen=True):
+    uri: str
+    endpoint: str | None = None
+    region: str | None = None
+    credentials_secret_ref: SecretRef | None = None
+
+
+class PvcSource(_Source, frozen=True):
+    claim_name: str
+    path: str
+
+
+class HttpSource(_Source, frozen=True):
+    url: str
+    sha256: str
+
+
+class ModelSource(_Source, frozen=True):
+    """A model is a folder, so `http`, which is one file, is no member."""
+
+    path: str | None = None
+    hugging_face: ModelRepository | None = None
+    s3: S3Source | None = None
+    pvc: PvcSource | None = None
+
+
+class AdapterSource(_Source, frozen=True):
+    path: str | None = None
+    hugging_face: AdapterRepository | None = None
+    s3: S3Source | None = None
+    pvc: PvcSource | None = None
+    http: HttpSource | None = None
+
+
+def identity(source: ModelSource | AdapterSource) -> str:
+    """One line, another where something else would be fetched; without Secrets and without the query of an address, which may sign it."""
+    if source.hugging_face is not None:
+        return _repository(source.hugging_face)
+    if source.s3 is not None:
+        return source.s3.uri + (f" at {source.s3.endpoint}" if source.s3.endpoint else "")
+    if source.pvc is not None:
+        return f"pvc://{source.pvc.claim_name}/{source.pvc.path}"
+    if isinstance(source, AdapterSource) and source.http is not None:
+        parts = urlsplit(source.http.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}#sha256:{source.http.sha256}"
+    return source.path or ""
+
+
+def _repository(source: AdapterRepository | ModelRepository) -> str:
+    inside = (source.file or source.subfolder) if isinstance(source, AdapterRepository) else ",".join(source.allow_patterns)
+    return f"hf://{source.repo}@{source.revision}" + (f"/{inside}" if inside else "")
+
+
+def secret_of(source: ModelSource | AdapterSource) -> str | None:
+    """The Secret that it is fetched with."""
+    if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
+        return source.hugging_face.token_secret_ref.name
+    if source.s3 is not None and source.s3.credentials_secret_ref is not None:
+        return source.s3.credentials_secret_ref.name
+    return None
+
+
+def claim_of(source: ModelSource | AdapterSource) -> str | None:
+    """The claim that it lies on."""
+    return source.pvc.claim_name if source.pvc is not None else None
