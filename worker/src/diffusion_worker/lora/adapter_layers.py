@@ -54,7 +54,7 @@ class AdapterLayers:
     ) -> None:
         """`components` are the modules adapters may change, by component name; `device` is where they compute.
 
-        `part_of` tells, by the name of a linear layer of the denoiser, which part of it this rank has; None means all.
+        `part_of` tells, by the name of a layer, which part of it this rank has; None means all.
         `target_modules` are suffixes of names, the only layers that adapters may change; none means any.
         """
         self._components = dict(components)
@@ -150,7 +150,7 @@ class AdapterLayers:
             base = self._linear(name)
             assert base is not None, name
             component, _, path = name.partition(".")
-            part = self._part_of(path)
+            part = self._part_of(name)
             layer = LoRALinear(base, self._holder, slots=self._slot_count, max_rank=self._max_rank, device=self._device, part=part)
             parent, _, child = path.rpartition(".")
             setattr(self._components[component].get_submodule(parent), child, layer)

@@ -72,9 +72,9 @@ class ParallelKinds:
             self._parallel.decode_tiles(name, vae_tiles.VaeTiles(module, self._parallel).decode)
 
     def part_of(self, layer: str) -> LinearPart | None:
-        """Which part of a layer of the first denoiser this rank has, for its adapters."""
-        cut = self._cuts.get(next(iter(self._denoisers)))
-        return None if cut is None else cut.part(layer)
+        """Which part of a layer (`transformer.blocks.0.attn.to_q`) this rank has, for its adapters; None where it is whole."""
+        component, _, path = layer.partition(".")
+        return self._cuts[component].part(path) if component in self._cuts else None
 
     def describe(self, info: ModelInfo) -> ModelInfo:
         """What the server has to know: which sizes make a number of tokens that can be split.
