@@ -69,6 +69,7 @@ class Engine:
         self._steps = StepLoop(
             ranks,
             max_batch_size=config.max_batch_size,
+            max_loras=config.max_loras,
             tick_timeout_s=config.tick_timeout_s,
             window_s=config.batch_window_s,
             broken=lambda reason: self._supervisor.on_stepping_broken(reason),

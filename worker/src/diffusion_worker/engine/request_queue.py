@@ -65,6 +65,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     joined: bool = False
     sent: int = 0
     reported: int = 0
+    # Ids of the adapters that it needs in slots.
+    adapters: frozenset[int] = frozenset()
 
     @property
     def left(self) -> int:
@@ -77,12 +79,14 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
 
 class ClassQueue:
-    """The requests of one class, first come first served, with the device time it is owed."""
+    """The requests of one class in the order they came, with the device time it is owed."""
 
     def __init__(self, kind: RequestClass) -> None:
         self.kind = kind
         self.requests: dict[str, QueuedRequest] = {}
         self.credit_s = 0.0
+        # How many of them are with the ranks; some may have passed others that wait for slots.
+        self.joined = 0
 
     @property
     def oldest(self) -> QueuedRequest:
@@ -91,8 +95,8 @@ class ClassQueue:
 
     @property
     def started(self) -> bool:
-        """Whether any of them is with the ranks; those come first in the queue, as it is served in order."""
-        return self.oldest.joined
+        """Whether any of them is with the ranks."""
+        return self.joined > 0
 
     def add(self, request: QueuedRequest) -> None:
         """Queue a request behind the others, or a replayed one where it was."""

@@ -5,7 +5,8 @@ Requests wait in a queue for each class of alike ones (`RequestClass`) and one c
 its requests as make a picture cheapest (`CostCurve`) and fit in memory (`MemoryModel`). The class that can finish a picture
 soonest goes first, so a small request never waits for all of a large one: pausing that between two steps costs nothing. A class
 whose oldest request has waited for a multiple of what it takes alone gets a share of the device whatever else comes, so
-nobody starves. Within a class requests are served in the order they came.
+nobody starves. Within a class requests are served in the order they came, but for those whose adapters do not fit in the
+slots beside the others' (`AdapterSlots`).
 
 Ticks are decided before the last ones are reported, so the state here is that of what was sent.
 """
@@ -15,6 +16,7 @@ from collections import deque
 
 import msgspec
 
+from diffusion_worker.engine.adapter_slots import AdapterSlots
 from diffusion_worker.engine.cost_curve import CostCurve
 from diffusion_worker.engine.memory_model import MemoryModel
 from diffusion_worker.engine.request_class import Defaults, RequestClass, class_of
@@ -30,6 +32,8 @@ PATIENCE = 2.0
 RESIDENT_BATCHES = 4
 # Seconds a pixel of a step takes, until the first report; only comparisons between classes use it.
 GUESSED_PIXEL_S = 1e-7
+# Requests of a class that are looked at behind others whose adapters have no slots.
+LOOKAHEAD = 256
 # Classes whose costs are remembered while they have no requests.
 REMEMBERED_CLASSES = 256
 
@@ -55,8 +59,12 @@ class Wave(msgspec.Struct, frozen=True):
 class StepScheduler:
     """Waiting and running requests of one rank group, and the tick that moves some of them on."""
 
-    def __init__(self, max_batch_size: int, *, window_s: float = 0.0) -> None:
+    def __init__(self, max_batch_size: int, *, slots: int = 1, window_s: float = 0.0) -> None:
+        """`slots` are the adapters that requests on the ranks may use at once, `window_s` is how long a first step waits for company."""
         self.memory = MemoryModel()
+        self._slots = AdapterSlots(slots)
+        # Those that the last choice passed, as their adapters had no slots.
+        self._passed: list[QueuedRequest] = []
         self._max_batch_size = max_batch_size
         self._window_s = window_s
         self._defaults = Defaults()
@@ -82,6 +90,11 @@ class StepScheduler:
         return self._resident
 
     @property
+    def active_adapters(self) -> int:
+        """Adapters of the requests on the ranks."""
+        return self._slots.active
+
+    @property
     def in_flight(self) -> int:
         """Ticks that were sent and not reported."""
         return len(self._sent)
@@ -95,7 +108,8 @@ class StepScheduler:
         """Queue a request."""
         kind = class_of(spec, self._defaults)
         length = self._lengths.of(self._course(spec))
-        request = QueuedRequest(spec, kind, now_s, next(self._arrivals), length)
+        adapters = frozenset(use.lora_int_id for use in spec.loras)
+        request = QueuedRequest(spec, kind, now_s, next(self._arrivals), length, adapters=adapters)
         self._requests[spec.request_id] = request
         self._queues.setdefault(kind, ClassQueue(kind)).add(request)
 
@@ -112,6 +126,8 @@ class StepScheduler:
         running = [request for request in self._requests.values() if request.joined]
         for request in running:
             request.restart()
+            self._queues[request.kind].joined = 0
+        self._slots.clear()
         self._resident = 0
         self._sent.clear()
         self._leaving.clear()
@@ -137,6 +153,7 @@ class StepScheduler:
 
     def next_tick(self, now_s: float) -> Tick | None:
         """The next step for one class, after the requests that leave; None when nobody can take one now."""
+        self._reserve_slots(now_s)
         chosen = self._choose(now_s)
         if not chosen and not self._leaving:
             return None
@@ -144,8 +161,11 @@ class StepScheduler:
         number = next(self._tick_numbers)
         join = [request for request in chosen if not request.joined]
         denoising = sum(not self._is_last(request) for request in chosen)
-        for request in chosen:
+        for request in join:
             request.joined = True
+            self._slots.join(request)
+            self._queues[request.kind].joined += 1
+        for request in chosen:
             request.sent += 1
         self._resident += len(join)
         self._sent.append(SentTick(number, chosen[0].kind if chosen else None, chosen, denoising))
@@ -204,16 +224,29 @@ class StepScheduler:
         if demand == 0 or self._waits_for_company(queue, demand, now_s):
             return []
         room = RESIDENT_BATCHES * self._max_batch_size - self._resident
+        return self._filled(queue, size, min(size, room))
+
+    def _filled(self, queue: ClassQueue, size: int, joins: int) -> list[QueuedRequest]:
+        """Up to `size` requests that denoise, of which `joins` may join, and those that are only to be decoded."""
         batch: list[QueuedRequest] = []
+        joining: set[int] = set()
+        here, passed = queue.joined, 0
         for request in queue.requests.values():
-            if not request.joined and (size == 0 or room == 0):
+            if not here and (size == 0 or joins == 0 or passed == LOOKAHEAD):
                 break
+            here -= request.joined
             if request.left and self._is_last(request):
                 batch.append(request)
-            elif request.left and size:
+            elif request.left and size and (request.joined or joins):
+                if not request.joined and not self._slots.fits(request, joining):
+                    self._passed.append(request)
+                    passed += 1
+                    continue
                 batch.append(request)
                 size -= 1
-                room -= not request.joined
+                if not request.joined:
+                    joins -= 1
+                    joining |= request.adapters
         return batch
 
     def _size(self, kind: RequestClass, demand: int) -> int:
@@ -235,8 +268,16 @@ class StepScheduler:
         return request.sent > 0 and request.left == 1 and self._lengths.sure(self._course(request.spec))
 
     def _is_overdue(self, queue: ClassQueue, now_s: float) -> bool:
-        oldest = queue.oldest
-        return now_s - oldest.arrived_s > PATIENCE * oldest.length * self._step_s(queue.kind, 1)
+        return self._has_waited_too_long(queue.oldest, now_s)
+
+    def _reserve_slots(self, now_s: float) -> None:
+        """For the first of those that were passed too long."""
+        here = (request for request in self._passed if self._requests.get(request.spec.request_id) is request)
+        self._slots.reserve(request for request in here if self._has_waited_too_long(request, now_s))
+        self._passed = []
+
+    def _has_waited_too_long(self, request: QueuedRequest, now_s: float) -> bool:
+        return now_s - request.arrived_s > PATIENCE * request.length * self._step_s(request.kind, 1)
 
     def _seconds_to_a_picture(self, batch: list[QueuedRequest]) -> float:
         """Device time for each picture, if this batch is run until it is cheapest to stop."""
@@ -293,7 +334,9 @@ class StepScheduler:
         request_id = request.spec.request_id
         del self._requests[request_id]
         self._resident -= request.joined
+        self._slots.leave(request)
         queue = self._queues[request.kind]
+        queue.joined -= request.joined
         del queue.requests[request_id]
         if not queue.requests:
             del self._queues[request.kind]

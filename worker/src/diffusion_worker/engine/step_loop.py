@@ -92,6 +92,7 @@ class StepLoop:
         ranks: RankGroup,
         *,
         max_batch_size: int,
+        max_loras: int = 1,
         tick_timeout_s: float | None,
         window_s: float = 0.0,
         broken: Callable[[str], None],
@@ -104,7 +105,7 @@ class StepLoop:
         self._tick_timeout_s = tick_timeout_s
         self._broken = broken
         self._clock = clock
-        self._scheduler = StepScheduler(max_batch_size, window_s=window_s)
+        self._scheduler = StepScheduler(max_batch_size, slots=max_loras, window_s=window_s)
         self._requests: dict[str, Submission] = {}
         # What the prompt caches of lost generations counted.
         self._prompts_before = PromptCacheStats()
@@ -126,6 +127,11 @@ class StepLoop:
     def running(self) -> int:
         """Pictures that are being made."""
         return self._scheduler.running
+
+    @property
+    def active_adapters(self) -> int:
+        """Different adapters of the pictures that are being made."""
+        return self._scheduler.active_adapters
 
     @property
     def waiting(self) -> int:
