@@ -11,6 +11,8 @@ from diffusion_worker.errors import ConfigError, RequestError, refused
 from diffusion_worker.messages import ModelInfo, Task
 
 MAX_SEED = 2**63 - 1
+# Of an adapter in a request, to either side of 0.
+MAX_LORA_SCALE = 4.0
 # What to send instead where a model does not serve a task, but another one.
 HINTS = {
     (Task.GENERATE, Task.EDIT): ": it needs a picture, send one to /v1/images/edits",
