@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import read_checkpoint
-from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.pipeline import load_pipeline
 from runner_rig import RunnerRig, picture_of_diffusers, request
 from worker_process import DIGITS
 
-STRIPES, FRAME = DIGITS / "loras" / "stripes", DIGITS / "loras" / "frame"
+STRIPES, FRAME, PAPER = (DIGITS / "loras" / name for name in ("stripes", "frame", "paper"))
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,12 @@ def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_te
     assert [call.rows for call in rig.parallel.calls if call.component == "text_encoder"]
     rig.run(request("styled", prompt=prompt, steps=1, loras=[LoRAUse(1, 1.0)]))
     assert not [call for call in rig.parallel.calls if call.component == "text_encoder"]
-    pipeline, loras = rig.runner.pipeline, rig.runner.loras
+    loras = rig.runner.loras
     assert loras is not None
-    assert loras.identity_in(pipeline.text_encoder, [LoRAUse(1, 1.0)]) is None
+    assert loras.identity_in("text_encoder", [LoRAUse(1, 1.0)]) is None
     # Where some do change a module, they are told by their digests and their strengths.
     uses: list[list[LoRAUse]] = [[], [LoRAUse(1, 1.0)], [LoRAUse(1, 0.5)], [LoRAUse(2, 1.0)], [LoRAUse(1, 1.0), LoRAUse(2, 1.0)]]
-    assert len({loras.identity_in(pipeline.transformer, each) for each in uses}) == 5
+    assert len({loras.identity_in("transformer", each) for each in uses}) == 5
 
 
 def test_an_adapter_at_strength_zero_is_the_base(rig: RunnerRig) -> None:
@@ -100,14 +100,14 @@ def test_a_request_for_an_adapter_that_was_unloaded_fails_and_is_never_the_base(
     assert errors["stale"].code == "AdapterNotLoaded"
 
 
-def test_a_fourth_adapter_finds_no_slot_and_changes_nothing(rig: RunnerRig) -> None:
-    manager = rig.runner.loras
+def test_an_adapter_over_the_capacity_of_the_host_is_refused_and_changes_nothing() -> None:
+    manager = RunnerRig(max_loras=1, max_cached_loras=1).runner.loras
     assert manager is not None
-    manager.add_adapter(LoRARequest("spare", 3, str(STRIPES)))  # the slot in which a new version waits
+    manager.add_adapter(LoRARequest("stripes", 1, str(STRIPES)))
+    manager.add_adapter(LoRARequest("frame", 2, str(FRAME)), LoadOptions(evict=[]))  # as a new version beside an old one
     with pytest.raises(RequestError) as refused:
-        manager.add_adapter(LoRARequest("more", 4, str(FRAME)))
+        manager.add_adapter(LoRARequest("paper", 3, str(PAPER)), LoadOptions(evict=[]))
     assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
-    manager.remove_adapter(3)
     assert manager.list_adapters() == [1, 2]
 
 
@@ -170,7 +170,7 @@ def test_an_adapter_for_another_model_is_refused_with_the_modules_that_do_not_ma
     folder = changed(tmp_path, tensors=lambda state: {key.replace("transformer_blocks", "blocks"): value for key, value in state.items()})
     manager = rig.runner.loras
     assert manager is not None
-    with pytest.raises(RequestError, match=r"do not match SD3Transformer2DModel: transformer.blocks\.0.*no such linear layer"):
+    with pytest.raises(RequestError, match=r"do not match SD3Transformer2DModel.*: transformer\.blocks\.0.*no such linear layer"):
         manager.add_adapter(LoRARequest("other", 5, str(folder)))
     assert manager.list_adapters() == [1, 2]
 

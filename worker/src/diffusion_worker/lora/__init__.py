@@ -1,2 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on a rank: reading, slots, layers."""
+"""LoRA adapters on a rank: reading, slots, layers, and who is in them.
+
+Importing this package imports no torch: whoever only names an adapter (`LoRARequest`) needs none.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+    from diffusion_worker.lora.registry import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
+    from diffusion_worker.lora.request import LoRARequest
+
+__all__ = ["DiffusionLoRAManager", "LRUCacheLoRAModelManager", "LoRAModel", "LoRAModelManager", "LoRARequest"]
+
+_HOMES = {"DiffusionLoRAManager": "model_manager", "LoRARequest": "request"}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from its module."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'registry')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,26 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of one rank: which are registered, in which slot, and which rows of a call use them."""
+"""The adapters of one rank as requests name them: read from files, registered by their effect, and found again for each row.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+Two ids with the same bytes and the same effect share one copy in memory and one slot. Reading (`read`) changes nothing, so
+that ranks can agree before any of them makes room for an adapter (`register`).
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_layers import AdapterLayers, HostAdapter, SlotUse
-from diffusion_worker.lora.checkpoint import read_checkpoint
+from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.registry import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
 
-# No id of an adapter: those are positive.
-EMPTY = 0
 PLAIN = LoadOptions()
 
 
+class Candidate(NamedTuple):
+    """An adapter that was read and fits, and is not registered yet."""
+
+    request: LoRARequest
+    options: LoadOptions
+    adapter: HostAdapter
+    effect: str
+    loaded: LoadedLoRA
+
+
+class _Known(NamedTuple):
+    """What is known of an id: how it was asked for, the number of its copy in the registry, and what the caller was told."""
+
+    request: LoRARequest
+    copy: int
+    loaded: LoadedLoRA
+
+
 class DiffusionLoRAManager:
-    """Loads adapters into slots of the components' layers; layers are wrapped when the first adapter names them."""
+    """Loads adapters for the components of a pipeline; their layers get slots when the first adapter names them."""
 
     def __init__(
         self,
@@ -28,95 +52,230 @@ class DiffusionLoRAManager:
         *,
         denoiser: str,
         slots: int,
+        cached: int,
         max_rank: int,
         device: torch.device,
         part_of: Callable[[str], LinearPart | None] = lambda name: None,
+        target_modules: Sequence[str] = (),
+        in_use: Callable[[], Iterable[LoRAUse]] = tuple,
     ) -> None:
         """`components` are what adapters may change, `denoiser` the name of the one that they are for unless they say.
 
-        `device` is where these compute, wherever their weights are.
+        `cached` adapters are kept in host memory, and one more while it replaces another; none at all without `slots`.
+        `device` is where the components compute, wherever their weights are; `in_use` tells what running requests use.
         """
         self._components = dict(components)
         self._denoiser = denoiser
-        self._layers = AdapterLayers(components, slots=slots, max_rank=max_rank, device=device, part_of=part_of)
-        self._slot_count = slots
-        self._free = list(range(slots))
-        self._slots: dict[int, int] = {}
-        self._adapters: dict[int, HostAdapter] = {}
+        self._slots = slots
+        self._cached = cached
+        self._in_use = in_use
+        self._layers = AdapterLayers(
+            components, slots=max(1, slots), max_rank=max_rank, device=device, part_of=part_of, target_modules=target_modules
+        )
+        self._copies = LRUCacheLoRAModelManager(self._layers, slots=slots, capacity=cached + 1, in_use=self._copies_in_use)
+        self._known: dict[int, _Known] = {}
+        self._effects: dict[int, str] = {}
+        # Numbers of copies are never used twice; dummies count down from 0.
+        self._next_copy = 1
+
+    @property
+    def layers(self) -> AdapterLayers:
+        """The layers that adapters change."""
+        return self._layers
 
     def make_static(self, regions: Iterable[nn.Module]) -> None:
         """Have the layers inside of these ready for every adapter before they are compiled."""
-        if self._slot_count > 1:  # one slot is for what replaces an adapter, and there is none to replace
+        if self._slots:
             self._layers.make_static(regions)
 
-    @contextmanager
-    def empty_adapter(self) -> Iterator[int | None]:
-        """The id of an adapter that changes nothing, for a warm-up; None where no layer has slots yet, or none is free."""
-        if not self._layers.any_wrapped or not self._free:
-            yield None
-            return
-        slot = self._free.pop(0)
-        self._slots[EMPTY] = slot
-        try:
-            yield EMPTY
-        finally:
-            del self._slots[EMPTY]
-            self._free.insert(0, slot)
-
     def add_adapter(self, request: LoRARequest, options: LoadOptions = PLAIN) -> LoadedLoRA:
-        """Read, check and load one adapter. A refused one leaves nothing behind.
+        """Read, check and register one adapter. A refused one leaves nothing behind, and nothing is evicted for it.
 
         Raises:
-            RequestError: InvalidAdapter, DigestMismatch, CapacityExceeded.
+            RequestError: what is wrong with it; CapacityExceeded; Conflict for an id that is another adapter's.
         """
+        return self.register(self.read(request, options))
+
+    def read(self, request: LoRARequest, options: LoadOptions = PLAIN) -> Candidate:
+        """An adapter from its file, fit for the components. Nothing is changed.
+
+        Raises:
+            RequestError: as `add_adapter`, but for CapacityExceeded of what is in memory.
+        """
+        name = request.lora_name
+        known = self._known.get(request.lora_int_id)
+        if known is not None and known.request != request:
+            message = f"adapter {name!r}: its id {request.lora_int_id} is that of {known.request.lora_name!r}"
+            raise RequestError(ErrorCode.CONFLICT, message)
+        if not self._slots:
+            raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {name!r}: adapters are off, --max-loras is 0")
+        if not any(isinstance(part, nn.Linear) for module in self._components.values() for part in module.modules()):
+            found = ", ".join(type(module).__name__ for module in self._components.values()) or "no component"
+            raise RequestError(ErrorCode.NO_MATCHING_MODULES, f"adapter {name!r}: the model has no layer for adapters in {found}")
         checkpoint = read_checkpoint(request.lora_path, expected_digest=options.digest, denoiser=self._denoiser)
-        adapter = self._layers.pack(checkpoint, name=request.lora_name)
-        if not self._free:
-            raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {request.lora_name!r}: all slots are in use")
-        slot = self._free.pop(0)
-        self._layers.write(slot, adapter)
-        self._slots[request.lora_int_id] = slot
-        self._adapters[request.lora_int_id] = adapter
-        return LoadedLoRA(
-            digest=checkpoint.digest,
-            rank=checkpoint.rank,
-            modules=len(checkpoint.modules),
-            size_bytes=checkpoint.size_bytes,
-            components=sorted(adapter.components),
-            format=checkpoint.format,
-            alpha=checkpoint.alpha,
-            base_model=checkpoint.base_model,
-            recipe=checkpoint.recipe,
-        )
+        adapter = self._layers.pack(checkpoint, name=name)
+        return Candidate(request, options, adapter, _effect_of(checkpoint), _described(checkpoint, adapter))
+
+    def register(self, candidate: Candidate) -> LoadedLoRA:
+        """Keep an adapter in host memory, in the place of others where there is no room.
+
+        Raises:
+            RequestError: CapacityExceeded, and nothing was evicted.
+        """
+        request = candidate.request
+        if request.lora_int_id in self._known:
+            return self._known[request.lora_int_id].loaded
+        loaded = candidate.loaded
+        copy = next((copy for copy, effect in self._effects.items() if effect == candidate.effect), None)
+        if copy is None:
+            going = self._making_room(candidate)
+            loaded = msgspec.structs.replace(loaded, evicted=going)
+            for lora_int_id in going:
+                self.remove_adapter(lora_int_id)
+            copy, self._next_copy = self._next_copy, self._next_copy + 1
+            self._copies.add_adapter(LoRAModel(copy, request.lora_name, candidate.adapter))
+            self._effects[copy] = candidate.effect
+        self._copies.touch(copy)
+        self._known[request.lora_int_id] = _Known(request, copy, msgspec.structs.replace(loaded, evicted=[]))
+        return loaded
 
     def remove_adapter(self, lora_int_id: int) -> bool:
-        """Forget an adapter and empty its slot; False if it was not loaded."""
-        slot = self._slots.pop(lora_int_id, None)
-        if slot is None:
+        """Forget an adapter, and what it holds unless another id shares that; False if it was not registered."""
+        known = self._known.pop(lora_int_id, None)
+        if known is None:
             return False
-        self._layers.clear(slot)
-        self._free.append(slot)
-        del self._adapters[lora_int_id]
+        if not self._ids_of(known.copy):
+            self._copies.remove_adapter(known.copy)
+            del self._effects[known.copy]
         return True
 
-    def identity_in(self, module: nn.Module | None, uses: Sequence[LoRAUse]) -> str | None:
-        """The adapters (their digests and strengths) that change what a module returns; None without one."""
-        name = next((name for name, component in self._components.items() if component is module), None)
-        changing = [use for use in uses if (adapter := self._adapters.get(use.lora_int_id)) and name in adapter.components]
-        return " + ".join(f"{self._adapters[use.lora_int_id].checkpoint.digest} x {use.scale}" for use in changing) or None
-
     def list_adapters(self) -> list[int]:
-        """Ids of the loaded adapters."""
-        return sorted(self._slots)
+        """Ids of the registered adapters."""
+        return sorted(self._known)
+
+    def pin_adapter(self, lora_int_id: int) -> bool:
+        """Keep an adapter in host memory whatever comes; False if it is not registered."""
+        known = self._known.get(lora_int_id)
+        return known is not None and self._copies.keep_adapter(known.copy)
+
+    def unpin_adapter(self, lora_int_id: int) -> bool:
+        """Let a pinned adapter be evicted again; False if it was not pinned."""
+        known = self._known.get(lora_int_id)
+        return known is not None and self._copies.unpin_adapter(known.copy)
+
+    # Slots are written to in and between ticks, and tensors of inference mode only inside of it.
+    @torch.inference_mode(mode=False)
+    def activate(self, uses: Iterable[LoRAUse]) -> None:
+        """Have the adapters of a request in slots. They stay there for as long as `in_use` says.
+
+        Raises:
+            RequestError: AdapterNotLoaded; CapacityExceeded, the slots are in use by others.
+        """
+        for use in uses:
+            copy = self._copy_of(use)
+            if use.scale:
+                self._copies.activate_adapter(copy)
+
+    def identity_in(self, component: str, uses: Sequence[LoRAUse]) -> str | None:
+        """What adapters with their strengths make of a component: equal only where it is the same. None for its own weights."""
+        # One that is gone is missed by the call itself.
+        changing = [(known.copy, use.scale) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
+        parts = [f"{self._effects[copy]} x {scale}" for copy, scale in changing if component in self._components_of(copy)]
+        return " + ".join(sorted(parts)) or None
 
     @contextmanager
-    def rows(self, uses: Sequence[Sequence[LoRAUse]]) -> Iterator[None]:
-        """While a call of a component runs: the adapters of each of its rows.
+    def rows(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> Iterator[None]:
+        """While a call of a component runs: the adapters of each of its rows, which are active.
 
         Raises:
             RequestError: AdapterNotLoaded.
         """
-        if missing := sorted({use.lora_int_id for row in uses for use in row} - self._slots.keys()):
-            raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, f"the adapter of the request is not loaded (id {missing[0]})")
-        with self._layers.rows([[SlotUse(self._slots[use.lora_int_id], use.scale) for use in row] for row in uses]):
+        with self._layers.rows([self._slots_of(component, row) for row in uses]):
             yield
+
+    @contextmanager
+    def dummy_adapters(self, count: int) -> Iterator[list[int]]:
+        """Ids of adapters that change nothing, for a warm-up; as many as there are slots for, none where no layer has any."""
+        made = list(range(0, -min(count, self._slots), -1)) if self._layers.any_wrapped else []
+        nothing = LoRARequest(lora_name="dummy", lora_int_id=0, lora_path="")
+        for number in made:
+            self._copies.capacity += 1
+            self._copies.add_adapter(LoRAModel(number, nothing.lora_name))
+            self._effects[number] = nothing.lora_name
+            self._known[number] = _Known(nothing, number, LoadedLoRA(digest="", rank=0, modules=0, size_bytes=0))
+        try:
+            yield made
+        finally:
+            for number in made:
+                self.remove_adapter(number)
+                self._copies.capacity -= 1
+
+    def _making_room(self, candidate: Candidate) -> list[int]:
+        """The ids that go for an adapter. What the caller lists goes first to last; without a list the least recently used."""
+        evict = candidate.options.evict
+        free = self._copies.evictable()
+        if evict is None:
+            copies, most = free, self._cached
+        else:
+            named = dict.fromkeys(known.copy for lora_int_id in evict if (known := self._known.get(lora_int_id)))
+            copies = [copy for copy in named if copy in free and self._ids_of(copy) <= set(evict)]
+            # A new version beside an old one.
+            most = self._cached + 1
+        count = len(self._copies.list_adapters())
+        going = copies[: max(0, count + 1 - self._cached)]
+        if count + 1 - len(going) > most:
+            message = f"adapter {candidate.request.lora_name!r}: {count} adapters are in memory, and too few of them can go"
+            raise RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
+        return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
+
+    def _slots_of(self, component: str, uses: Sequence[LoRAUse]) -> list[SlotUse]:
+        """The slots of one row. What shares a slot counts together; what changes nothing of the component is left out."""
+        scales: dict[int, float] = {}
+        for use in uses:
+            copy = self._copy_of(use)
+            slot = self._copies.slot_of(copy)
+            if slot is None and use.scale:
+                raise _not_loaded(use)
+            if slot is not None and component in self._components_of(copy):
+                scales[slot] = scales.get(slot, 0.0) + use.scale
+        return [SlotUse(slot, scale) for slot, scale in scales.items() if scale]
+
+    def _copies_in_use(self) -> Collection[int]:
+        return {known.copy for use in self._in_use() if (known := self._known.get(use.lora_int_id))}
+
+    def _ids_of(self, copy: int) -> set[int]:
+        return {lora_int_id for lora_int_id, known in self._known.items() if known.copy == copy}
+
+    def _copy_of(self, use: LoRAUse) -> int:
+        if use.lora_int_id not in self._known:
+            raise _not_loaded(use)
+        return self._known[use.lora_int_id].copy
+
+    def _components_of(self, copy: int) -> frozenset[str]:
+        model = self._copies.get_adapter(copy)
+        # A dummy is in the place of adapters of any kind.
+        return frozenset(self._components) if model is None or model.adapter is None else model.adapter.components
+
+
+def _effect_of(checkpoint: LoRACheckpoint) -> str:
+    """The digest, and what the weights file does not say: which modules are changed, and by which scaling of its factors."""
+    scalings = sorted((name, factors.scaling) for name, factors in checkpoint.modules.items())
+    return f"{checkpoint.digest} {hashlib.sha256(repr(scalings).encode()).hexdigest()[:16]}"
+
+
+def _described(checkpoint: LoRACheckpoint, adapter: HostAdapter) -> LoadedLoRA:
+    return LoadedLoRA(
+        digest=checkpoint.digest,
+        rank=checkpoint.rank,
+        modules=len(checkpoint.modules),
+        size_bytes=checkpoint.size_bytes,
+        components=sorted(adapter.components),
+        format=checkpoint.format,
+        alpha=checkpoint.alpha,
+        base_model=checkpoint.base_model,
+        recipe=checkpoint.recipe,
+    )
+
+
+def _not_loaded(use: LoRAUse) -> RequestError:
+    return RequestError(ErrorCode.ADAPTER_NOT_LOADED, f"the adapter of the request is not loaded (id {use.lora_int_id})")

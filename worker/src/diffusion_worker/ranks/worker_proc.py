@@ -49,6 +49,8 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "add_lora": {"request": LoRARequest, "options": LoadOptions},
     "remove_lora": {"lora_int_id": int},
     "list_loras": {},
+    "pin_lora": {"lora_int_id": int},
+    "unpin_lora": {"lora_int_id": int},
     "sleep": {},
     "wake_up": {},
     "warm_up": {},

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What went wrong with requests between model calls, made known to all ranks, so that none runs a request another has given up."""
 
+import hashlib
+
 import msgspec
 import torch
 import torch.distributed as dist
@@ -31,3 +33,13 @@ def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
     for text in filter(None, words):
         found = _decoder.decode(text) | found
     return found
+
+
+def same_on_all(parallel: Parallel, word: str) -> bool:
+    """Whether every rank says the same word."""
+    if parallel.world == 1:
+        return True
+    number = int.from_bytes(hashlib.sha256(word.encode()).digest()[:7])
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return int(extremes[0]) == number and int(extremes[1]) == -number

@@ -94,19 +94,28 @@ class DiffusionWorker:
         return self.model_runner.execute_stepwise(tick, frames)
 
     def add_lora(self, *, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
-        """Register an adapter from its folder or file."""
-        assert self.model_runner.loras is not None
-        return self.model_runner.loras.add_adapter(request, options)
+        """Register an adapter from its folder or file, in host memory; requests that use it put it into a slot."""
+        return self.model_runner.add_lora(request, options)
 
     def remove_lora(self, *, lora_int_id: int) -> bool:
         """Unload an adapter; False if it was not loaded."""
-        assert self.model_runner.loras is not None
-        return self.model_runner.loras.remove_adapter(lora_int_id)
+        loras = self.model_runner.loras
+        return loras is not None and loras.remove_adapter(lora_int_id)
 
     def list_loras(self) -> list[int]:
         """Ids of the loaded adapters."""
-        assert self.model_runner.loras is not None
-        return self.model_runner.loras.list_adapters()
+        loras = self.model_runner.loras
+        return [] if loras is None else loras.list_adapters()
+
+    def pin_lora(self, *, lora_int_id: int) -> bool:
+        """Keep an adapter in host memory whatever else is loaded; False if it is not loaded."""
+        loras = self.model_runner.loras
+        return loras is not None and loras.pin_adapter(lora_int_id)
+
+    def unpin_lora(self, *, lora_int_id: int) -> bool:
+        """Let a pinned adapter go when others need the room; False if it was not pinned."""
+        loras = self.model_runner.loras
+        return loras is not None and loras.unpin_adapter(lora_int_id)
 
     def load_weights(self, *, path: str) -> list[str]:
         """Replace tensors of the loaded model by those of the same names in a safetensors file or folder; returns the names."""

@@ -14,9 +14,11 @@ import torch
 from diffusion_worker.config import Compile, LoadFormat, Offload, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
-from diffusion_worker.messages import ModelInfo, RequestSpec, Tick
+from diffusion_worker.messages import LoadedLoRA, LoRAUse, ModelInfo, RequestSpec, Tick
+from diffusion_worker.runner.adapters import add_on_all_ranks, make_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.compilation import Compilation
@@ -27,7 +29,6 @@ from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import (
     check_pipeline_class,
     checkpoint_folder,
-    denoiser_of,
     describe,
     dtype_of,
     load_pipeline,
@@ -109,13 +110,7 @@ class DiffusionModelRunner:
         if self._config.offload is not Offload.NONE and self._tasks is not None:
             for task in self._tasks.served:
                 compute_on(self._tasks.pipeline_of(task), self._device)
-        # One slot more than adapters: a new version is loaded beside the one it replaces.
-        slots, max_rank = self._config.max_loras + 1, self._config.max_lora_rank
-        denoiser = denoiser_of(pipeline)
-        name = next(name for name, module in modules.items() if module is denoiser)
-        self.loras = DiffusionLoRAManager(
-            {name: denoiser}, denoiser=name, slots=slots, max_rank=max_rank, device=self._device, part_of=kinds.part_of
-        )
+        self.loras = make_lora_manager(self._config, modules, self._device, part_of=kinds.part_of, in_use=self._adapters_in_use)
         self._compilation = Compilation(self._config.compile, modules)
         self.loras.make_static(self._compilation.regions)
         # After what compiles layers: its hooks stay outside of what is compiled.
@@ -136,8 +131,8 @@ class DiffusionModelRunner:
         """
         assert self._model is not None and self.loras is not None
         try:
-            with self.loras.empty_adapter() as adapter:
-                variants = self._warm_up_variants(adapter)
+            with self.loras.dummy_adapters(1) as dummies:
+                variants = self._warm_up_variants(next(iter(dummies), None))
                 warm_up(self._config, self._model, self.execute_stepwise, variants=variants)
         finally:
             self.drop_all()
@@ -313,11 +308,30 @@ class DiffusionModelRunner:
         except KeyError:
             raise UnknownRequest(f"no request {request_id!r} runs, there are: {', '.join(self._states) or 'none'}") from None
 
+    def add_lora(self, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
+        """Register an adapter, on all ranks or on none; raises RequestError."""
+        assert self.loras is not None
+        return add_on_all_ranks(self.loras, self._parallel, request, options)
+
+    def _adapters_in_use(self) -> list[LoRAUse]:
+        return [use for state in self._states.values() for use in state.spec.loras]
+
     def join(self, spec: RequestSpec, body: Body) -> None:
-        """Add a request whose fiber runs `body`; it takes its first step when a tick advances it. Raises DuplicateRequest."""
+        """Add a request whose fiber runs `body`; it takes its first step when a tick advances it.
+
+        Raises:
+            DuplicateRequest. RequestError: AdapterNotLoaded, or CapacityExceeded, other requests' adapters are in all slots.
+        """
         if spec.request_id in self._states:
             raise DuplicateRequest(f"request {spec.request_id!r} runs already")
         self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=self._config.exact)
+        try:
+            # Its adapters are in use from here on, so that none of them goes for another one.
+            if self.loras is not None:
+                self.loras.activate(spec.loras)
+        except BaseException:
+            self._drop(spec.request_id)
+            raise
 
     def drop_all(self) -> None:
         """Forget every request."""

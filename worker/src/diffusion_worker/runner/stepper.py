@@ -191,7 +191,7 @@ class Stepper:
         return parts
 
     def _adapter_in(self, state: DiffusionRequestState, call: ModelCall) -> str | None:
-        return None if self._loras is None else self._loras.identity_in(call.module, state.spec.loras)
+        return None if self._loras is None else self._loras.identity_in(call.component, state.spec.loras)
 
     def _plan(self, batch: InputBatch) -> Plan | None:
         """How the step cache serves a batch; None for one that goes without."""
@@ -206,7 +206,7 @@ class Stepper:
         plain = any(item.state.exact or item.state.whole for item in batch.items)
         if self._loras is None or not any(item.state.spec.loras for item in batch.items):
             return self._compute(module, call, plain)
-        with self._loras.rows(batch.loras[rows]):
+        with self._loras.rows(call.component, batch.loras[rows]):
             return self._compute(module, call, plain)
 
     def _remember(self, batch: InputBatch, parts: list[Any]) -> None:

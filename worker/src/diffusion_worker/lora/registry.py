@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapters there are, on two levels: registered in host memory, and active in one of the slots of the layers.
+
+The plain manager refuses what finds no room; the other one makes room by letting the least recently used go. Adapters are
+known here by numbers only. What they hold, and who asks for them, is `model_manager`'s.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import msgspec
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.adapter_layers import HostAdapter
+
+
+class Slots(Protocol):
+    """What adapters are active in: `AdapterLayers`."""
+
+    def write(self, slot: int, adapter: HostAdapter) -> None:
+        """Put an adapter into a slot."""
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+
+
+class LoRAModel(msgspec.Struct, frozen=True):
+    """An adapter that can be registered; one without weights is a dummy that changes nothing."""
+
+    id: int
+    name: str
+    adapter: HostAdapter | None = None
+
+
+class LoRAModelManager:
+    """Adapters up to a capacity, some of them active in slots. Nothing goes but by a call."""
+
+    def __init__(self, layers: Slots, *, slots: int, capacity: int) -> None:
+        """Raises ValueError for a capacity below the number of slots: what is active is registered."""
+        if capacity < slots:
+            raise ValueError(f"a capacity of {capacity} adapters is less than {slots} slots")
+        self.slots = slots
+        self.capacity = capacity
+        self._layers = layers
+        # Both from the least to the most recently used.
+        self._registered: dict[int, LoRAModel] = {}
+        self._active: dict[int, int] = {}
+
+    def add_adapter(self, model: LoRAModel) -> bool:
+        """Register an adapter; False if one of its id is there.
+
+        Raises:
+            RequestError: CapacityExceeded.
+        """
+        if model.id in self._registered:
+            return False
+        if len(self._registered) >= self.capacity:
+            raise _no_room(f"adapter {model.name!r}", f"{self.capacity} are in memory")
+        self._registered[model.id] = model
+        return True
+
+    def activate_adapter(self, lora_int_id: int) -> bool:
+        """Put a registered adapter into a slot; False if it is in one.
+
+        Raises:
+            ValueError: it is not registered. RequestError: CapacityExceeded, no slot is free.
+        """
+        model = self._require(lora_int_id)
+        if lora_int_id in self._active:
+            return False
+        free = sorted(set(range(self.slots)) - set(self._active.values()))
+        if not free:
+            raise _no_room(f"adapter {model.name!r}", f"all {self.slots} slots are in use")
+        if model.adapter is None:
+            self._layers.clear(free[0])
+        else:
+            self._layers.write(free[0], model.adapter)
+        self._active[lora_int_id] = free[0]
+        return True
+
+    def deactivate_adapter(self, lora_int_id: int) -> bool:
+        """Take an adapter out of its slot; False if it is in none."""
+        slot = self._active.pop(lora_int_id, None)
+        if slot is None:
+            return False
+        self._layers.clear(slot)
+        return True
+
+    def pin_adapter(self, lora_int_id: int) -> bool:
+        """Nothing is evicted here, so there is nothing to keep: raises NotImplementedError."""
+        raise NotImplementedError(f"adapter {lora_int_id}: pinning is LRUCacheLoRAModelManager's, this manager evicts nothing")
+
+    def remove_adapter(self, lora_int_id: int) -> bool:
+        """Take an adapter out of its slot and forget it; False if it is not registered."""
+        self.deactivate_adapter(lora_int_id)
+        return self._registered.pop(lora_int_id, None) is not None
+
+    def remove_all_adapters(self) -> None:
+        """Forget every adapter."""
+        for lora_int_id in list(self._registered):
+            self.remove_adapter(lora_int_id)
+
+    def list_adapters(self) -> dict[int, LoRAModel]:
+        """The registered adapters by id, the least recently used first; a copy."""
+        return dict(self._registered)
+
+    def get_adapter(self, lora_int_id: int) -> LoRAModel | None:
+        """A registered adapter."""
+        return self._registered.get(lora_int_id)
+
+    def slot_of(self, lora_int_id: int) -> int | None:
+        """The slot an adapter is active in."""
+        return self._active.get(lora_int_id)
+
+    def _require(self, lora_int_id: int) -> LoRAModel:
+        if lora_int_id not in self._registered:
+            raise ValueError(f"adapter {lora_int_id} is not registered, there are: {sorted(self._registered) or 'none'}")
+        return self._registered[lora_int_id]
+
+
+class LRUCacheLoRAModelManager(LoRAModelManager):
+    """Lets the least recently used go where there is no room, but none that is pinned and none that is in use.
+
+    `in_use` tells the ids that running rows use: on all ranks the same, so that all let the same one go.
+    """
+
+    def __init__(self, layers: Slots, *, slots: int, capacity: int, in_use: Callable[[], Collection[int]] = frozenset) -> None:
+        super().__init__(layers, slots=slots, capacity=capacity)
+        self._in_use = in_use
+        self._kept: set[int] = set()
+        self._kept_active: set[int] = set()
+
+    def add_adapter(self, model: LoRAModel) -> bool:
+        """Register an adapter, in the place of another one where there is no room; False if it was there, and is the newest now."""
+        if model.id in self._registered:
+            self.touch(model.id)
+            return False
+        if len(self._registered) >= self.capacity:
+            self.remove_oldest_adapter()
+        return super().add_adapter(model)
+
+    def activate_adapter(self, lora_int_id: int) -> bool:
+        """Put an adapter into a slot, in the place of another one where none is free; False if it is in one."""
+        self._require(lora_int_id)
+        self.touch(lora_int_id)
+        if lora_int_id not in self._active and len(self._active) >= self.slots:
+            busy = self._kept_active | set(self._in_use())
+            if (oldest := next((known for known in self._active if known not in busy), None)) is not None:
+                self.deactivate_adapter(oldest)
+        return super().activate_adapter(lora_int_id)
+
+    def remove_adapter(self, lora_int_id: int) -> bool:
+        """As in the plain manager; a pin goes with its adapter."""
+        self.unpin_adapter(lora_int_id)
+        return super().remove_adapter(lora_int_id)
+
+    def remove_oldest_adapter(self) -> bool:
+        """Forget the least recently used adapter that may go; False without any."""
+        oldest = next(iter(self.evictable()), None)
+        return oldest is not None and self.remove_adapter(oldest)
+
+    def evictable(self) -> list[int]:
+        """The adapters that may go, the least recently used first."""
+        busy = self._kept | set(self._in_use())
+        return [known for known in self._registered if known not in busy]
+
+    def touch(self, lora_int_id: int) -> bool:
+        """Count an adapter as used just now; False if it is not registered."""
+        if lora_int_id not in self._registered:
+            return False
+        self._registered[lora_int_id] = self._registered.pop(lora_int_id)
+        if lora_int_id in self._active:
+            self._active[lora_int_id] = self._active.pop(lora_int_id)
+        return True
+
+    def pin_adapter(self, lora_int_id: int) -> bool:
+        """Keep an adapter registered and active, until it is unpinned or removed.
+
+        Raises:
+            ValueError: it is not registered. RequestError: CapacityExceeded, no slot can be had.
+        """
+        self._require(lora_int_id)
+        self.activate_adapter(lora_int_id)
+        self._kept_active.add(lora_int_id)
+        return self.keep_adapter(lora_int_id)
+
+    def keep_adapter(self, lora_int_id: int) -> bool:
+        """Keep an adapter registered, and leave its slot to whoever needs one; raises ValueError if it is not registered."""
+        self._require(lora_int_id)
+        self._kept.add(lora_int_id)
+        return True
+
+    def unpin_adapter(self, lora_int_id: int) -> bool:
+        """Let an adapter go as others do; False if it was not pinned."""
+        pinned = lora_int_id in self._kept
+        self._kept.discard(lora_int_id)
+        self._kept_active.discard(lora_int_id)
+        return pinned
+
+
+def _no_room(what: str, why: str) -> RequestError:
+    return RequestError(ErrorCode.CAPACITY_EXCEEDED, f"{what}: {why}, and none of them can go")
