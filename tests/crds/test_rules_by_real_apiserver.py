@@ -73,6 +73,33 @@ def api(kubeconfig_of_apiserver: Path) -> Iterator[Api]:
 
 
 DIGEST = "sha256:" + "a" * 64
+HEX = "a" * 64
+LONG_NAMES = [f"s{number}" for number in range(17)]
+
+
+def model(**source: Any) -> Document:
+    return dd(model={"source": source})
+
+
+def cached(**cache: Any) -> Document:
+    return dd(model={"source": {"path": "/m"}, "cache": cache})
+
+
+def hub(**more: Any) -> Document:
+    return {"huggingFace": {"repo": "org/name"} | more}
+
+
+def s3(uri: str, **more: Any) -> Document:
+    return {"s3": {"uri": uri} | more}
+
+
+def pvc(path: str) -> Document:
+    return {"pvc": {"claimName": "c", "path": path}}
+
+
+def http(url: str, sha256: str = HEX) -> Document:
+    return {"http": {"url": url, "sha256": sha256}}
+
 
 CREATIONS = [
     # what, accepted, refused, part of the message
@@ -117,6 +144,26 @@ CREATIONS = [
     ("service port", dd(service={"port": 65535}), dd(service={"port": 65536}), "port"),
     ("served name", dd(servedName="sd-3"), dd(servedName="SD 3"), "servedName"),
     ("no unknown fields", dd(), dd(sleep={"idleSeconds": 5}), "unknown field"),
+    ("D1 one model source", model(**hub()), model(path="/m", **hub()), "exactly one source"),
+    ("a model from http", model(**s3("s3://bkt/m/")), model(**http("https://h/m.safetensors")), "unknown field"),
+    ("a model in a bucket is a folder", model(**s3("s3://bkt/m/")), model(**s3("s3://bkt/m.safetensors")), "a model is a folder"),
+    ("model patterns", model(**hub(allowPatterns=["vae/*"])), model(**hub(allowPatterns=["a"] * 2)), "Duplicate"),
+    ("model claim", model(**pvc("sd3")), model(**pvc("/sd3")), "must be relative"),
+    ("model claim without ..", model(**pvc("a..b")), model(**pvc("a/../../b")), "must not contain '..'"),
+    ("one cache", cached(claim={"claimName": "c"}), cached(claim={"claimName": "c"}, emptyDir={}), "exactly one cache"),
+    ("some cache", cached(emptyDir={"sizeLimit": "5Gi"}), cached(), "exactly one cache"),
+    ("cache size", cached(emptyDir={"sizeLimit": 5}), cached(emptyDir={"sizeLimit": "much"}), "sizeLimit"),
+    ("D6", dd(lora={"maxLoaded": 20, "maxCached": 20}), dd(lora={"maxLoaded": 20, "maxCached": 19}), "at least maxLoaded"),
+    ("D10", dd(lora={"maxLoaded": 8, "maxPerRequest": 8}), dd(lora={"maxPerRequest": 5}), "at most maxLoaded"),
+    ("limits that nobody gave", dd(lora={"maxLoaded": 64}), dd(lora={"maxLoaded": 1, "maxPerRequest": 2}), "at most maxLoaded"),
+    ("maxCached", dd(lora={"maxCached": 1024}), dd(lora={"maxCached": 1025}), "maxCached"),
+    ("onMissing", dd(lora={"onMissing": "Load"}), dd(lora={"onMissing": "Base"}), "onMissing"),
+    ("target modules", dd(lora={"targetModules": ["to_q", "ff.net.2"]}), dd(lora={"targetModules": [".*"]}), "targetModules"),
+    ("target modules differ", dd(lora={"targetModules": ["to_q"]}), dd(lora={"targetModules": ["to_q"] * 2}), "Duplicate"),
+    ("secrets", dd(lora={"secrets": ["a.b"]}), dd(lora={"secrets": ["../etc"]}), "secrets"),
+    ("at most 16 secrets", dd(lora={"secrets": LONG_NAMES[:16]}), dd(lora={"secrets": LONG_NAMES}), "secrets"),
+    ("claims", dd(lora={"claims": ["a.b"]}), dd(lora={"claims": ["A"]}), "claims"),
+    ("at most 16 claims", dd(lora={"claims": LONG_NAMES[:16]}), dd(lora={"claims": LONG_NAMES}), "claims"),
     ("A1", lora(), lora(source={}), "exactly one source"),
     ("A7 upper", lora(defaultScale="4.0"), lora(defaultScale="4.001"), "between -4 and 4"),
     ("A7 lower", lora(defaultScale="-4"), lora(defaultScale="-4.5"), "between -4 and 4"),
@@ -126,7 +173,48 @@ CREATIONS = [
     ("digest", lora(digest=DIGEST), lora(digest="sha256:1"), "digest"),
     ("adapter path", lora(source={"path": "/x"}), lora(source={"path": "/x/../y"}), "must not contain"),
     ("a deployment is required", lora(), lora(deploymentRef={}), "deploymentRef.name: Required"),
-    ("no unknown adapter fields", lora(), lora(priority=1), "unknown field"),
+    ("no unknown adapter fields", lora(priority=1), lora(weight=1), "unknown field"),
+    ("A1 one source", lora(source=pvc("x")), lora(source=pvc("x") | {"path": "/x"}), "exactly one source"),
+    ("repository", lora(source=hub()), lora(source={"huggingFace": {"repo": "https://h/x"}}), "repo"),
+    ("repository is required", lora(source=hub()), lora(source={"huggingFace": {}}), "repo: Required"),
+    ("revision", lora(source=hub(revision="refs/pr/3")), lora(source=hub(revision="a/../b")), "must not contain '..'"),
+    ("A6 file", lora(source=hub(file="a/x.safetensors")), lora(source=hub(file="x.bin")), "pickle formats are refused"),
+    ("A6 path", lora(source={"path": "/x.safetensors"}), lora(source={"path": "/x.PT"}), "pickle formats are refused"),
+    ("A6 claim", lora(source=pvc("x.safetensors")), lora(source=pvc("x.ckpt")), "pickle formats are refused"),
+    ("A6 bucket", lora(source=s3("s3://bkt/x.safetensors")), lora(source=s3("s3://bkt/x.pth")), "must end with '.safetensors'"),
+    ("A6 address", lora(source=http("https://h/x?a=b")), lora(source=http("https://h/x.bin?a=b")), "pickle formats are refused"),
+    ("file without ..", lora(source=hub(file="a..b.safetensors")), lora(source=hub(file="../x.safetensors")), "must not contain '..'"),
+    ("file or folder", lora(source=hub(subfolder="a")), lora(source=hub(subfolder="a", file="x.safetensors")), "exclude each other"),
+    ("folder is relative", lora(source=hub(subfolder="a/b")), lora(source=hub(subfolder="/a")), "must be relative"),
+    ("token", lora(source=hub(tokenSecretRef={"name": "s"})), lora(source=hub(tokenSecretRef={"name": "s/t"})), "tokenSecretRef"),
+    (
+        "key of a token",
+        lora(source=hub(tokenSecretRef={"name": "s", "key": ".k"})),
+        lora(source=hub(tokenSecretRef={"name": "s", "key": "../k"})),
+        "tokenSecretRef.key",
+    ),
+    ("bucket", lora(source=s3("s3://bkt/loras/")), lora(source=s3("https://bkt/loras/")), "uri"),
+    ("bucket without ..", lora(source=s3("s3://bkt/a..b/")), lora(source=s3("s3://bkt/../b/")), "must not contain '..'"),
+    (
+        "endpoint",
+        lora(source=s3("s3://bkt/l/", endpoint="http://minio:9000", region="eu-1")),
+        lora(source=s3("s3://bkt/l/", endpoint="https://user:pass@minio")),
+        "endpoint",
+    ),
+    ("A9 claim", lora(source=pvc("a/b")), lora(source=pvc("/a")), "must be relative"),
+    ("A9 claim without ..", lora(source=pvc("a..b")), lora(source=pvc("a/..")), "must not contain '..'"),
+    ("A9 https", lora(source=http("https://h/x")), lora(source=http("http://h/x")), "url"),
+    ("no user in an address", lora(source=http("https://h:8443/x@y")), lora(source=http("https://u@h/x")), "url"),
+    ("A9 hash", lora(source=http("https://h/x")), lora(source={"http": {"url": "https://h/x"}}), "sha256: Required"),
+    ("hash", lora(source=http("https://h/x")), lora(source=http("https://h/x", "A" * 64)), "sha256"),
+    ("digest of http", lora(source=http("https://h/x"), digest=DIGEST), lora(source=http("https://h/x", "b" * 64), digest=DIGEST), "same"),
+    ("components", lora(components=["UNet", "TextEncoder3"]), lora(components=["VAE"]), "components"),
+    ("components differ", lora(components=["UNet"]), lora(components=["UNet", "UNet"]), "Duplicate"),
+    ("format", lora(format="PEFT"), lora(format="peft"), "format"),
+    ("expected rank", lora(expectedRank=256), lora(expectedRank=0), "expectedRank"),
+    ("residency", lora(residency="OnDemand"), lora(residency="Pinned"), "residency"),
+    ("priority", lora(priority=-5), lora(priority=10_000_000), "priority"),
+    ("adapter load time", lora(loadTimeoutSeconds=5), lora(loadTimeoutSeconds=4), "loadTimeoutSeconds"),
 ]  # fmt: skip
 
 
@@ -168,22 +256,30 @@ def test_a_transition_rule_accepts_one_change_and_refuses_another(
 def test_the_schema_fills_in_every_default_so_that_yaml_shows_what_will_happen(api: Api) -> None:
     spec = api.create(dd())["spec"]
     assert spec == {
-        "model": {"source": {"path": "/m"}, "dtype": "Auto"},
+        "model": {"source": {"path": "/m"}, "dtype": "Auto", "cache": {"emptyDir": {}}},
         "engine": {"pullPolicy": "IfNotPresent", "maxBatchSize": 8},
         "replicas": 1,
         "parallelism": {"ranksPerReplica": 1},
         "resources": {"sharedMemory": "8Gi"},
-        "lora": {"maxLoaded": 4, "maxRank": 64, "drainTimeoutSeconds": 120, "loadTimeoutSeconds": 120},
+        "lora": {
+            "enabled": True, "maxLoaded": 4, "maxRank": 64, "onMissing": "Reject", "drainTimeoutSeconds": 120, "loadTimeoutSeconds": 120,
+        },
         "sleep": {"policy": "AlwaysAwake", "drain": "Wait", "drainTimeoutSeconds": 300, "wakeTimeoutSeconds": 120},
         "startup": {"timeoutSeconds": 1800},
         "service": {"type": "ClusterIP", "port": 80},
-    }
+    }  # fmt: skip
     assert api.create(lora())["spec"] == {
         "deploymentRef": {"name": "d"},
         "source": {"path": "/loras/x"},
         "defaultScale": "1.0",
+        "format": "Auto",
+        "residency": "Cached",
+        "priority": 0,
+        "loadTimeoutSeconds": 300,
         "suspend": False,
     }
+    found = api.create(lora(source=hub(tokenSecretRef={"name": "s"})))["spec"]["source"]
+    assert found == {"huggingFace": {"repo": "org/name", "revision": "main", "tokenSecretRef": {"name": "s", "key": "token"}}}
 
 
 def test_the_scale_subresource_reads_and_writes_replicas(kubeconfig_of_apiserver: Path) -> None:

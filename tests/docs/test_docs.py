@@ -15,7 +15,7 @@ from diffusion_worker.errors import ErrorCode
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "charts").glob("*/README.md")])
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-FIELD_ROW = re.compile(r"^\| ((?:`[A-Za-z.]+`(?:, )?)+) \|", re.MULTILINE)
+FIELD_ROW = re.compile(r"^\| ((?:`[A-Za-z0-9.]+`(?:, )?)+) \|", re.MULTILINE)
 # Only the operator and the control API meet these.
 CONTROL_CODES = {"Conflict", "WrongBoot", "InvalidAdapter", "DigestMismatch", "CapacityExceeded"}
 # These are reasons of Degraded and Awake, not of Ready.
@@ -33,7 +33,7 @@ def spec_fields(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def documented_fields(title: str) -> set[str]:
     section = (ROOT / "docs" / "fields.md").read_text().partition(f"\n## {title}")[2].partition("\n## ")[0]
-    return {name for row in FIELD_ROW.findall(section) for name in re.findall(r"`([A-Za-z.]+)`", row)}
+    return {name for row in FIELD_ROW.findall(section) for name in re.findall(r"`([A-Za-z0-9.]+)`", row)}
 
 
 @pytest.mark.parametrize(("kind", "file"), [("DiffusionDeployment", "diffusiondeployments"), ("LoRAAdapter", "loraadapters")])
