@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
+from diffusion_operator.api.source import AdapterSource
 from real_apiserver import kubectl
 
 pytestmark = pytest.mark.apiserver
@@ -280,6 +283,22 @@ def test_the_schema_fills_in_every_default_so_that_yaml_shows_what_will_happen(a
     }
     found = api.create(lora(source=hub(tokenSecretRef={"name": "s"})))["spec"]["source"]
     assert found == {"huggingFace": {"repo": "org/name", "revision": "main", "tokenSecretRef": {"name": "s", "key": "token"}}}
+
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_every_example_is_accepted(api: Api, file: Path) -> None:
+    for document in yaml.safe_load_all(file.read_text()):
+        document["metadata"]["namespace"] = "default"
+        assert api.create(document)["metadata"]["name"] == document["metadata"]["name"]
+
+
+def test_there_is_an_example_of_every_kind_of_source() -> None:
+    specs = [yaml.safe_load(file.read_text())["spec"] for file in EXAMPLES if file.parent.name == "adapters"]
+    kinds = {kind for spec in specs if "deploymentRef" in spec for kind in spec["source"]}
+    assert kinds == {field.encode_name for field in msgspec.structs.fields(AdapterSource)}
 
 
 def test_the_scale_subresource_reads_and_writes_replicas(kubeconfig_of_apiserver: Path) -> None:
