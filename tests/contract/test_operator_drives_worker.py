@@ -22,8 +22,8 @@ from diffusion_operator.api.worker_state import RecordState, WorkerPhase, Worker
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
+from diffusion_operator.plan.attempts import RACES
 from diffusion_operator.plan.observed import AttemptKey
-from diffusion_operator.reconcile.act import RACES
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.pod import worker_arguments
 from diffusion_operator.worker_client import HttpWorkerClient

@@ -12,12 +12,12 @@ from diffusion_operator.api.meta import Condition, ConditionStatus, settle_condi
 from diffusion_operator.api.worker_state import Operation, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.actions import CreatePod, DeletePod, SetRoutable, SleepWorker, WakeWorker
+from diffusion_operator.plan.attempts import next_attempt
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.groups import Problem, observe_groups, read_group
 from diffusion_operator.plan.observed import Attempt, Observed, Poll
 from diffusion_operator.plan.pods import Container, Exit, Pod, pod_numbers
 from diffusion_operator.plan.revision import template_of
-from diffusion_operator.reconcile.act import next_attempt
 from fake_cluster import EPOCH
 
 RUNNING = Container(running=True)

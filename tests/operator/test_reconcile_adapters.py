@@ -214,16 +214,18 @@ async def test_an_adapter_may_not_have_the_served_name() -> None:
     assert rig.workers.at("10.0.0.1").adapters == {}
 
 
-async def test_the_adapter_over_the_limit_is_refused_and_the_others_stay() -> None:
+async def test_the_resident_adapter_over_the_limit_is_refused_and_the_others_stay() -> None:
     rig = await serving(lora={"maxLoaded": 1})
-    rig.cluster.put(adapter("a", "/loras/a"))
+    rig.cluster.put(adapter("a", "/loras/a", residency="Resident"))
     await rig.run()
-    rig.cluster.put(adapter("b", "/loras/b"))
+    rig.cluster.put(adapter("b", "/loras/b", residency="Resident"))
+    rig.cluster.put(adapter("c", "/loras/c"))
     await rig.run()
     assert rig.adapter_condition("Ready", "a") == ("True", "LoadedEverywhere")
     assert rig.adapter_condition("Accepted", "b") == ("False", "CapacityExceeded")
+    assert rig.adapter_condition("Ready", "c") == ("True", "LoadedEverywhere"), "one that may be evicted takes no place for good"
     assert rig.condition("AdaptersReady") == ("False", "CapacityExceeded")
-    assert "1 of 1 adapters are in use" in rig.message("AdaptersReady")
+    assert "1 of 1 adapters are Resident" in rig.message("AdaptersReady")
     rig.cluster.remove(ADAPTER, "a")
     await rig.run()
     assert rig.adapter_condition("Ready", "b") == ("True", "LoadedEverywhere")

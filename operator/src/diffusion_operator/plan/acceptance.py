@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LoRAAdapters a deployment serves: names, precedence and capacity, which CEL cannot see because they span objects.
+"""Which LoRAAdapters a deployment serves: names, precedence, room and mounts, which CEL cannot see because they span objects.
 
-The older object wins a name; what it refuses it refuses without touching what is served.
+The older object wins a name; what it refuses it refuses without touching what is served. What only a replica finds out, the rank and
+the layers of a file, overrules a decision afterwards (`overruled`): the adapter then stays declared, so that what the replica says
+about it stays known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.adapter import AdapterFormat, LoRAAdapter, Residency, ResolvedStatus
 from diffusion_operator.api.adapter_load import AdapterLoad, adapter_load
-from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.source import identity
+from diffusion_operator.api.deployment import DiffusionDeployment, Lora
+from diffusion_operator.api.meta import ConditionStatus, condition_of
+from diffusion_operator.api.source import AdapterSource, claim_of, identity, secret_of
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
+from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS
+
+Holders = Mapping[str, Sequence[AdapterRecord]]
+"""By name: what awake replicas have under it."""
+
+_RANKS = (8, 16, 32, 64, 128, 256)
 
 
 class DesiredAdapter(msgspec.Struct, frozen=True):
@@ -22,6 +32,10 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
     name: str
     load: AdapterLoad
     load_timeout_s: int
+    declared: str = ""
+    """`identity` of the source as the spec has it; that of `load` may name the commit that a branch was found to be."""
+    changed: bool = False
+    """Something else was pinned before: a replica has it only after it was told so."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -32,52 +46,130 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str = "Accepted"
     message: str = ""
     conflict_with: str | None = None
-
-    @property
-    def desired(self) -> DesiredAdapter | None:
-        if not self.accepted or self.adapter.spec.suspend:
-            return None
-        return _desired(self.adapter)
+    desired: DesiredAdapter | None = None
 
 
-def decide_all(deployment: DiffusionDeployment, adapters: Sequence[LoRAAdapter]) -> tuple[Decision, ...]:
+def decide_all(deployment: DiffusionDeployment, adapters: Sequence[LoRAAdapter], *, holders: Holders) -> tuple[Decision, ...]:
     """Oldest first; the order is the precedence."""
-    holders: dict[str, str] = {}
+    owners: dict[str, str] = {}
     decisions: list[Decision] = []
-    loaded = 0
+    residents = 0
     for adapter in sorted(adapters, key=lambda one: (one.metadata.creation_timestamp, one.metadata.name)):
-        decision = _decide(deployment, adapter, holder=holders.get(adapter.served_name), loaded=loaded)
-        holders.setdefault(adapter.served_name, adapter.metadata.name)
-        loaded += decision.desired is not None
+        owner = owners.get(adapter.served_name)
+        refusal = _refusal(deployment, adapter, owner=owner, holders=holders, residents=residents)
+        owners.setdefault(adapter.served_name, adapter.metadata.name)
+        decision = _decision(deployment, adapter, refusal, owner=owner)
+        residents += decision.desired is not None and adapter.spec.residency is Residency.RESIDENT
         decisions.append(decision)
     return tuple(decisions)
 
 
-def _decide(deployment: DiffusionDeployment, adapter: LoRAAdapter, *, holder: str | None, loaded: int) -> Decision:
-    name, limit = adapter.served_name, deployment.spec.lora.max_loaded
+def overruled(decision: Decision, errors: Iterable[WireError]) -> Decision:
+    """What a replica found out about an adapter that was accepted."""
+    error = next((one for one in errors if one.code in DEPLOYMENT_REASONS), None)
+    if error is None or not decision.accepted:
+        return decision
+    return msgspec.structs.replace(decision, accepted=False, reason=error.code, message=error.message)
+
+
+def declared(adapter: LoRAAdapter) -> str:
+    """The source, what of it is used and what it must be, in one line. What is pinned is about this; anything else voids it."""
+    spec = adapter.spec
+    parts = [component.value for component in spec.components]
+    parts += [] if spec.format is AdapterFormat.AUTO else [spec.format.value]
+    parts += [] if spec.expected_rank is None else [f"rank {spec.expected_rank}"]
+    return identity(spec.source) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def pinned(deployment_uid: str, adapter: LoRAAdapter) -> ResolvedStatus | None:
+    """What the first replica of this deployment reported of this source."""
+    resolved = adapter.status.resolved
+    if resolved is None or adapter.status.deployment_uid != deployment_uid or resolved.source != declared(adapter):
+        return None
+    return resolved
+
+
+def _decision(deployment: DiffusionDeployment, adapter: LoRAAdapter, refusal: tuple[str, str] | None, *, owner: str | None) -> Decision:
+    if refusal is not None:
+        reason, message = refusal
+        return Decision(
+            adapter=adapter, accepted=False, reason=reason, message=message, conflict_with=owner if reason == "NameConflict" else None
+        )
+    desired = None if adapter.spec.suspend else _desired(deployment, adapter)
+    return Decision(adapter=adapter, accepted=True, message=f"served by DiffusionDeployment {deployment.metadata.name}", desired=desired)
+
+
+def _refusal(
+    deployment: DiffusionDeployment, adapter: LoRAAdapter, *, owner: str | None, holders: Holders, residents: int
+) -> tuple[str, str] | None:
+    """Reason and message, None for an adapter that is accepted."""
+    lora, name, where = deployment.spec.lora, adapter.served_name, f"DiffusionDeployment {deployment.metadata.name}"
+    if not lora.enabled:
+        return "LoRADisabled", f"spec.lora.enabled of {where} is false"
     if name == deployment.served_name:
-        message = f"the name {name!r} is the served name of DiffusionDeployment {deployment.metadata.name}"
-        return Decision(adapter=adapter, accepted=False, reason="NameReserved", message=message)
-    if holder is not None:
-        message = f"the name {name!r} belongs to the older LoRAAdapter {holder}"
-        return Decision(adapter=adapter, accepted=False, reason="NameConflict", message=message, conflict_with=holder)
-    if not adapter.spec.suspend and loaded >= limit:
-        message = f"{loaded} of {limit} adapters are in use on DiffusionDeployment {deployment.metadata.name} (spec.lora.maxLoaded)"
-        return Decision(adapter=adapter, accepted=False, reason="CapacityExceeded", message=message)
-    return Decision(adapter=adapter, accepted=True, message=f"served by DiffusionDeployment {deployment.metadata.name}")
+        return "NameReserved", f"the name {name!r} is the served name of {where}"
+    if owner is not None:
+        return "NameConflict", f"the name {name!r} belongs to the older LoRAAdapter {owner}"
+    if _held_by_another(deployment, adapter, holders.get(name, ())):
+        return "NameConflict", f"the adapter that had the name {name!r} before is still being unloaded"
+    return _not_mounted(adapter, lora, where) or _too_large(deployment, adapter, where) or _crowded(adapter, lora, where, residents)
 
 
-def _desired(adapter: LoRAAdapter) -> DesiredAdapter:
+def _held_by_another(deployment: DiffusionDeployment, adapter: LoRAAdapter, records: Sequence[AdapterRecord]) -> bool:
+    """Whether a replica still has somebody else's adapter under the name; one that was accepted before has its own there."""
+    before = condition_of(adapter.status.conditions, "Accepted")
+    if before is not None and before.status is ConditionStatus.TRUE and adapter.status.deployment_uid == deployment.metadata.uid:
+        return False
+    own = identity(adapter.spec.source)
+    return any(record.state is RecordState.DRAINING or identity(record.source) != own for record in records)
+
+
+def _not_mounted(adapter: LoRAAdapter, lora: Lora, where: str) -> tuple[str, str] | None:
+    secret, claim = secret_of(adapter.spec.source), claim_of(adapter.spec.source)
+    if secret is not None and secret not in lora.secrets:
+        return "SecretNotMounted", f"spec.source needs the Secret {secret}: add it to spec.lora.secrets of {where}"
+    if claim is not None and claim not in lora.claims:
+        return "ClaimNotMounted", f"spec.source lies on the PersistentVolumeClaim {claim}: add it to spec.lora.claims of {where}"
+    return None
+
+
+def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, where: str) -> tuple[str, str] | None:
+    known = pinned(deployment.metadata.uid, adapter)
+    rank, limit = adapter.spec.expected_rank or (known.rank if known else None), deployment.spec.lora.max_rank
+    if rank is None or rank <= limit:
+        return None
+    enough = next((one for one in _RANKS if one >= rank), None)
+    advice = f"raise that to {enough}, which replaces the replicas, or use a smaller adapter" if enough else "use a smaller adapter"
+    return "RankTooLarge", f"the adapter has rank {rank}, and spec.lora.maxRank of {where} is {limit}: {advice}"
+
+
+def _crowded(adapter: LoRAAdapter, lora: Lora, where: str, residents: int) -> tuple[str, str] | None:
+    """Only Resident ones take a place for good; the others take turns."""
+    if lora.slots == 0:
+        return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0: no adapter can be used"
+    if adapter.spec.suspend or adapter.spec.residency is not Residency.RESIDENT or residents < lora.slots:
+        return None
+    message = f"{residents} of {lora.slots} adapters are Resident on {where} (spec.lora.maxLoaded): raise that, or make one Cached"
+    return "CapacityExceeded", message
+
+
+def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAdapter:
+    known = pinned(deployment.metadata.uid, adapter)
+    load = adapter_load(adapter.spec, digest=adapter.spec.digest or (known.digest if known else None))
+    resolved = adapter.status.resolved
     return DesiredAdapter(
         uid=adapter.metadata.uid,
         generation=adapter.metadata.generation,
         name=adapter.served_name,
-        load=adapter_load(adapter.spec, digest=adapter.spec.digest or pinned_digest(adapter)),
+        load=msgspec.structs.replace(load, source=_at(load.source, known)),
         load_timeout_s=adapter.spec.load_timeout_seconds,
+        declared=identity(adapter.spec.source),
+        changed=known is None and resolved is not None and adapter.status.deployment_uid == deployment.metadata.uid,
     )
 
 
-def pinned_digest(adapter: LoRAAdapter) -> str | None:
-    """What the first replica reported for this source; another source voids it."""
-    resolved = adapter.status.resolved
-    return resolved.digest if resolved is not None and resolved.source == identity(adapter.spec.source) else None
+def _at(source: AdapterSource, known: ResolvedStatus | None) -> AdapterSource:
+    """A branch as the commit that the first replica found it to be, so that a later one does not find another."""
+    if source.hugging_face is None or known is None or known.revision is None:
+        return source
+    return msgspec.structs.replace(source, hugging_face=msgspec.structs.replace(source.hugging_face, revision=known.revision))

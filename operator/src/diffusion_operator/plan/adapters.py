@@ -5,19 +5,23 @@ The deployment's reconcile decides and acts, because acceptance, capacity and th
 reconcile writes the status of its object from the view made here.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import msgspec
 
-from diffusion_operator.api.adapter import InstanceState
-from diffusion_operator.api.deployment import AdaptersStatus, GroupState
+from diffusion_operator.api.adapter import InstanceState, Residency
+from diffusion_operator.api.deployment import AdaptersStatus, GroupState, Lora, OnMissing
 from diffusion_operator.api.worker_state import AdapterRecord
-from diffusion_operator.plan.acceptance import Decision, decide_all
+from diffusion_operator.plan.acceptance import Decision, Holders, decide_all, overruled
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter
+from diffusion_operator.plan.attempts import learn
 from diffusion_operator.plan.groups import Group
-from diffusion_operator.plan.instances import Instance, instance_of, strays
-from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.instances import Instance, instance_of, leaving_instances, strays
+from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
+
+_SERVING = (GroupState.AWAKE, GroupState.VERIFYING)
 
 
 class AdapterView(msgspec.Struct, frozen=True):
@@ -28,24 +32,37 @@ class AdapterView(msgspec.Struct, frozen=True):
     instances: tuple[Instance, ...] = ()
     group_states: tuple[GroupState, ...] = ()
     """In the order of instances."""
+    loads_on_request: bool = False
+    """A request for it is held while it is loaded, where it is out of memory."""
 
     def count(self, *states: InstanceState) -> int:
         return sum(instance.status.state in states for instance in self.instances)
 
     @property
     def report(self) -> AdapterRecord | None:
-        """What the first replica that has it says about it."""
-        return next((one.record for one in self.instances if one.status.state is InstanceState.LOADED), None)
+        """What the first replica that has it says about it, in memory or not."""
+        has = (one for one in self.instances if one.status.state in (InstanceState.LOADED, InstanceState.CACHED))
+        return next((one.record for one in has if one.record is not None and one.record.digest is not None), None)
+
+    @property
+    def awake(self) -> tuple[Instance, ...]:
+        """On replicas that serve."""
+        pairs = zip(self.instances, self.group_states, strict=True)
+        return tuple(instance for instance, state in pairs if state in _SERVING)
 
     @property
     def ready(self) -> bool:
-        """Every awake replica has it, and there is one."""
-        awake = [
-            instance.status.state
-            for instance, state in zip(self.instances, self.group_states, strict=True)
-            if state in (GroupState.AWAKE, GroupState.VERIFYING)
-        ]
-        return bool(awake) and all(state is InstanceState.LOADED for state in awake)
+        """Every awake replica would serve it, and there is one."""
+        return self.decision.accepted and bool(self.awake) and all(self.serves(instance) for instance in self.awake)
+
+    def serves(self, instance: Instance) -> bool:
+        state = instance.status.state
+        return state is InstanceState.LOADED or (state is InstanceState.CACHED and self.loads_on_request)
+
+    @property
+    def evicted(self) -> tuple[Instance, ...]:
+        """Out of memory on replicas that answer 503 to a request for it."""
+        return tuple(one for one in self.awake if one.status.state is InstanceState.CACHED and not self.loads_on_request)
 
 
 class AdapterPlan(msgspec.Struct, frozen=True):
@@ -54,6 +71,8 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     """The same groups, those that are not yet verified as Verifying."""
     pushes: tuple[PutAdapter, ...]
     removals: tuple[RemoveAdapter, ...]
+    attempts: Mapping[AttemptKey, Attempt] = {}
+    """With what the replicas say now."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -67,39 +86,66 @@ class AdapterPlan(msgspec.Struct, frozen=True):
 
 
 def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime) -> AdapterPlan:
-    decisions = decide_all(observed.deployment, observed.adapters)
     present = tuple(group for group in groups if group.state is not GroupState.TERMINATING)
-    table = [tuple(_instances(observed, decision, present, now)) for decision in decisions]
+    decisions = decide_all(observed.deployment, observed.adapters, holders=_holders(present))
+    attempts = _attempts(observed, decisions, present, now)
+    table = [_instances(decision, present, attempts, now) for decision in decisions]
     wanted = frozenset(decision.desired.name for decision in decisions if decision.desired is not None)
     lora = observed.deployment.spec.lora
     removals = {group.index: strays(group, wanted, lora=lora) for group in present}
+    rows = [row for decision, row in zip(decisions, table, strict=True) if decision.desired is not None]
     verified = {
-        group.index: _verified(group, [row[column] for row in table if row], removals=removals[group.index])
-        for column, group in enumerate(present)
+        group.index: _verified(group, [row[column] for row in rows], removals=removals[group.index]) for column, group in enumerate(present)
     }
-    states = tuple(verified[group.index].state for group in present)
+    states = {index: group.state for index, group in verified.items()}
     return AdapterPlan(
-        views=tuple(
-            AdapterView(
-                deployment_uid=observed.deployment.metadata.uid,
-                decision=decision,
-                instances=row,
-                group_states=states if row else (),
-            )
-            for decision, row in zip(decisions, table, strict=True)
-        ),
+        views=tuple(_view(observed, decision, row, states) for decision, row in zip(decisions, table, strict=True)),
         groups=tuple(verified.get(group.index, group) for group in groups),
-        pushes=tuple(instance.push for row in table for instance in row if instance.push is not None),
+        pushes=tuple(instance.push for row in rows for instance in row if instance.push is not None),
         removals=tuple(removal for one in removals.values() for removal in one),
+        attempts=attempts,
     )
 
 
-def _instances(observed: Observed, decision: Decision, groups: Sequence[Group], now: datetime) -> list[Instance]:
-    desired = decision.desired
-    if desired is None:
-        return []
-    lora = observed.deployment.spec.lora
-    return [instance_of(group, desired, attempts=observed.attempts, lora=lora, now=now) for group in groups]
+def _view(observed: Observed, decision: Decision, row: tuple[Instance, ...], states: Mapping[int, GroupState]) -> AdapterView:
+    return AdapterView(
+        deployment_uid=observed.deployment.metadata.uid,
+        decision=overruled(decision, (one.error for one in row if one.error is not None)),
+        instances=row,
+        group_states=tuple(states[instance.status.group] for instance in row),
+        loads_on_request=_loads_on_request(decision, observed.deployment.spec.lora),
+    )
+
+
+def _loads_on_request(decision: Decision, lora: Lora) -> bool:
+    return lora.on_missing is OnMissing.LOAD or decision.adapter.spec.residency is Residency.ON_DEMAND
+
+
+def _holders(groups: Sequence[Group]) -> Holders:
+    holders: dict[str, list[AdapterRecord]] = defaultdict(list)
+    for group in groups:
+        if group.state is GroupState.AWAKE and group.document is not None:
+            for record in group.document.adapters:
+                holders[record.name].append(record)
+    return holders
+
+
+def _attempts(observed: Observed, decisions: Sequence[Decision], groups: Sequence[Group], now: datetime) -> dict[AttemptKey, Attempt]:
+    """A document that could not be refreshed says nothing new."""
+    answering = tuple(group for group in groups if group.state is GroupState.AWAKE and group.poll.fresh)
+    learned = dict(observed.attempts)
+    for decision in decisions:
+        if decision.desired is not None:
+            learned |= learn(observed.attempts, answering, decision.desired, now=now)
+    return learned
+
+
+def _instances(
+    decision: Decision, groups: tuple[Group, ...], attempts: Mapping[AttemptKey, Attempt], now: datetime
+) -> tuple[Instance, ...]:
+    if decision.desired is not None:
+        return tuple(instance_of(group, decision.desired, attempts=attempts, now=now) for group in groups)
+    return leaving_instances(groups, decision.adapter.served_name) if decision.accepted else ()
 
 
 def _verified(group: Group, instances: Sequence[Instance], *, removals: Sequence[RemoveAdapter]) -> Group:

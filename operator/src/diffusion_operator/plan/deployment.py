@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one pass over a DiffusionDeployment, in the order of reconcile.md 3: a table of contents."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 
 import msgspec
 
 from diffusion_operator.api.deployment import DeploymentStatus, GroupState
+from diffusion_operator.api.worker_state import RecordState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters
 from diffusion_operator.plan.conditions import Situation
 from diffusion_operator.plan.deployment_status import deployment_status
 from diffusion_operator.plan.groups import Group, observe_groups
-from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
+from diffusion_operator.plan.records import IN_PROGRESS
 from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.revision import Template, template_of
 from diffusion_operator.plan.routing import plan_routing
@@ -35,6 +37,8 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     calls: tuple[WorkerAction, ...]
     status: DeploymentStatus
     views: tuple[AdapterView, ...]
+    attempts: Mapping[AttemptKey, Attempt]
+    """To be remembered."""
     look_again_s: float | None
     """None: nothing moves, the steady poll is soon enough."""
 
@@ -75,7 +79,8 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         calls=calls,
         status=deployment_status(deployment, situation, groups=groups, template=template, now=now),
         views=adapters.views,
-        look_again_s=_look_again(groups, observed, acting=bool(calls or pods or retiring), now=now),
+        attempts=adapters.attempts,
+        look_again_s=_look_again(groups, observed, acting=bool(calls or pods or retiring), attempts=adapters.attempts.values(), now=now),
     )
 
 
@@ -86,7 +91,7 @@ def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable], observed: 
     return [action for action in replicas.retire if action.uid not in unrouted_now | recently]
 
 
-def _look_again(groups: Sequence[Group], observed: Observed, *, acting: bool, now: datetime) -> float | None:
+def _look_again(groups: Sequence[Group], observed: Observed, *, acting: bool, attempts: Iterable[Attempt], now: datetime) -> float | None:
     if observed.refusal:
         return FAILING_POLL_S
     if acting or any(group.state in _MOVING and not group.poll.failures for group in groups) or _adapters_loading(groups):
@@ -94,11 +99,12 @@ def _look_again(groups: Sequence[Group], observed: Observed, *, acting: bool, no
     if any(group.state is GroupState.STARTING and group.pod.container.running for group in groups):
         return LOADING_POLL_S
     waits = [FAILING_POLL_S for group in groups if group.poll.failures or group.pod.finished]
-    times = [one.next_retry for one in observed.attempts.values() if one.error is not None and one.error.retryable]
+    times = [one.next_retry for one in attempts if one.error is not None and one.error.retryable]
     times += [when for when in observed.operation_not_before.values() if when > now]
     waits += [max(MOVING_POLL_S, (when - now).total_seconds()) for when in times]
     return min(waits, default=None)
 
 
 def _adapters_loading(groups: Sequence[Group]) -> bool:
-    return any(record.state in ("Loading", "Draining") for group in groups if group.document for record in group.document.adapters)
+    moving = IN_PROGRESS | {RecordState.DRAINING}
+    return any(record.state in moving for group in groups if group.document for record in group.document.adapters)

@@ -13,14 +13,14 @@ import msgspec
 
 from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus
 from diffusion_operator.api.deployment import GroupState, Lora
-from diffusion_operator.api.source import identity
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, WorkerAddress
+from diffusion_operator.plan.adapter_codes import FINAL
+from diffusion_operator.plan.attempts import attempt_key
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Attempt, AttemptKey
-
-SCALE_TOLERANCE = 1e-6
+from diffusion_operator.plan.records import IN_PROGRESS, comes_from, current_record, in_place, is_told, other_version
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -28,12 +28,21 @@ class Instance(msgspec.Struct, frozen=True):
 
     status: InstanceStatus
     record: AdapterRecord | None = None
+    """Without what changes with every request."""
     push: PutAdapter | None = None
+    error: WireError | None = None
+    other_digest: str | None = None
+    """Of another version that serves under the name."""
+    drifted: bool = False
+    """That other version comes from the declared source: its bytes are not the pinned ones."""
+    evictions: int = 0
+    """Of the last ten minutes, that nobody asked for."""
 
     @property
     def done(self) -> bool:
-        """Nothing more will happen by itself soon: loaded, or tried and failed. A broken adapter never keeps the base from serving."""
-        return self.status.state in (InstanceState.LOADED, InstanceState.FAILED)
+        """Nothing more will happen by itself soon: in place, or tried and failed. A broken adapter never keeps the base from serving."""
+        in_place = self.status.state in (InstanceState.LOADED, InstanceState.CACHED) and self.push is None
+        return in_place or self.status.state is InstanceState.FAILED
 
 
 def worker_address(group: Group) -> WorkerAddress | None:
@@ -43,31 +52,34 @@ def worker_address(group: Group) -> WorkerAddress | None:
     return WorkerAddress(pod_uid=group.pod.uid, ip=group.pod.ip, boot_id=group.document.boot_id)
 
 
-def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[AttemptKey, Attempt], lora: Lora, now: datetime) -> Instance:
+def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[AttemptKey, Attempt], now: datetime) -> Instance:
     document = group.document
     if document is None or group.state is not GroupState.AWAKE:
         return Instance(status=_status(group, InstanceState.DEFERRED))
-    record = _record(document, desired)
-    key = AttemptKey(adapter_uid=desired.uid, generation=desired.generation, boot_id=document.boot_id)
-    attempt = attempts.get(key)
+    key = attempt_key(group, desired)
+    record, attempt, other = current_record(document, desired), attempts.get(key), other_version(document, desired)
     state = _state(record, desired, attempt)
-    if record is not None and state is InstanceState.LOADED:
-        return Instance(status=_status(group, state, record=record), record=record)
+    error = _error(record, attempt) if state is InstanceState.FAILED else None
+    due = _due(record, desired, attempt, state=state, now=now)
     return Instance(
-        status=_status(group, state, record=record, attempt=attempt, error=_error(record, attempt)),
-        record=record,
-        push=_push(group, desired, key=key, attempt=attempt, lora=lora) if _due(record, desired, attempt, now) else None,
+        status=_status(group, state, record=record, attempt=attempt, error=error),
+        record=_steady(record) if record is not None else None,
+        push=_push(group, desired, key=key, attempt=attempt) if due else None,
+        error=error,
+        other_digest=other.digest if other is not None else None,
+        drifted=other is not None and desired.load.digest is not None and comes_from(other, desired),
+        evictions=len(attempt.evictions) if attempt is not None else 0,
     )
 
 
-def matches(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Loaded on all ranks, from this source, with the digest that is asked for. Reported, never assumed."""
-    return (
-        record.state is RecordState.LOADED
-        and identity(record.source) == identity(desired.load.source)
-        and desired.load.digest in (None, record.digest)
-        and record.ranks_loaded == record.ranks_total
-        and abs(record.scale - desired.load.scale) < SCALE_TOLERANCE
+def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, ...]:
+    """What is left of an adapter that nothing should have any more: where its requests still run."""
+    return tuple(
+        Instance(status=_status(group, InstanceState.DRAINING, record=record), record=_steady(record))
+        for group in groups
+        if group.state is GroupState.AWAKE and group.document is not None
+        for record in group.document.adapters
+        if record.name == name
     )
 
 
@@ -79,48 +91,59 @@ def strays(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveA
     return tuple(
         RemoveAdapter(
             worker=address,
-            operation_id=f"remove-{record.name}-{address.boot_id[:8]}",
-            name=record.name,
+            operation_id=f"remove-{name}-{address.boot_id[:8]}",
+            name=name,
             drain_s=lora.drain_timeout_seconds,
         )
-        for record in group.document.adapters
-        if record.name not in wanted and record.state is not RecordState.DRAINING
+        for name in _names(group.document)
+        if name not in wanted
     )
 
 
-def _record(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
-    """The record that counts: an older load of the name may still drain beside it."""
-    named = [one for one in document.adapters if one.name == desired.name and one.state is not RecordState.DRAINING]
-    return next((one for one in named if matches(one, desired)), named[0] if named else None)
+def _names(document: WorkerState) -> tuple[str, ...]:
+    """Each once; a name of which everything drains is on its way out already."""
+    return tuple(dict.fromkeys(record.name for record in document.adapters if record.state is not RecordState.DRAINING))
+
+
+def _steady(record: AdapterRecord) -> AdapterRecord:
+    return msgspec.structs.replace(record, refs=0, requests_total=0, last_request_age_seconds=None)
+
+
+def _is_wanted(record: AdapterRecord, desired: DesiredAdapter, attempt: Attempt | None) -> bool:
+    """In place; where something else was pinned before, only after the worker took what is asked for now."""
+    told = attempt is not None and attempt.count > 0 and attempt.error is None
+    return in_place(record, desired) and (told or not desired.changed)
 
 
 def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
     if record is not None:
-        if matches(record, desired):
-            return InstanceState.LOADED
-        if record.state is RecordState.LOADING:
-            return InstanceState.LOADING
+        if _is_wanted(record, desired, attempt):
+            return InstanceState(record.state.value)
+        if record.state in IN_PROGRESS:
+            return InstanceState(record.state.value)
     if _error(record, attempt) is not None:
         return InstanceState.FAILED
-    return InstanceState.LOADING if attempt is not None or record is not None else InstanceState.PENDING
+    tried = record is not None or (attempt is not None and attempt.count > 0)
+    return InstanceState.LOADING if tried else InstanceState.PENDING
 
 
 def _error(record: AdapterRecord | None, attempt: Attempt | None) -> WireError | None:
     if attempt is not None and attempt.error is not None:
         return attempt.error
-    return record.error if record is not None and record.state is RecordState.FAILED else None
+    if record is None or record.state is not RecordState.FAILED or record.error is None:
+        return None
+    return msgspec.structs.replace(record.error, retryable=record.error.code not in FINAL)
 
 
-def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, now: datetime) -> bool:
-    if record is not None and (record.state is RecordState.LOADING or matches(record, desired)):
+def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, *, state: InstanceState, now: datetime) -> bool:
+    if record is not None and state in (InstanceState.LOADED, InstanceState.CACHED) and is_told(record, desired):
         return False
     if attempt is None:
-        return True
-    error = _error(record, attempt)
-    return (error is None or error.retryable) and now >= attempt.next_retry
+        return record is None or record.state not in IN_PROGRESS
+    return (attempt.error is None or attempt.error.retryable) and now >= attempt.next_retry
 
 
-def _push(group: Group, desired: DesiredAdapter, *, key: AttemptKey, attempt: Attempt | None, lora: Lora) -> PutAdapter | None:
+def _push(group: Group, desired: DesiredAdapter, *, key: AttemptKey, attempt: Attempt | None) -> PutAdapter | None:
     address = worker_address(group)
     if address is None:
         return None
@@ -143,7 +166,9 @@ def _status(
     attempt: Attempt | None = None,
     error: WireError | None = None,
 ) -> InstanceStatus:
-    retryable = error is not None and error.retryable
+    fetching = record if record is not None and state is InstanceState.FETCHING else None
+    settled = state in (InstanceState.LOADED, InstanceState.CACHED)
+    tried = attempt is not None and not settled and (attempt.count > 0 or attempt.error is not None)
     return InstanceStatus(
         group=group.index,
         state=state,
@@ -153,7 +178,9 @@ def _status(
         ranks_loaded=record.ranks_loaded if record else None,
         ranks_total=record.ranks_total if record else None,
         digest=record.digest if record else None,
-        attempts=attempt.count if attempt else None,
-        next_retry_time=attempt.next_retry if attempt and retryable else None,
+        fetched_bytes=fetching.fetched_bytes if fetching else None,
+        total_bytes=fetching.total_bytes if fetching else None,
+        attempts=attempt.count if attempt is not None and tried else None,
+        next_retry_time=attempt.next_retry if attempt is not None and attempt.error is not None and attempt.error.retryable else None,
         last_error=ErrorStatus(code=error.code, message=error.message[:1024], retryable=error.retryable) if error else None,
     )

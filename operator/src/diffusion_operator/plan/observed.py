@@ -42,11 +42,18 @@ class AttemptKey(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """What came of pushing an adapter; error None means the worker took it or is still at it."""
+    """What came of having an adapter loaded; error None means the worker has it, or is still at it."""
 
     count: int
+    """Pushes."""
     next_retry: datetime
+    """While it is in progress: when it is taken for stuck."""
     error: WireError | None = None
+    in_progress: bool = False
+    loaded: bool = False
+    """It was in memory at the last look."""
+    evictions: tuple[datetime, ...] = ()
+    """Of the last ten minutes: it was in memory, should have stayed there, and was not at the next look."""
 
 
 class Observed(msgspec.Struct, frozen=True):

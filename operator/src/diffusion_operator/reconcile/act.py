@@ -12,8 +12,7 @@ from datetime import datetime, timedelta
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import LABEL_ROUTABLE, POD
-from diffusion_operator.api.worker_state import WireError
-from diffusion_operator.errors import ClusterRefused, ControlError, ControlRefused
+from diffusion_operator.errors import ClusterRefused, ControlError
 from diffusion_operator.plan.actions import (
     CreatePod,
     DeletePod,
@@ -25,22 +24,15 @@ from diffusion_operator.plan.actions import (
     WakeWorker,
     WorkerAction,
 )
-from diffusion_operator.plan.observed import Attempt
+from diffusion_operator.plan.attempts import RACE_RETRY_S, RACES, next_attempt
 from diffusion_operator.plan.revision import Template
 from diffusion_operator.plan.sleeping import retry_key
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.pod import pod
 
-ADAPTER_BACKOFF_FIRST_S = 10.0
-ADAPTER_BACKOFF_MAX_S = 600.0
 OPERATION_BACKOFF_FIRST_S = 5.0
 OPERATION_BACKOFF_MAX_S = 60.0
-SETTLE_S = 5.0  # before a push that was taken, or went unanswered, is made again
-RACE_RETRY_S = 1.0
-
-RACES = frozenset({"Busy", "Asleep", "Starting", "Conflict", "WrongBoot", "Terminating"})
-"""The worker moved on between our look and our call: no fault of the adapter's, look again."""
 
 log = logging.getLogger(__name__)
 
@@ -126,15 +118,3 @@ def _remember(memory: DeploymentMemory, call: WorkerAction, error: ControlError 
             memory.attempts[call.key] = next_attempt(memory.attempts.get(call.key), error, now=now)
         case RemoveAdapter():
             pass  # still listed means to be removed: the next look decides
-
-
-def next_attempt(before: Attempt | None, error: ControlError | None, *, now: datetime) -> Attempt:
-    count = before.count if before is not None else 0
-    if not isinstance(error, ControlRefused):
-        return Attempt(count=count + 1, next_retry=now + timedelta(seconds=SETTLE_S))
-    if error.code in RACES:
-        return Attempt(count=count, next_retry=now + timedelta(seconds=error.retry_after_s or RACE_RETRY_S))
-    backoff_s = min(ADAPTER_BACKOFF_MAX_S, ADAPTER_BACKOFF_FIRST_S * 2 ** min(count, 10))
-    delay_s = max(backoff_s, error.retry_after_s or 0)
-    wire = WireError(code=error.code, message=str(error), retryable=error.retryable)
-    return Attempt(count=count + 1, next_retry=now + timedelta(seconds=delay_s), error=wire)

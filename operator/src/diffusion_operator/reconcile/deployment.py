@@ -30,6 +30,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
 
     observed = await observe(runtime, deployment, memory, token=token)
     plan = plan_deployment(observed, runtime.now())
+    memory.attempts = dict(plan.attempts)
 
     doubt_secret(memory, observed.pods, now=runtime.now())
     await _apply_children(runtime, deployment, memory, plan)
