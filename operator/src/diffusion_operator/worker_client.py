@@ -58,8 +58,7 @@ class HttpWorkerClient:
         await self._call("POST", "/v1/wake", call, {"deadlineSeconds": call.deadline_s}, token=token)
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
-        body = {**msgspec.to_builtins(call.load), "deadlineSeconds": call.deadline_s}
-        await self._call("PUT", f"/v1/adapters/{call.name}", call, body, token=token)
+        await self._call("PUT", f"/v1/adapters/{call.name}", call, adapter_body(call), token=token)
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
         query = f"operationId={call.operation_id}&bootId={call.worker.boot_id}&drainSeconds={call.drain_s}"
@@ -91,6 +90,10 @@ class HttpWorkerClient:
         if status >= 400:
             raise ControlRefused(_wire_error(content, status), status=status)
         return content
+
+
+def adapter_body(call: PutAdapter) -> dict[str, Any]:
+    return {**msgspec.to_builtins(call.load), "deadlineSeconds": call.deadline_s}
 
 
 def _wire_error(content: bytes, status: int) -> WireError:

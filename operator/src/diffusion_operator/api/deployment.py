@@ -126,6 +126,16 @@ class Lora(_Spec, frozen=True):
         return self.max_loaded if self.enabled else 0
 
     @property
+    def mounted_secrets(self) -> tuple[str, ...]:
+        """What adapters may use."""
+        return self.secrets if self.enabled else ()
+
+    @property
+    def mounted_claims(self) -> tuple[str, ...]:
+        """What adapters may lie on."""
+        return self.claims if self.enabled else ()
+
+    @property
     def cached(self) -> int:
         """Adapters in host memory."""
         return self.max_cached if self.max_cached is not None else max(16, self.max_loaded)
