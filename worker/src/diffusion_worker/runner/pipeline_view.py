@@ -17,6 +17,7 @@ import torch
 from diffusers.guiders.guider_utils import BaseGuidance
 
 from diffusion_worker.runner.request_state import take_step
+from diffusion_worker.runner.schedule import own_scheduler
 from diffusion_worker.runner.stand_in import StandIn
 
 # The components that denoise, where most of the weights and of the work are; adapters are for the first one there is.
@@ -45,13 +46,13 @@ def hooks_models(guider: Any) -> bool:
     return type(guider).prepare_models is not BaseGuidance.prepare_models
 
 
-def view_of(pipeline: Any) -> Any:
-    """A view of a pipeline for one request; it has to be called inside the request's fiber."""
+def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
+    """A view of a pipeline for one request; it has to be called inside the request's fiber. `shift` is of its flow schedulers."""
     view = copy.copy(pipeline)
     parts: dict[str, Any] = {name: StandIn(name, module) for name, module in modules_of(pipeline).items()}
     schedulers = schedulers_of(pipeline)
     for name, scheduler in schedulers.items():
-        own = copy.deepcopy(scheduler)
+        own = own_scheduler(scheduler, shift)
         parts[name] = _marking(own, view) if name == MAIN_SCHEDULER or MAIN_SCHEDULER not in schedulers else own
     for name, guider in guiders_of(pipeline).items():
         parts[name] = guider.new()

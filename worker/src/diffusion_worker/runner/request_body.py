@@ -17,8 +17,9 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.mended import mend
-from diffusion_worker.runner.pipeline_view import guide, guiders_of, hooks_models, view_of
+from diffusion_worker.runner.pipeline_view import MAIN_SCHEDULER, guide, guiders_of, hooks_models, view_of
 from diffusion_worker.runner.pixels import RawPicture, keep_on_device
+from diffusion_worker.runner.schedule import check_shift, check_sigmas
 from diffusion_worker.runner.step_support import why_exclusive
 
 Arguments = dict[str, Any]
@@ -37,8 +38,11 @@ class PipelineBody:
     itself from its first step to its end: nobody else advances meanwhile.
     """
 
-    def __init__(self, pipeline: Any, arguments: Arguments, *, seed: int, guidance: float | None = None) -> None:
+    def __init__(
+        self, pipeline: Any, arguments: Arguments, *, seed: int, guidance: float | None = None, shift: float | None = None
+    ) -> None:
         self._pipeline = pipeline
+        self._shift = shift
         self._arguments = arguments
         self._seed = seed
         self._guidance = guidance
@@ -50,7 +54,7 @@ class PipelineBody:
         )
 
     def __call__(self) -> RawPicture:
-        view = view_of(self._pipeline)
+        view = view_of(self._pipeline, shift=self._shift)
         keep_on_device(view)
         mend(view)
         if self._guidance is not None:
@@ -86,7 +90,8 @@ def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, An
         if name not in takes:
             raise _not_taken(name, pipeline)
     _check_negative_prompt(takes, arguments, pipeline)
-    return PipelineBody(pipeline, arguments, seed=spec.seed, guidance=guidance)
+    _check_schedule(spec, pipeline)
+    return PipelineBody(pipeline, arguments, seed=spec.seed, guidance=guidance, shift=spec.shift)
 
 
 def call_view(view: Any, arguments: Arguments) -> Any:
@@ -145,8 +150,18 @@ def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
         # Kontext makes that many pixels of any size.
         "max_area": spec.height * spec.width if "max_area" in takes and spec.height and spec.width else None,
         frames: spec.frames,
-        "num_inference_steps": spec.steps,
+        "num_inference_steps": spec.steps or (len(spec.sigmas) if spec.sigmas else None),
+        "sigmas": spec.sigmas,
     }
+
+
+def _check_schedule(spec: RequestSpec, pipeline: Any) -> None:
+    """Whether the scheduler of the denoising loop can have the schedule of the adapter's recipe."""
+    scheduler = pipeline.components.get(MAIN_SCHEDULER)
+    if spec.sigmas is not None:
+        check_sigmas(scheduler, spec.sigmas, steps=spec.steps)
+    if spec.shift is not None:
+        check_shift(scheduler)
 
 
 def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: float, pipeline: Any) -> float | None:

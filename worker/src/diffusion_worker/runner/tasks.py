@@ -104,7 +104,8 @@ class TaskPipelines:
             return make_body(server.pipeline, spec)
         takes, loaded = inputs_of(server.pipeline), inputs_of(self._pipeline)
         # What a request leaves open is as with the loaded class: so say the model's card and the answer's provenance.
-        spec = msgspec.structs.replace(spec, steps=spec.steps or loaded.get("num_inference_steps"))
+        steps = spec.steps or (len(spec.sigmas) if spec.sigmas else loaded.get("num_inference_steps"))
+        spec = msgspec.structs.replace(spec, steps=steps)
         conditioning = conditioning_of(server.inputs, spec, frames)
         if (strength := strength_of(server.pipeline, spec)) is not None:
             conditioning["strength"] = strength

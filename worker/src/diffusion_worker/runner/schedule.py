@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule that an adapter's recipe asks for: its own sigmas, or another shift of a flow scheduler.
+
+Both are of the request alone. Where a scheduler cannot have them that is said before the request runs: a recipe that has no
+effect makes pictures that look like a bad adapter.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+from diffusion_worker.errors import refused
+
+# What schedulers call their shift, and the setting without which that one is not looked at.
+SHIFTS: dict[str, str | None] = {"shift": None, "flow_shift": "use_flow_sigmas"}
+DYNAMIC = "use_dynamic_shifting"
+
+
+def check_sigmas(scheduler: Any, sigmas: list[float], *, steps: int | None) -> None:
+    """Raises RequestError where a scheduler takes no sigmas of a request, or where they are not one for each step."""
+    if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
+        raise refused("sigmas", "a scheduler that takes them", type(scheduler).__name__)
+    if steps not in (None, len(sigmas)):
+        raise refused("num_inference_steps", f"{len(sigmas)}, the number of the adapter's sigmas", steps)
+
+
+def check_shift(scheduler: Any) -> None:
+    """Raises RequestError where a scheduler has no shift to be set."""
+    if _setting_of(scheduler) is None:
+        raise refused("shift", "a flow scheduler", type(scheduler).__name__)
+
+
+def own_scheduler(scheduler: Any, shift: float | None) -> Any:
+    """A request's own scheduler, with another shift if one is given and it has any.
+
+    As somebody would make it by hand, from the configuration: a shift that is set later leaves the ends of the schedule.
+    """
+    setting = None if shift is None else _setting_of(scheduler)
+    if setting is None:
+        return copy.deepcopy(scheduler)
+    changes: dict[str, Any] = {setting: shift}
+    if scheduler.config.get(DYNAMIC):
+        # The shift then comes from the size of the picture instead.
+        changes[DYNAMIC] = False
+    return type(scheduler).from_config(scheduler.config, **changes)
+
+
+def _setting_of(scheduler: Any) -> str | None:
+    config = getattr(scheduler, "config", {})
+    return next((name for name, switch in SHIFTS.items() if name in config and (switch is None or config.get(switch))), None)
