@@ -122,6 +122,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora_load_timeout_s: float = 120.0
     # Where fetched models and adapters are kept, by digest; None: a folder of this process, gone with it.
     cache_dir: str | None = None
+    # What nobody uses is evicted beyond this; None: when the disk is full.
+    cache_size_bytes: int | None = None
     # Secrets and claims of sources are folders in these.
     secrets_dir: str = "/var/run/diffusion-operator/secrets"
     claims_dir: str = "/var/run/diffusion-operator/claims"

@@ -5,6 +5,10 @@ This is the server's side: it opens no connection, reads no secret and imports n
 """
 
 import asyncio
+import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +16,17 @@ import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.cache import Cache, Lease
 from diffusion_worker.sources.in_place import claim_path, local_adapter, local_model
+from diffusion_worker.sources.job import Done, FetchJob, FetchLimits, Wanted
+from diffusion_worker.sources.parsing import is_remote
+from diffusion_worker.sources.process import Report, fetch_in_process
 from diffusion_worker.sources.source import Source
 
-# Bytes so far, and in all where that is known.
-Report = Callable[[int, int | None], None]
+log = logging.getLogger(__name__)
+
+# Processes that fetch at once; one is some 60 MB, mostly libraries.
+MAX_PROCESSES = 4
 
 
 class Fetched(msgspec.Struct, frozen=True):
@@ -36,11 +46,15 @@ class Fetched(msgspec.Struct, frozen=True):
 class Fetcher:
     """Fetches for one server process. Use it on one event loop; any number of fetches may run at once."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, *, limits: FetchLimits | None = None) -> None:
         self._config = config
+        self._limits = limits or FetchLimits()
+        self._running = asyncio.Semaphore(MAX_PROCESSES)
+        self._private: str | None = None
+        self._leases: dict[str, list[Lease]] = {}
 
     async def fetch_adapter(self, source: Source, *, digest: str | None, deadline_s: float, report: Report, name: str) -> Fetched:
-        """Bring an adapter here, for `name` in messages. Its file stays until `release`, and while this process lives.
+        """Bring an adapter here, for `name` in messages. Its file stays until it is released, or this process ends.
 
         Args:
             digest: what its weights file must have, as `sha256:<hex>`; one that is in the cache needs no network.
@@ -50,17 +64,74 @@ class Fetcher:
             RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, TooLarge, CacheFull, DigestMismatch,
                 UnsupportedFormat, InvalidAdapter, InvalidRequest, Timeout.
         """
-        return await self._local(source, f"adapter {name!r}", local_adapter, deadline_s)
+        if not is_remote(source):
+            return await self._local(source, f"adapter {name!r}", local_adapter, deadline_s)
+        return await self._remote(self._job(source, Wanted.ADAPTER, digest, deadline_s, name), report)
 
     async def fetch_model(self, source: Source, *, deadline_s: float, report: Report) -> Fetched:
         """Bring a model's folder here; it stays while this process lives. Raises RequestError as `fetch_adapter` does."""
-        return await self._local(source, "model", local_model, deadline_s)
+        if not is_remote(source):
+            return await self._local(source, "model", local_model, deadline_s)
+        return await self._remote(self._job(source, Wanted.MODEL, None, deadline_s, ""), report)
 
     def release(self, fetched: Fetched) -> None:
-        """Nobody here reads this any more: from now on the cache may evict it. Harmless for what is not from the cache."""
+        """One reader less: after the last the cache may evict it. Harmless for what is not from the cache."""
+        leases = self._leases.get(fetched.path, [])
+        if leases:
+            leases.pop().close()
+        if not leases:
+            self._leases.pop(fetched.path, None)
 
     async def close(self) -> None:
-        """End what still runs, and give the cache back."""
+        """Give everything back; a cache of this process alone is removed. Call it when no fetch runs any more."""
+        for leases in self._leases.values():
+            for lease in leases:
+                lease.close()
+        self._leases.clear()
+        if self._private is not None:
+            folder, self._private = self._private, None
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _job(self, source: Source, wanted: Wanted, digest: str | None, deadline_s: float, name: str) -> FetchJob:
+        config = self._config
+        return FetchJob(
+            parent_pid=os.getpid(),
+            source=source,
+            wanted=wanted,
+            name=name,
+            digest=digest,
+            deadline_s=deadline_s,
+            cache_dir=self._cache_dir(),
+            cache_bytes=config.cache_size_bytes,
+            secrets_dir=config.secrets_dir,
+            allow_http=config.allow_http_sources,
+            limits=self._limits,
+        )
+
+    def _cache_dir(self) -> str:
+        """The shared folder, or one of this process alone, made when it is needed first."""
+        if self._config.cache_dir is not None:
+            return self._config.cache_dir
+        if self._private is None:
+            self._private = tempfile.mkdtemp(prefix="diffusion-cache-")
+        return self._private
+
+    async def _remote(self, job: FetchJob, report: Report) -> Fetched:
+        try:
+            async with asyncio.timeout(job.deadline_s), self._running:
+                done = await fetch_in_process(job, report, lambda done: self._adopt(job, done))
+        except TimeoutError:
+            raise RequestError(ErrorCode.TIMEOUT, f"{job.what}: expected it to be fetched within {job.deadline_s:g} s") from None
+        if done.note is not None:
+            log.warning("%s: %s", job.what, done.note)
+        return Fetched(done.path, done.digest, done.revision, done.size_bytes)
+
+    def _adopt(self, job: FetchJob, done: Done) -> None:
+        """Keep it from eviction from now on, before the process that fetched it lets go."""
+        lease = Cache(Path(job.cache_dir)).lease(dict.fromkeys(done.blobs))
+        if lease is None:
+            raise RequestError(ErrorCode.CACHE_FULL, f"{job.what}: was removed from the cache while it was fetched")
+        self._leases.setdefault(done.path, []).append(lease)
 
     async def _local(self, source: Source, what: str, look: Callable[..., Path], deadline_s: float) -> Fetched:
         try:
@@ -74,6 +145,5 @@ class Fetcher:
         if source.pvc is not None:
             claim, path = claim_path(source.pvc, self._config.claims_dir)
             return look(path, f"{what}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)
-        if source.path is None:
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"{what}: expected a source of kind path or pvc")
+        assert source.path is not None, "only a path is left"
         return look(Path(source.path), f"{what}: {source.path}")

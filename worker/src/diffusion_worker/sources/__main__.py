@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one fetch: a job on its standard input, progress and the outcome on its standard output.
+
+It is bounded in memory and time, ends with its parent, and keeps what it fetched from eviction until its input ends.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from contextlib import ExitStack
+
+import msgspec
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.job import Event, Failed, FetchJob, Progress
+
+PR_SET_PDEATHSIG = 1
+# Of the processor, for a deadline of no time at all.
+LEAST_CPU_S = 30
+
+
+def main() -> None:
+    """Run the job; every outcome is told."""
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=FetchJob)
+    _bound(job)
+    with ExitStack() as leases:
+        tell(_outcome(job, leases))
+        # The server takes its own lease before it ends our input.
+        sys.stdin.buffer.read()
+
+
+def tell(event: Event) -> None:
+    """One line to the server."""
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _outcome(job: FetchJob, leases: ExitStack) -> Event:
+    try:
+        # Late, so that the limits hold for what the libraries do as well.
+        from diffusion_worker.sources.running import fetch
+
+        return fetch(job, lambda done, total: tell(Progress(done, total)), leases)
+    except RequestError as error:
+        return Failed(error.code, error.message)
+    except MemoryError:
+        return Failed(ErrorCode.TOO_LARGE, f"{job.what}: fetching it needs more memory than {job.limits.memory_bytes} bytes")
+    except Exception as error:
+        # Not its text: it may hold what is secret.
+        return Failed(ErrorCode.NETWORK_ERROR, f"{job.what}: fetching it failed unexpectedly ({type(error).__name__})")
+
+
+def _bound(job: FetchJob) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != job.parent_pid:
+        sys.exit(1)  # it died before we asked to be told
+    resource.setrlimit(resource.RLIMIT_AS, (job.limits.memory_bytes, job.limits.memory_bytes))
+    cpu_s = LEAST_CPU_S + int(job.deadline_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetched files by their SHA-256, in a folder that any number of processes and pods may share.
+
+    blobs/<sha256>            a whole file, checked when it was put
+    partial/<key>             one that is being fetched, or was when its process died
+    trees/<sha256>/…          links to blobs under names that ranks can read: a model, an adapter
+    records/<key>.json        which blobs a state of a source stands for
+
+Every lock is a `flock` on the file itself, so it ends with whoever held it: exclusive on a partial file by the one that fetches
+it, shared on a blob by everybody that reads it. A file appears under its last name by a rename, whole or not at all.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from diffusion_worker.errors import ErrorCode, RequestError
+
+# Left free on the disk, for whatever else is written there.
+RESERVE_BYTES = 64 << 20
+UNFINISHED_TREE = "unfinished.tree"
+FOLDERS = ("blobs", "partial", "trees", "records")
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """One file of the cache: its SHA-256 in hex, and its length in bytes."""
+
+    sha256: str
+    size: int
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a state of a source was: its files by their names in a tree, and how the source calls that state."""
+
+    files: dict[str, Blob]
+    revision: str | None = None
+
+
+class Lease:
+    """Keeps blobs from being evicted, until it is closed or its process ends."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self._descriptors = descriptors
+
+    def close(self) -> None:
+        """Give them back; harmless when repeated."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+class Cache:
+    """One folder of fetched files. Its methods block; they are for the process that fetches, but for `lease`."""
+
+    def __init__(self, folder: Path, *, limit_bytes: int | None = None) -> None:
+        self.folder = folder
+        self._limit_bytes = limit_bytes
+        try:
+            for name in FOLDERS:
+                (folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(ErrorCode.CACHE_FULL, f"cache {folder}: cannot be written to: {error.strerror}") from None
+
+    def blob(self, sha256: str) -> Path:
+        """Where a blob is, or would be."""
+        return self.folder / "blobs" / sha256
+
+    def size(self, sha256: str) -> int | None:
+        """The length of a blob; None where there is none."""
+        try:
+            return self.blob(sha256).stat().st_size
+        except OSError:
+            return None
+
+    def lease(self, blobs: Mapping[str, int | None]) -> Lease | None:
+        """Keep these blobs (with their lengths where known) from eviction; None where one is not here."""
+        lease = Lease([])
+        for sha256, size in blobs.items():
+            descriptor = self._open_shared(self.blob(sha256), size)
+            if descriptor is None:
+                lease.close()
+                return None
+            lease._descriptors.append(descriptor)
+        return lease
+
+    def open_partial(self, key: str) -> "Partial | None":
+        """The file that is fetched under a key, with what is in it already; None while somebody else fetches it."""
+        path = self.folder / "partial" / key
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        if not _is_at(descriptor, path):
+            os.close(descriptor)  # whoever held it has just finished, or given up
+            return None
+        return Partial(path, descriptor)
+
+    def partial_size(self, key: str) -> int:
+        """How much of a file that somebody fetches is here."""
+        try:
+            return (self.folder / "partial" / key).stat().st_size
+        except OSError:
+            return 0
+
+    def put(self, partial: "Partial", sha256: str) -> None:
+        """Make a whole file, whose digest the caller has computed, a blob. One that is there already stays: it may be in use."""
+        os.fsync(partial.descriptor)
+        with self._exclusively():
+            if self.size(sha256) == partial.size:
+                partial.remove()
+            else:
+                partial.path.rename(self.blob(sha256))
+
+    def tree(self, files: Mapping[str, Blob]) -> tuple[Path, str]:
+        """A folder with links to blobs, and its digest as that of a model's folder; one that is there already is used."""
+        lines = (f"{files[name].sha256}  {name}\n" for name in sorted(files))
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+        folder = self.folder / "trees" / digest
+        with self._exclusively():
+            if not folder.is_dir():
+                self._build(folder, files)
+        return folder, digest
+
+    def _build(self, folder: Path, files: Mapping[str, Blob]) -> None:
+        unfinished = self.folder / "partial" / UNFINISHED_TREE
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that died
+        for name, blob in files.items():
+            link = unfinished / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(Path(*[".."] * (2 + name.count("/")), "blobs", blob.sha256))
+        unfinished.rename(folder)
+
+    def read_record(self, key: str) -> Record | None:
+        """What is known under a key; whether its blobs are still here is for `lease` to say."""
+        try:
+            return msgspec.json.decode((self.folder / "records" / f"{key}.json").read_bytes(), type=Record)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def write_record(self, key: str, record: Record) -> None:
+        """Remember what a key stands for."""
+        path = self.folder / "records" / f"{key}.json"
+        unfinished = path.with_suffix(f".{uuid.uuid4().hex}")
+        unfinished.write_bytes(msgspec.json.encode(record))
+        unfinished.rename(path)
+
+    def make_room(self, need_bytes: int, what: str) -> None:
+        """Evict what nobody uses, the longest unused first, until `need_bytes` more fit.
+
+        Raises:
+            RequestError: CacheFull.
+        """
+        if self._missing(need_bytes) <= 0:
+            return
+        with self._exclusively():
+            for path in self._by_last_use():
+                if self._missing(need_bytes) <= 0:
+                    break
+                _remove_unused(path)
+            self._remove_broken_trees()
+        if (missing := self._missing(need_bytes)) > 0:
+            raise RequestError(
+                ErrorCode.CACHE_FULL,
+                f"{what}: expected {need_bytes} bytes of room in the cache, found {missing} too few and nothing left to evict",
+            )
+
+    def _missing(self, need_bytes: int) -> int:
+        """How many bytes have to go before `need_bytes` fit."""
+        missing = need_bytes + RESERVE_BYTES - shutil.disk_usage(self.folder).free
+        if self._limit_bytes is not None:
+            missing = max(missing, sum(size for _, size, _ in self._files()) + need_bytes - self._limit_bytes)
+        return missing
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """When a file was used last, its bytes on the disk, and where it is."""
+        for name in ("blobs", "partial"):
+            for path in (self.folder / name).iterdir():
+                with suppress(OSError):
+                    found = path.lstat()
+                    yield found.st_mtime, min(found.st_size, found.st_blocks * 512), path
+
+    def _by_last_use(self) -> list[Path]:
+        return [path for _, _, path in sorted(self._files()) if not path.is_dir()]
+
+    def _remove_broken_trees(self) -> None:
+        for tree in (self.folder / "trees").iterdir():
+            if any(path.is_symlink() and not path.exists() for path in tree.rglob("*")):
+                shutil.rmtree(tree, ignore_errors=True)
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """One at a time, of all processes: never held while anything is fetched."""
+        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _open_shared(self, path: Path, size: int | None) -> int | None:
+        """A blob opened and locked against eviction; None where it is not here."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if _is_at(descriptor, path) and size in (None, os.fstat(descriptor).st_size):
+                with suppress(OSError):  # a claim that is mounted read-only keeps the time it has
+                    os.utime(descriptor)
+                return descriptor
+        except OSError:
+            pass  # it is being evicted just now
+        os.close(descriptor)
+        return None
+
+
+class Partial:
+    """A file on its way into the cache, held by one process alone. Close it; then it is a blob, or waits to be continued."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+
+    def __enter__(self) -> "Partial":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are in it."""
+        return os.fstat(self.descriptor).st_size
+
+    def remove(self) -> None:
+        """It is of no use."""
+        self.path.unlink(missing_ok=True)
+
+
+def key_of(*parts: str) -> str:
+    """A name for what these stand for together: what a source says never becomes a path."""
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        there = path.stat()
+    except OSError:
+        return False
+    found = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (found.st_dev, found.st_ino)
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a file unless some process uses it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Downloads one file over HTTP into the cache: resumable, bounded, and once for all who want it at the same time.
+
+A source is not believed: what it sends is counted and hashed, and a file that changes while it is read is read anew.
+"""
+
+import errno
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from http import HTTPStatus
+
+import httpx2
+import msgspec
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.cache import Blob, Cache, Lease, Partial, Record, key_of
+
+PIECE_BYTES = 1 << 20
+# Tries in a row in which nothing arrived, and the pause after the first of them.
+MAX_VAIN_TRIES = 4
+FIRST_PAUSE_S = 0.2
+# While somebody else fetches the file.
+LOOK_S = 0.05
+
+
+class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file at an address.
+
+    `identity` stands for its content: the same one never stands for two. `size`, `sha256` and `etag` are what is known before.
+    """
+
+    url: str
+    what: str
+    identity: str
+    size: int | None = None
+    sha256: str | None = None
+    etag: str | None = None
+    headers: dict[str, str] = {}
+
+
+class Changed(Exception):
+    """Raised where a source sends another content than it began with."""
+
+
+class Interrupted(Exception):
+    """Raised where a connection fails in a way that another try may mend."""
+
+
+class Totals:
+    """Bytes of all files of one fetch, told to `report` at most ten times a second."""
+
+    def __init__(self, report: Callable[[int, int | None], None], total: int | None) -> None:
+        self._report = report
+        self._total = total
+        self._done: dict[str, int] = {}
+        self._told_at = 0.0
+        self._lock = threading.Lock()
+
+    def set(self, identity: str, done: int) -> None:
+        """So much of a file is here."""
+        with self._lock:
+            self._done[identity] = done
+            if time.monotonic() - self._told_at >= 0.1:
+                self._told_at = time.monotonic()
+                self._report(sum(self._done.values()), self._total)
+
+
+class Downloader:
+    """Brings files into a cache. Its methods block, and may run in several threads."""
+
+    def __init__(self, client: httpx2.Client, cache: Cache, *, max_bytes: int, stall_s: float, totals: Totals) -> None:
+        self.stop = threading.Event()
+        self._client = client
+        self._cache = cache
+        self._max_bytes = max_bytes
+        self._stall_s = stall_s
+        self._totals = totals
+
+    def bring(self, file: RemoteFile) -> tuple[Blob, Lease]:
+        """A file in the cache, kept from eviction until the lease is closed.
+
+        Raises:
+            RequestError: as a fetch does.
+        """
+        if file.size is not None and file.size > self._max_bytes:
+            raise _too_large(file, self._max_bytes)
+        key = key_of("file", file.identity)
+        while True:
+            if (found := self._find(file, key)) is not None:
+                self._totals.set(file.identity, found[0].size)
+                return found
+            self._require_wanted()
+            partial = self._cache.open_partial(key)
+            if partial is None:
+                self._totals.set(file.identity, self._cache.partial_size(key))
+                self.stop.wait(LOOK_S)
+                continue
+            with partial:
+                # Whoever had it before may have finished it between the two looks.
+                if self._find(file, key) is not None:
+                    partial.remove()
+                    continue
+                blob = self._fill(partial, file)
+                self._cache.put(partial, blob.sha256)
+                self._cache.write_record(key, Record({"": blob}))
+
+    def _find(self, file: RemoteFile, key: str) -> tuple[Blob, Lease] | None:
+        """The file if it is in the cache: by its digest, or because this identity was fetched before."""
+        record = self._cache.read_record(key)
+        blob = record.files[""] if record is not None else None
+        if file.sha256 is not None:
+            size = self._cache.size(file.sha256)
+            blob = Blob(file.sha256, size) if size is not None else None
+        if blob is None or (lease := self._cache.lease({blob.sha256: blob.size})) is None:
+            return None
+        return blob, lease
+
+    def _fill(self, partial: Partial, file: RemoteFile) -> Blob:
+        """Have the whole file in `partial`; returns what it is. What turned out to be wrong does not stay."""
+        resumed = partial.size > 0
+        try:
+            while True:
+                found = Transfer(partial, file, self._cache, self._max_bytes, self._moved(file)).run(self._client, self._stall_s, self.stop)
+                if file.sha256 in (None, found.sha256):
+                    return found
+                os.ftruncate(partial.descriptor, 0)
+                if not resumed:
+                    raise RequestError(
+                        ErrorCode.DIGEST_MISMATCH, f"{file.what}: expected sha256:{file.sha256}, found sha256:{found.sha256}"
+                    )
+                resumed = False  # what an earlier process left may be of an older content: once more from the start
+        except RequestError as error:
+            if error.code in (ErrorCode.DIGEST_MISMATCH, ErrorCode.TOO_LARGE, ErrorCode.UNSUPPORTED_FORMAT):
+                partial.remove()
+            raise
+
+    def _moved(self, file: RemoteFile) -> Callable[[int], None]:
+        def moved(done: int) -> None:
+            self._require_wanted()
+            self._totals.set(file.identity, done)
+
+        return moved
+
+    def _require_wanted(self) -> None:
+        if self.stop.is_set():
+            raise RequestError(ErrorCode.CANCELLED, "another file of the same source failed")
+
+
+class Transfer:
+    """One file on its way: what of it is here, and its digest so far."""
+
+    def __init__(self, partial: Partial, file: RemoteFile, cache: Cache, max_bytes: int, moved: Callable[[int], None]) -> None:
+        self._descriptor = partial.descriptor
+        self._file = file
+        self._cache = cache
+        self._max_bytes = max_bytes
+        self._moved = moved
+        self._etag = file.etag
+        self._size = file.size
+        self._done = 0
+        self._digest = hashlib.sha256()
+
+    def run(self, client: httpx2.Client, stall_s: float, stop: threading.Event) -> Blob:
+        """Continue where the file ends, as often as that brings it on."""
+        self._read_what_is_here()
+        vain, changes = 0, 0
+        while self._size is None or self._done < self._size or self._size == 0:
+            before = self._done
+            try:
+                self._receive(client, stall_s)
+                break
+            except Changed as change:
+                changes += 1
+                if changes > 1:
+                    raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: changed while it was read: {change}") from None
+                self._restart()
+            except Interrupted as error:
+                vain = 0 if self._done > before else vain + 1
+                if vain >= MAX_VAIN_TRIES:
+                    raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: {error}") from None
+                stop.wait(FIRST_PAUSE_S * 2**vain)
+        return Blob(self._digest.hexdigest(), self._done)
+
+    def _read_what_is_here(self) -> None:
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        while piece := os.read(self._descriptor, PIECE_BYTES):
+            self._digest.update(piece)
+            self._done += len(piece)
+            self._moved(self._done)
+        if self._size is not None and self._done > self._size:
+            self._restart()
+
+    def _restart(self) -> None:
+        """From the first byte, of whatever the source has now."""
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        self._done, self._digest = 0, hashlib.sha256()
+        self._etag, self._size = self._file.etag, self._file.size
+
+    def _receive(self, client: httpx2.Client, stall_s: float) -> None:
+        """One request for what is missing; returns when the source has sent all of it."""
+        what = self._file.what
+        try:
+            with client.stream("GET", self._file.url, headers=self._request_headers()) as response:
+                self._accept(response)
+                for piece in response.iter_raw():
+                    self._write(piece)
+            if self._size is not None and self._done < self._size:
+                raise Interrupted(f"expected {self._size} bytes, found {self._done}")
+        except httpx2.ReadTimeout:
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the source sent nothing for {stall_s:g} s") from None
+        except httpx2.TooManyRedirects:
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the source redirects without end") from None
+        except (httpx2.TimeoutException, httpx2.ConnectError) as error:
+            raise Interrupted(f"the source cannot be reached ({type(error).__name__})") from None
+        except httpx2.HTTPError as error:
+            raise Interrupted(f"the connection failed after {self._done} bytes ({type(error).__name__})") from None
+
+    def _request_headers(self) -> dict[str, str]:
+        headers = {**self._file.headers, "Accept-Encoding": "identity"}
+        if self._done:
+            headers["Range"] = f"bytes={self._done}-"
+            # With a weak one a server would always send everything.
+            if self._etag and not self._etag.startswith("W/"):
+                headers["If-Range"] = self._etag
+        return headers
+
+    def _accept(self, response: httpx2.Response) -> None:
+        """Whether an answer continues what is here, or begins anew; nothing of its body was read yet."""
+        status = response.status_code
+        if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._done:
+            raise Changed("it has no more than was read")
+        if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+            raise_for_status(response, self._file.what)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: the source sent it compressed, which was not asked for")
+        etag = response.headers.get("etag")
+        if self._done and status == HTTPStatus.OK:
+            # It cannot continue, or has another content now: this is all of it.
+            self._restart()
+        if self._etag and etag and etag.removeprefix("W/") != self._etag.removeprefix("W/"):
+            raise Changed(f"expected the ETag {self._etag[:80]}, found {etag[:80]}")
+        self._etag = etag or self._etag
+        self._accept_size(_whole_size(response, self._done))
+
+    def _accept_size(self, size: int | None) -> None:
+        if size is None:
+            return
+        if self._size is not None and size != self._size:
+            raise Changed(f"expected {self._size} bytes, found {size}")
+        if size > self._max_bytes:
+            raise _too_large(self._file, self._max_bytes)
+        if self._size is None or self._done == 0:
+            self._cache.make_room(size - self._done, self._file.what)
+        self._size = size
+
+    def _write(self, piece: bytes) -> None:
+        if self._done == 0:
+            refuse_magic(piece, self._file.what)
+        if self._done + len(piece) > (self._max_bytes if self._size is None else self._size):
+            if self._size is None:
+                raise _too_large(self._file, self._max_bytes)
+            raise Changed(f"expected {self._size} bytes, found more")
+        view = memoryview(piece)
+        while view:
+            view = view[self._write_some(view) :]
+        self._digest.update(piece)
+        self._done += len(piece)
+        self._moved(self._done)
+
+    def _write_some(self, view: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, view)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        self._cache.make_room(len(view), self._file.what)
+        try:
+            return os.write(self._descriptor, view)
+        except OSError as error:
+            raise RequestError(ErrorCode.CACHE_FULL, f"{self._file.what}: cannot be written to the cache: {error.strerror}") from None
+
+
+def raise_for_status(response: httpx2.Response, what: str) -> None:
+    """The error that an answer's status stands for; only the status is told, an answer may repeat what was secret."""
+    status = response.status_code
+    found = f"the source answered {status}"
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{what}: {found}: its credentials are missing or not enough")
+    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: {found}")
+    if status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500:
+        raise Interrupted(found)
+    raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: {found}, expected a file")
+
+
+# How archives and pickle files begin, whatever they are called: zip, gzip, 7z, and pickle of protocol 2 to 5.
+MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"7z\xbc\xaf", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+def refuse_magic(piece: bytes, what: str) -> None:
+    """Raises RequestError (UnsupportedFormat) for what is never read, before the rest of it is fetched.
+
+    A safetensors file begins with the length of its header, whose bytes may be such, and a brace.
+    """
+    if piece.startswith(MAGIC) and piece[8:9] != b"{":
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a safetensors or text file, found a pickle file or an archive")
+
+
+def _whole_size(response: httpx2.Response, done: int) -> int | None:
+    """The length of the whole file, as an answer says; Changed where it continues elsewhere than where it was asked to."""
+    if response.status_code == HTTPStatus.PARTIAL_CONTENT:
+        span, _, whole = response.headers.get("content-range", "").removeprefix("bytes ").partition("/")
+        if not span.startswith(f"{done}-"):
+            raise Changed(f"asked for bytes from {done} on, found {span[:40]!r}")
+        return int(whole) if whole.isdecimal() else None
+    length = response.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else None
+
+
+def _too_large(file: RemoteFile, max_bytes: int) -> RequestError:
+    return RequestError(ErrorCode.TOO_LARGE, f"{file.what}: expected at most {max_bytes} bytes, found more")
+
+
+def bring_all(downloader: Downloader, files: Mapping[str, RemoteFile], stack: ExitStack) -> dict[str, Blob]:
+    """Several files at once, by their names in a tree; the leases are with `stack`."""
+
+    def bring(file: RemoteFile) -> tuple[Blob, Lease]:
+        try:
+            return downloader.bring(file)
+        except BaseException:
+            downloader.stop.set()
+            raise
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        running = {name: pool.submit(bring, file) for name, file in files.items()}
+    failures = [error for future in running.values() if (error := future.exception()) is not None]
+    # The first failure stopped the others; theirs say nothing.
+    for error in sorted(failures, key=lambda error: isinstance(error, RequestError) and error.code is ErrorCode.CANCELLED):
+        raise error
+    blobs: dict[str, Blob] = {}
+    for name, future in running.items():
+        blobs[name], lease = future.result()
+        stack.callback(lease.close)
+    return blobs

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server tells the process that fetches for it, and what that says back: JSON lines on its standard input and output."""
+
+import enum
+
+import msgspec
+
+from diffusion_worker.errors import ErrorCode
+from diffusion_worker.sources.source import Source
+
+GIB = 1 << 30
+
+
+class Wanted(enum.StrEnum):
+    """What is fetched."""
+
+    ADAPTER = "adapter"
+    MODEL = "model"
+
+
+class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one fetch; `stall_s` is how long a source may send nothing at all."""
+
+    adapter_bytes: int = 16 * GIB
+    model_bytes: int = 1024 * GIB
+    stall_s: float = 60.0
+    # Address space: the libraries of the kinds map about 1 GiB, and a fetch itself needs some megabytes.
+    memory_bytes: int = 8 * GIB
+
+
+class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One fetch. It names secrets and holds none."""
+
+    # The process ends with the one that started it.
+    parent_pid: int
+    source: Source
+    wanted: Wanted
+    # Of an adapter, for messages.
+    name: str
+    digest: str | None
+    deadline_s: float
+    cache_dir: str
+    cache_bytes: int | None
+    secrets_dir: str
+    allow_http: bool
+    limits: FetchLimits
+
+    @property
+    def what(self) -> str:
+        """The beginning of every message."""
+        return f"adapter {self.name!r}" if self.wanted is Wanted.ADAPTER else "model"
+
+    @property
+    def max_bytes(self) -> int:
+        """The most that may be fetched."""
+        return self.limits.adapter_bytes if self.wanted is Wanted.ADAPTER else self.limits.model_bytes
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Bytes so far, and in all where that is known."""
+
+    done: int
+    total: int | None
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """It is in the cache: a path there, and the blobs it needs, by their digests without `sha256:`."""
+
+    path: str
+    digest: str
+    revision: str | None
+    size_bytes: int
+    blobs: list[str]
+    # What somebody should know who reads the log.
+    note: str | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Why it is not."""
+
+    code: ErrorCode
+    message: str
+
+
+Event = Progress | Done | Failed

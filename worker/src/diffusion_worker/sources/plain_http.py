@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of kind http: one file at an address, whose digest is known before."""
+
+import re
+from urllib.parse import urlsplit
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.downloading import RemoteFile
+from diffusion_worker.sources.in_place import refuse_endings
+from diffusion_worker.sources.job import Wanted
+from diffusion_worker.sources.resolving import Question, Resolved
+from diffusion_worker.sources.selection import ADAPTER_WEIGHTS
+from diffusion_worker.sources.source import HttpSource
+from diffusion_worker.sources.transport import require_scheme
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def http_digest(source: HttpSource) -> str:
+    """The digest of the file in lower case; raises RequestError (InvalidRequest)."""
+    digest = source.sha256.lower().removeprefix("sha256:")
+    if not SHA256.fullmatch(digest):
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"source.http.sha256: expected 64 hexadecimal digits, found {source.sha256[:80]!r}")
+    return digest
+
+
+def resolve_http(source: HttpSource, question: Question) -> Resolved:
+    """Nothing is asked: the address and the digest say all. Raises RequestError (InvalidRequest, UnsupportedFormat)."""
+    if question.wanted is Wanted.MODEL:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: a model is a folder, and an address over http is one file")
+    try:
+        parts = urlsplit(source.url)
+        has_host, has_user = bool(parts.hostname), parts.username is not None
+    except ValueError:
+        has_host, has_user = False, False
+    if not has_host or has_user:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "source.http.url: expected https://host/path without a user's name")
+    require_scheme(parts.scheme, allow_http=question.allow_http)
+    # Without the query, which may be a signature.
+    what = f"{question.what}: {parts.scheme}://{parts.netloc}{parts.path}"
+    refuse_endings([parts.path], what)
+    digest = http_digest(source)
+    file = RemoteFile(url=source.url, what=what, identity=f"sha256:{digest}", sha256=digest)
+    return Resolved(files={ADAPTER_WEIGHTS: file}, revision=None, folder=False)

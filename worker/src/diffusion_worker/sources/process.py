@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fetching process as its server sees it: started for one job, watched, and ended with its group whatever happens."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.job import Done, Event, Failed, FetchJob, Progress
+
+# What a fetch may take from its server's surroundings. Not there: tokens and keys, which come from mounted Secrets, and proxies,
+# which would connect to addresses that nobody checked.
+INHERITED = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR")
+OWN = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "PYTHONUNBUFFERED": "1"}
+MAX_LINE_BYTES = 1 << 20
+
+# Bytes so far, and in all where that is known.
+Report = Callable[[int, int | None], None]
+
+
+async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Done], None]) -> Done:
+    """Run a job; `adopt` is called while what was fetched is still kept from eviction.
+
+    Raises:
+        RequestError: as the job says; NetworkError where it makes no progress, Timeout at its deadline.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "diffusion_worker.sources",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={name: os.environ[name] for name in INHERITED if name in os.environ} | OWN,
+        start_new_session=True,
+        limit=MAX_LINE_BYTES,
+    )
+    try:
+        async with asyncio.timeout(job.deadline_s):
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            done = await _follow(process.stdout, job, report)
+        adopt(done)
+        return done
+    except TimeoutError:
+        raise RequestError(ErrorCode.TIMEOUT, f"{job.what}: expected it to be fetched within {job.deadline_s:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def _follow(lines: asyncio.StreamReader, job: FetchJob, report: Report) -> Done:
+    """The outcome, with progress on the way."""
+    last: Progress | None = None
+    moved_at = time.monotonic()
+    while True:
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + moved_at + job.limits.stall_s - time.monotonic()):
+                line = await lines.readline()
+        except TimeoutError:
+            why = f"no progress for {job.limits.stall_s:g} s"
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: its source makes {why}") from None
+        if not line:
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: the process that fetches it died")
+        event: Event = msgspec.json.decode(line, type=Event)
+        if isinstance(event, Done):
+            return event
+        if isinstance(event, Failed):
+            raise RequestError(event.code, event.message)
+        if event != last:
+            last, moved_at = event, time.monotonic()
+            report(event.done, event.total)

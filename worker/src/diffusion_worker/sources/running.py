@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fetch from beginning to end, in the process made for it: what is there, what of it is here, the rest, and its header."""
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.header import read_header
+from diffusion_worker.sources.cache import Blob, Cache, Record, key_of
+from diffusion_worker.sources.downloading import Downloader, RemoteFile, Totals, bring_all
+from diffusion_worker.sources.job import Done, FetchJob, Wanted
+from diffusion_worker.sources.plain_http import http_digest, resolve_http
+from diffusion_worker.sources.resolving import Question, Resolved
+from diffusion_worker.sources.selection import ADAPTER_WEIGHTS
+from diffusion_worker.sources.source import HuggingFaceSource, S3Source, Source
+from diffusion_worker.sources.transport import checked_client
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# A model whose source cannot be asked is loaded as it was found last.
+UNREACHABLE = frozenset({ErrorCode.NETWORK_ERROR, ErrorCode.SOURCE_NOT_FOUND})
+
+
+def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: ExitStack) -> Done:
+    """Have what a job wants in the cache; it cannot be evicted until `leases` is closed.
+
+    Raises:
+        RequestError: as `Fetcher` says.
+    """
+    cache = Cache(Path(job.cache_dir), limit_bytes=job.cache_bytes)
+    pinned = _pinned(job)
+    if (known := _known(job, cache, pinned, leases)) is not None:
+        return known
+    with checked_client(allow_http=job.allow_http, read_timeout_s=job.limits.stall_s / 2) as client:
+        question = Question(
+            client=client,
+            wanted=job.wanted,
+            what=job.what,
+            secrets=Path(job.secrets_dir),
+            allow_http=job.allow_http,
+            deadline_s=job.deadline_s,
+        )
+        try:
+            resolved = _pin(resolve(job.source, question), pinned)
+        except RequestError as error:
+            if job.wanted is not Wanted.MODEL or error.code not in UNREACHABLE or (last := _recorded(job, cache, "last", leases)) is None:
+                raise
+            return msgspec.structs.replace(last, note=f"used as it was fetched last, at {last.revision}: {error.message}")
+        sizes = [file.size for file in resolved.files.values()]
+        total = sum(size for size in sizes if size is not None) if None not in sizes else None
+        if total is not None and total > job.max_bytes:
+            raise RequestError(ErrorCode.TOO_LARGE, f"{job.what}: expected at most {job.max_bytes} bytes, found {total}")
+        totals = Totals(report, total)
+        downloader = Downloader(client, cache, max_bytes=job.max_bytes, stall_s=job.limits.stall_s, totals=totals)
+        blobs = bring_all(downloader, resolved.files, leases)
+    return _finish(job, cache, resolved, blobs)
+
+
+def resolve(source: Source, question: Question) -> Resolved:
+    """What a source has. The library of a kind is imported where that kind is asked for."""
+    if source.http is not None:
+        return resolve_http(source.http, question)
+    if source.hugging_face is not None:
+        from diffusion_worker.sources.hub import resolve_hub
+
+        return resolve_hub(source.hugging_face, question)
+    if source.s3 is not None:
+        from diffusion_worker.sources.s3 import resolve_s3
+
+        return resolve_s3(source.s3, question)
+    raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: expected a source that is elsewhere")
+
+
+def _pinned(job: FetchJob) -> str | None:
+    """The digest that the weights of an adapter must have, in hex. Raises RequestError (DigestMismatch)."""
+    pinned = job.digest.lower().removeprefix("sha256:") if job.digest else None
+    if job.source.http is None:
+        return pinned
+    named = http_digest(job.source.http)
+    if pinned not in (None, named):
+        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{job.what}: expected sha256:{pinned}, found that its source names sha256:{named}")
+    return named
+
+
+def _pin(resolved: Resolved, pinned: str | None) -> Resolved:
+    """The weights must have the pinned digest; known before they are fetched where the source tells."""
+    if pinned is None:
+        return resolved
+    weights = resolved.files[ADAPTER_WEIGHTS]
+    if weights.sha256 not in (None, pinned):
+        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{weights.what}: expected sha256:{pinned}, found sha256:{weights.sha256}")
+    files: dict[str, RemoteFile] = {**resolved.files, ADAPTER_WEIGHTS: msgspec.structs.replace(weights, sha256=pinned)}
+    return msgspec.structs.replace(resolved, files=files)
+
+
+def _known(job: FetchJob, cache: Cache, pinned: str | None, leases: ExitStack) -> Done | None:
+    """What needs no network: a pinned digest that is here, or a commit, which never changes."""
+    if pinned is not None:
+        if (found := _recorded(job, cache, pinned, leases)) is not None:
+            return found
+        size = cache.size(pinned)
+        if _is_single(job.source) and size is not None:
+            return _done(job, cache, Record({ADAPTER_WEIGHTS: Blob(pinned, size)}), leases)
+        return None
+    hub = job.source.hugging_face
+    return _recorded(job, cache, "last", leases) if hub is not None and COMMIT.fullmatch(hub.revision) else None
+
+
+def _is_single(source: Source) -> bool:
+    """Whether a source names one file."""
+    hub: HuggingFaceSource | None = source.hugging_face
+    s3: S3Source | None = source.s3
+    return source.http is not None or (hub is not None and hub.file is not None) or (s3 is not None and not s3.uri.endswith("/"))
+
+
+def _recorded(job: FetchJob, cache: Cache, state: str, leases: ExitStack) -> Done | None:
+    """A state of the source that was fetched before, if all of it is still here."""
+    record = cache.read_record(_state_key(job, state))
+    return _done(job, cache, record, leases) if record is not None else None
+
+
+def _done(job: FetchJob, cache: Cache, record: Record, leases: ExitStack) -> Done | None:
+    blobs = {blob.sha256: blob.size for blob in record.files.values()}
+    lease = cache.lease(blobs)
+    if lease is None:
+        return None
+    leases.callback(lease.close)
+    folder, digest = cache.tree(record.files)
+    if job.wanted is Wanted.ADAPTER:
+        digest = record.files[ADAPTER_WEIGHTS].sha256
+        folder = folder if len(record.files) > 1 else folder / ADAPTER_WEIGHTS
+    return Done(str(folder), f"sha256:{digest}", record.revision, sum(blobs.values()), list(blobs))
+
+
+def _finish(job: FetchJob, cache: Cache, resolved: Resolved, blobs: dict[str, Blob]) -> Done:
+    """Everything is here: look at the header of an adapter, remember what the source had, give it names."""
+    if job.wanted is Wanted.ADAPTER:
+        read_header(cache.blob(blobs[ADAPTER_WEIGHTS].sha256), name=job.name)
+    record = Record(blobs, resolved.revision)
+    states = ["last"] + ([blobs[ADAPTER_WEIGHTS].sha256] if job.wanted is Wanted.ADAPTER else [])
+    for state in states:
+        cache.write_record(_state_key(job, state), record)
+    with ExitStack() as briefly:  # the caller holds leases on all of them already
+        done = _done(job, cache, record, briefly)
+    if done is None:
+        raise RequestError(ErrorCode.CACHE_FULL, f"{job.what}: was evicted while it was fetched")
+    return done
+
+
+def _state_key(job: FetchJob, state: str) -> str:
+    """For one state of one source, whatever Secret it is read with."""
+    source = msgspec.to_builtins(job.source)
+    for kind in source.values():
+        kind.pop("tokenSecretRef", None)
+        kind.pop("credentialsSecretRef", None)
+    hub = os.environ.get("HF_ENDPOINT", "")
+    return key_of("state", job.wanted, hub, msgspec.json.encode(source, order="sorted").decode(), state)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of kind s3, through obstore: it signs, and lists folders; what is signed comes through our own download.
+
+So every address of a file is checked where it is connected to. A listing goes out by obstore's own client, to an endpoint
+whose addresses were checked before.
+"""
+
+from datetime import timedelta
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+import httpx2
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.cache import key_of
+from diffusion_worker.sources.downloading import Interrupted, RemoteFile, raise_for_status
+from diffusion_worker.sources.job import Wanted
+from diffusion_worker.sources.mounted_secrets import read_optional_secret, read_secret
+from diffusion_worker.sources.resolving import Question, Resolved
+from diffusion_worker.sources.selection import ADAPTER_WEIGHTS, adapter_files, model_files, single_adapter
+from diffusion_worker.sources.source import S3Source
+from diffusion_worker.sources.transport import allowed_addresses, require_scheme
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
+
+DEFAULT_REGION = "us-east-1"
+LIST_TIMEOUT_S = 30
+# A signature is of no use longer than this, whoever has it: a week is the most that S3 takes.
+MAX_SIGNED_S = 7 * 86_400
+
+
+def resolve_s3(source: S3Source, question: Question) -> Resolved:
+    """The object of a key, or those of a folder.
+
+    Raises:
+        RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter,
+            InvalidRequest.
+    """
+    bucket = Bucket(source, question)
+    if bucket.key and not bucket.key.endswith("/"):
+        if question.wanted is Wanted.MODEL:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{bucket.what}: a model is a folder, expected a slash at the end")
+        single_adapter(bucket.key, bucket.what)
+        file, revision = bucket.object()
+        return Resolved(files={ADAPTER_WEIGHTS: file}, revision=revision, folder=False)
+    objects = bucket.list()
+    choose = adapter_files if question.wanted is Wanted.ADAPTER else model_files
+    files = {name: bucket.remote(objects[path]) for name, path in choose(list(objects), bucket.what).items()}
+    state = key_of(*(f"{name} {file.etag}" for name, file in sorted(files.items())))
+    return Resolved(files=files, revision=f"etags-{state[:16]}", folder=question.wanted is Wanted.MODEL or len(files) > 1)
+
+
+class Bucket:
+    """Where an `s3://` address leads, with what it takes to read there."""
+
+    def __init__(self, source: S3Source, question: Question) -> None:
+        parts = urlsplit(source.uri)
+        if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"source.s3.uri: expected s3://bucket/key, found {source.uri[:200]!r}")
+        self.what = f"{question.what}: {source.uri}"
+        self.key = parts.path.lstrip("/")
+        self._name = parts.netloc
+        self._client = question.client
+        self._expires = timedelta(seconds=min(question.deadline_s + 60, MAX_SIGNED_S))
+        region = source.region or DEFAULT_REGION
+        self._endpoint = (source.endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
+        _check_endpoint(self._endpoint, question)
+        settings = _settings(source, question)
+        self._signed = "access_key_id" in settings
+        self._store = S3Store(
+            self._name,
+            config={**settings, "endpoint": self._endpoint, "region": region, "virtual_hosted_style_request": False},
+            client_options={"allow_http": question.allow_http, "timeout": timedelta(seconds=LIST_TIMEOUT_S)},
+            retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=LIST_TIMEOUT_S)},
+        )
+
+    def list(self) -> dict[str, Any]:
+        """What is below the key, by its path there. Raises RequestError."""
+        try:
+            found = obstore.list(self._store, self.key or None).collect()
+        except (UnauthenticatedError, PermissionDeniedError):
+            raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{self.what}: its credentials are missing or not enough") from None
+        except FileNotFoundError:
+            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.what}: there is no such bucket") from None
+        except (BaseError, OSError) as error:
+            # Its text repeats the answer, which may name the access key.
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.what}: the bucket cannot be listed ({type(error).__name__})") from None
+        if not found:
+            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.what}: nothing is below it")
+        return {meta["path"].removeprefix(self.key): meta for meta in found}
+
+    def object(self) -> tuple[RemoteFile, str | None]:
+        """The object of the key, and its version or ETag. Raises RequestError."""
+        try:
+            answer = self._client.head(self._url("HEAD", self.key))
+            if answer.status_code != HTTPStatus.OK:
+                raise_for_status(answer, self.what)
+        except Interrupted as error:
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.what}: {error}") from None
+        except httpx2.HTTPError as error:
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.what}: cannot be reached ({type(error).__name__})") from None
+        etag, version = answer.headers.get("etag"), answer.headers.get("x-amz-version-id")
+        length = answer.headers.get("content-length", "")
+        meta = {"path": self.key, "e_tag": etag, "size": int(length) if length.isdecimal() else None}
+        return self.remote(meta), version if version not in (None, "null") else (etag or "").strip('"') or None
+
+    def remote(self, meta: Any) -> RemoteFile:
+        """One object, signed for as long as the fetch may take."""
+        identity = f"{self._endpoint} {self._name} {meta['path']} {meta['e_tag']} {meta['size']}"
+        what = f"{self.what}: {meta['path']}" if meta["path"] != self.key else self.what
+        return RemoteFile(url=self._url("GET", meta["path"]), what=what, identity=identity, size=meta["size"], etag=meta["e_tag"])
+
+    def _url(self, method: Any, path: str) -> str:
+        if self._signed:
+            return obstore.sign(self._store, method, path, self._expires)
+        return f"{self._endpoint}/{self._name}/{quote(path)}"
+
+
+def _settings(source: S3Source, question: Question) -> "S3Config":
+    """The credentials of the source's Secret; without one nothing is signed."""
+    if source.credentials_secret_ref is None:
+        return {"skip_signature": True}
+    name = source.credentials_secret_ref.name
+    settings: S3Config = {
+        "access_key_id": read_secret(question.secrets, name, "accessKeyId"),
+        "secret_access_key": read_secret(question.secrets, name, "secretAccessKey"),
+    }
+    if token := read_optional_secret(question.secrets, name, "sessionToken"):
+        settings["session_token"] = token
+    return settings
+
+
+def _check_endpoint(endpoint: str, question: Question) -> None:
+    parts = urlsplit(endpoint)
+    if not parts.hostname or parts.username is not None or parts.query:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "source.s3.endpoint: expected https://host without a user's name")
+    require_scheme(parts.scheme, allow_http=question.allow_http)
+    allowed_addresses(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files of a repository or a bucket's folder are fetched, and under which names they are kept. Pure."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+
+from diffusion_worker.config import MODEL_INDEXES
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.in_place import ADAPTER_CONFIG, REFUSED_ENDINGS, WEIGHTS, refuse_endings
+
+# What the weights of an adapter are called here, whatever the source calls them.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MODEL_ENDINGS = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab")
+# Copies of the weights in another precision; the plain ones are fetched where there are any.
+VARIANT = re.compile(r"\.(fp16|bf16|fp8|non_ema|ema)[.-]")
+NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+MAX_FILES = 4096
+MAX_DEPTH = 8
+
+
+def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
+    """The files of an adapter's folder, by the names they are kept under: its weights, and its config where it has one.
+
+    Raises:
+        RequestError: UnsupportedFormat, InvalidAdapter.
+    """
+    here = [name for name in names if "/" not in name and _matches(name, patterns)]
+    weights = [name for name in here if name.endswith(WEIGHTS)]
+    chosen = ADAPTER_WEIGHTS if ADAPTER_WEIGHTS in weights else weights[0] if len(weights) == 1 else None
+    if not weights:
+        refuse_endings(here, what)
+        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected a *{WEIGHTS} file, found none")
+    if chosen is None:
+        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected the name of one file, found {', '.join(sorted(weights)[:5])}")
+    return {ADAPTER_WEIGHTS: chosen} | ({ADAPTER_CONFIG: ADAPTER_CONFIG} if ADAPTER_CONFIG in here else {})
+
+
+def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
+    """The files of a model's folder, by their names in it; with `patterns` those that match one, but never a pickle file.
+
+    Raises:
+        RequestError: UnsupportedFormat.
+    """
+    visible = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    allowed = [name for name in visible if not name.lower().endswith(REFUSED_ENDINGS)]
+    chosen = [name for name in allowed if _matches(name, patterns)] if patterns else _usual(allowed)
+    if not any(name in MODEL_INDEXES for name in chosen):
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a diffusers folder, found no {' or '.join(MODEL_INDEXES)} in it"
+        )
+    if not any(name.endswith(WEIGHTS) for name in chosen):
+        refuse_endings(visible, what)
+    if len(chosen) > MAX_FILES:
+        raise RequestError(ErrorCode.TOO_LARGE, f"{what}: expected at most {MAX_FILES} files, found {len(chosen)}")
+    for name in chosen:
+        require_plain(name, what)
+    return {name: name for name in chosen}
+
+
+def single_adapter(name: str, what: str) -> None:
+    """Raises RequestError (UnsupportedFormat) for the name of a file that is no adapter."""
+    refuse_endings([name], what)
+    if not name.endswith(WEIGHTS):
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a *{WEIGHTS} file, found {name!r}")
+
+
+def require_plain(name: str, what: str) -> None:
+    """Names from a source become names in a folder of ours: only plain ones do. Raises RequestError (UnsupportedFormat)."""
+    parts = name.split("/")
+    if len(parts) > MAX_DEPTH or not all(NAME_PART.fullmatch(part) for part in parts):
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected plain names of files, found {name[:200]!r}")
+
+
+def _usual(names: list[str]) -> list[str]:
+    """What loading reads: texts at the top, texts and plain weights of the components."""
+    files = [name for name in names if name.endswith(MODEL_ENDINGS) and ("/" in name or not name.endswith(WEIGHTS))]
+    plain = {PurePosixPath(name).parent for name in files if name.endswith(WEIGHTS) and not VARIANT.search(PurePosixPath(name).name)}
+    return [name for name in files if PurePosixPath(name).parent not in plain or not VARIANT.search(PurePosixPath(name).name)]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
