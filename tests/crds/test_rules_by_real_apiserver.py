@@ -200,8 +200,8 @@ CREATIONS = [
     ("bucket without ..", lora(source=s3("s3://bkt/a..b/")), lora(source=s3("s3://bkt/../b/")), "must not contain '..'"),
     (
         "endpoint",
-        lora(source=s3("s3://bkt/l/", endpoint="http://minio:9000", region="eu-1")),
-        lora(source=s3("s3://bkt/l/", endpoint="https://user:pass@minio")),
+        lora(source=s3("s3://bkt/l/", endpoint="https://minio:9000", region="eu-1")),
+        lora(source=s3("s3://bkt/l/", endpoint="http://minio:9000")),
         "endpoint",
     ),
     ("A9 claim", lora(source=pvc("a/b")), lora(source=pvc("/a")), "must be relative"),
