@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import torch as torch_files
 from safetensors.numpy import load_file, save_file
 
+CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -24,7 +26,7 @@ def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
     for name, path in made.items():
         if name not in ("empty", "missing"):
             shutil.copytree(like, path)
-    (made["no-config"] / "adapter_config.json").unlink()
+    (made["no-config"] / CONFIG).unlink()
     (made["no-weights"] / WEIGHTS).unlink()
     (made["garbage"] / WEIGHTS).write_bytes(b"these are no tensors" * 100)
     weights = (made["cut"] / WEIGHTS).read_bytes()
@@ -34,9 +36,18 @@ def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
         made["other-shapes"], lambda tensors: {key: np.concatenate([value, value], axis=_outer(key)) for key, value in tensors.items()}
     )
     _rewrite(made["huge-rank"], _of_rank_128)
-    config = json.loads((made["huge-rank"] / "adapter_config.json").read_text())
-    (made["huge-rank"] / "adapter_config.json").write_text(json.dumps({**config, "r": 128, "rank_pattern": {}}))
+    config = json.loads((made["huge-rank"] / CONFIG).read_text())
+    (made["huge-rank"] / CONFIG).write_text(json.dumps({**config, "r": 128, "rank_pattern": {}}))
     return made
+
+
+def changed_adapter(folder: Path, like: Path, *, config: dict[str, Any] | None = None, tensors: Callable[[Any], Any] | None = None) -> Path:
+    """A copy of a peft folder in `folder`, with other settings, and with what `tensors` makes of its torch tensors."""
+    settings = json.loads((like / CONFIG).read_text()) | (config or {})
+    (folder / CONFIG).write_text(json.dumps(settings))
+    state = torch_files.load_file(like / WEIGHTS)
+    torch_files.save_file(tensors(state) if tensors else state, folder / WEIGHTS)
+    return folder
 
 
 def _rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:

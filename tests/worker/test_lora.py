@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on a rank: equal to peft, per row, refused whole when they do not fit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from bad_adapters import changed_adapter
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
@@ -114,63 +113,14 @@ def test_an_adapter_over_the_capacity_of_the_host_is_refused_and_changes_nothing
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 
-def changed(tmp_path: Path, *, config: dict[str, Any] | None = None, tensors: Any = None) -> Path:
-    """A copy of an adapter with another configuration or other tensors."""
-    settings = json.loads((STRIPES / "adapter_config.json").read_text()) | (config or {})
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    state = load_file(STRIPES / "adapter_model.safetensors")
-    save_file(tensors(state) if tensors else state, tmp_path / "adapter_model.safetensors")
-    return tmp_path
-
-
-def first_key(state: dict[str, torch.Tensor], part: str) -> str:
-    return next(key for key in sorted(state) if f"lora_{part}" in key)
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias 'all'"),
-        ({"modules_to_save": ["proj_out"]}, "modules_to_save"),
-        ({"lora_alpha": None}, "lora_alpha None"),
-    ],
-)
-def test_a_kind_of_adapter_that_would_not_be_applied_exactly_is_refused_by_name(tmp_path: Path, config: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says) as refused:
-        read_checkpoint(str(changed(tmp_path, config=config)))
-    assert refused.value.code is ErrorCode.INVALID_ADAPTER
-
-
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        (lambda state: {}, "none at all"),
-        (lambda state: state | {"stranger": torch.ones(2)}, "stranger"),
-        (lambda state: {key: value for key, value in state.items() if key != first_key(state, "B")}, "lora_A only"),
-        (lambda state: state | {first_key(state, "A"): torch.full_like(state[first_key(state, "A")], torch.nan)}, "not finite"),
-        (lambda state: state | {first_key(state, "A"): torch.ones(3, 128)}, "ranks do not meet"),
-    ],
-)
-def test_weights_that_are_no_lora_are_refused_with_the_first_wrong_name(tmp_path: Path, tensors: Any, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
-        read_checkpoint(str(changed(tmp_path, tensors=tensors)))
-
-
-def test_a_digest_that_is_not_the_files_is_refused_with_both(tmp_path: Path) -> None:
-    digest = read_checkpoint(str(STRIPES)).digest
-    with pytest.raises(RequestError, match=digest) as refused:
-        read_checkpoint(str(STRIPES), expected_digest="sha256:" + "0" * 64)
-    assert refused.value.code is ErrorCode.DIGEST_MISMATCH
-    assert "0" * 64 in refused.value.message
-
-
 def test_an_adapter_for_another_model_is_refused_with_the_modules_that_do_not_match(rig: RunnerRig, tmp_path: Path) -> None:
-    folder = changed(tmp_path, tensors=lambda state: {key.replace("transformer_blocks", "blocks"): value for key, value in state.items()})
+    def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key.replace("transformer_blocks", "blocks"): value for key, value in state.items()}
+
+    folder = changed_adapter(tmp_path, STRIPES, tensors=renamed)
     manager = rig.runner.loras
     assert manager is not None
-    with pytest.raises(RequestError, match=r"do not match SD3Transformer2DModel.*: transformer\.blocks\.0.*no such linear layer"):
+    with pytest.raises(RequestError, match=r"do not match SD3Transformer2DModel.*: transformer\.blocks\.0.*no such layer"):
         manager.add_adapter(LoRARequest("other", 5, str(folder)))
     assert manager.list_adapters() == [1, 2]
 
@@ -183,7 +133,7 @@ def test_an_adapter_of_a_rank_over_the_limit_is_refused_with_both_numbers(tmp_pa
 
 
 def test_alpha_and_rank_patterns_and_rank_stabilised_scaling_are_as_in_peft(rig: RunnerRig, tmp_path: Path) -> None:
-    folder = changed(tmp_path, config={"use_rslora": True, "alpha_pattern": {"to_q": 3}})
+    folder = changed_adapter(tmp_path, STRIPES, config={"use_rslora": True, "alpha_pattern": {"to_q": 3}})
     read = read_checkpoint(str(folder))
     model = with_peft(rig, folder).transformer
     for name, factors in read.modules.items():

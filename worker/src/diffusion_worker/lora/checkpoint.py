@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a peft LoRA folder into plain tensors and refuses, by name, whatever it would not apply exactly.
+"""Reads an adapter's folder or file into factors by module, or refuses it: nothing of it is left out and nothing is guessed.
 
-The layout is peft's: `adapter_config.json` and `adapter_model.safetensors` with keys
-`base_model.model.<module>.lora_A.weight` [rank, in] and `…lora_B.weight` [out, rank].
+Where it lies and what it holds is `adapter_file`'s, what names mean `formats`' and `naming`'s, peft's configuration is
+`peft_settings`'. Whether the modules are the model's is found where they are bound (`adapter_layers`).
 """
 
-import hashlib
 import math
-import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
 
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.adapter_file import locate, read_file
+from diffusion_worker.lora.formats import Format, module_path, refuse_other_kinds
+from diffusion_worker.lora.naming import Factors, Model, Written, bind, modules_of
+from diffusion_worker.lora.peft_settings import PeftSettings, read_settings, settings_in_metadata
+from diffusion_worker.lora.recipe import read_recipe
+from diffusion_worker.lora.request import LoadOptions
 from diffusion_worker.messages import Recipe
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight$")
+# Where less of a file's bytes is used, its tensors are copied and the buffer is given back.
+KEPT_SHARE = 0.9
+BASE_MODEL_KEYS = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name")
+PLAIN = LoadOptions()
+ANY_MODEL = Model()
 
 
 class LoRAFactors(msgspec.Struct, frozen=True):
@@ -37,7 +41,11 @@ class LoRAFactors(msgspec.Struct, frozen=True):
 
 
 class LoRACheckpoint(msgspec.Struct, frozen=True):
-    """One adapter as read from its file. `digest` is the sha256 of the weights file; modules are named `component.path`."""
+    """One adapter as read from its file. `digest` is the sha256 of the weights file; modules are named `component.path`.
+
+    `format` is how the file names its tensors, `alpha` is its own where there is one for all modules, `base_model` what its
+    metadata say it was made for.
+    """
 
     digest: str
     size_bytes: int
@@ -58,88 +66,77 @@ def invalid(message: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_ADAPTER, message)
 
 
-def read_checkpoint(folder: str, *, expected_digest: str | None = None, denoiser: str = "transformer") -> LoRACheckpoint:
-    """Read and check an adapter's folder; what says no component is for the `denoiser`.
+def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions = PLAIN, model: Model = ANY_MODEL) -> LoRACheckpoint:
+    """Read and check an adapter; `path` is a folder of peft or diffusers, or one .safetensors file. `name` is for messages.
 
     Raises:
-        RequestError: InvalidAdapter (no such folder, no LoRA, a kind that is not supported) or DigestMismatch.
+        RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, or NoMatchingModules for components it has nothing for.
     """
-    config = _read_config(Path(folder) / CONFIG_FILE)
-    try:
-        data = (Path(folder) / WEIGHTS_FILE).read_bytes()
-    except OSError as error:
-        raise invalid(f"adapter {folder!r}: {WEIGHTS_FILE} cannot be read: {error.strerror}") from None
-    digest = "sha256:" + hashlib.sha256(data).hexdigest()
-    if expected_digest is not None and digest != expected_digest:
-        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"adapter {folder!r}: expected digest {expected_digest}, found {digest}")
-    try:
-        tensors = load_safetensors(data)
-    except SafetensorError as error:
-        raise invalid(f"adapter {folder!r}: {WEIGHTS_FILE} is no safetensors file: {error}") from None
-    modules = {f"{denoiser}.{name}": factors for name, factors in _factors(folder, config, tensors).items()}
-    return LoRACheckpoint(digest=digest, size_bytes=len(data), modules=modules)
+    label = f"adapter {name or path!r}"
+    located = locate(Path(path), label)
+    config = read_settings(located.config, label) if located.config else None
+    file = read_file(located.weights, label)
+    if options.digest is not None and file.digest != options.digest:
+        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected digest {options.digest}, found {file.digest}")
+    refuse_other_kinds(file.tensors, label)
+    written = modules_of(file.tensors, label)
+    settings = {model.denoiser: config} if config else settings_in_metadata(file.header.metadata, label)
+    scaling = {module: _scaling(module, names, settings, model, label) for module, names in written.items()}
+    factors, found = bind(file.tensors, written, scaling.__getitem__, model=model, label=label)
+    found = Format.PEFT if config else found
+    if options.format not in (None, found):
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected format {options.format}, found {found}")
+    checkpoint = LoRACheckpoint(
+        digest=file.digest,
+        size_bytes=file.header.size_bytes,
+        modules=_compact(_of_components(factors, options.components, label), file.header.size_bytes),
+        format=str(found),
+        alpha=_common_alpha(written, settings),
+        base_model=_base_model(file.header.metadata, config),
+        recipe=read_recipe(file.header.metadata, label),
+    )
+    if options.expected_rank not in (None, checkpoint.rank):
+        raise invalid(f"{label}: expected rank {options.expected_rank}, found {checkpoint.rank}")
+    return checkpoint
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise invalid(f"adapter {str(path.parent)!r}: expected a peft folder, but {CONFIG_FILE}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise invalid(f"adapter {str(path.parent)!r}: {CONFIG_FILE} cannot be read: {error}") from None
-    unsupported = {
-        f"peft_type {config.get('peft_type')!r}": config.get("peft_type") != "LORA",
-        "use_dora": config.get("use_dora", False),
-        f"bias {config.get('bias')!r}": config.get("bias", "none") not in ("none", None),
-        "modules_to_save": config.get("modules_to_save"),
-        "lora_bias": config.get("lora_bias", False),
-    }
-    if found := [name for name, present in unsupported.items() if present]:
-        raise invalid(f"adapter {str(path.parent)!r}: expected a plain LoRA, found {', '.join(found)} in {CONFIG_FILE}")
-    return config
+def _scaling(module: str, names: Written, settings: Mapping[str, PeftSettings], model: Model, label: str) -> float:
+    """What a module's product is multiplied with: by its own alpha, by a configuration, or not at all, which is alpha = rank."""
+    component, _, path = module_path(module, denoiser=model.denoiser).partition(".")
+    of_component = settings.get(component)
+    if of_component is None:
+        return names.rank**-1 * names.alpha if names.alpha is not None else 1.0
+    if names.alpha is not None:
+        raise invalid(f"{label}: {module}.alpha: an alpha of its own beside one in the configuration")
+    scaling = of_component.scaling(path, names.rank, f"{label}: {names.a}")
+    if not math.isfinite(scaling):
+        raise invalid(f"{label}: {names.a}: its alpha is not finite")
+    return scaling
 
 
-def _factors(folder: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, LoRAFactors]:
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    strangers = []
-    for key, tensor in tensors.items():
-        match = _KEY.match(key)
-        if match is None:
-            strangers.append(key)
-        else:
-            parts.setdefault(match["module"], {})[match["part"]] = tensor
-    if strangers or not parts:
-        raise invalid(f"adapter {folder!r}: expected LoRA tensors only, found {_first(strangers) or 'none at all'}")
-    return {module: _checked(folder, module, pair, _scaling(folder, config, module, pair)) for module, pair in sorted(parts.items())}
+def _of_components(factors: dict[str, Factors], components: list[str], label: str) -> dict[str, Factors]:
+    found = sorted({module.partition(".")[0] for module in factors})
+    if missing := sorted(set(components) - set(found)):
+        message = f"{label}: has nothing for component {', '.join(missing)}, only for {', '.join(found)}"
+        raise RequestError(ErrorCode.NO_MATCHING_MODULES, message)
+    return {module: pair for module, pair in factors.items() if not components or module.partition(".")[0] in components}
 
 
-def _checked(folder: str, module: str, pair: dict[str, torch.Tensor], scaling: float) -> LoRAFactors:
-    a, b = pair["A"], pair["B"]
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-        raise invalid(f"adapter {folder!r}: {module}: A is {list(a.shape)} and B is {list(b.shape)}, their ranks do not meet")
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise invalid(f"adapter {folder!r}: {module} has values that are not finite")
-    return LoRAFactors(a=a, b=b, scaling=scaling)
+def _compact(factors: dict[str, Factors], size_bytes: int) -> dict[str, LoRAFactors]:
+    """In the order of their names. Tensors are views of the file's bytes, all of which one of them keeps."""
+    kept = sum(pair.a.nbytes + pair.b.nbytes for pair in factors.values())
+    if kept < KEPT_SHARE * size_bytes:
+        factors = {module: Factors(pair.a.clone(), pair.b.clone(), pair.scaling) for module, pair in factors.items()}
+    return {module: LoRAFactors(*factors[module]) for module in sorted(factors)}
 
 
-def _scaling(folder: str, config: dict[str, Any], module: str, pair: dict[str, torch.Tensor]) -> float:
-    """alpha / r (with rank-stabilised scaling alpha / sqrt(r)) of one module, as peft's `LoraLayer` computes it."""
-    if set(pair) != {"A", "B"}:
-        raise invalid(f"adapter {folder!r}: {module} has lora_{''.join(pair)} only")
-    rank = int(pair["A"].shape[0])
-    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or rank == 0:
-        raise invalid(f"adapter {folder!r}: {CONFIG_FILE} has lora_alpha {alpha!r} for {module} of rank {rank}")
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+def _common_alpha(written: Mapping[str, Written], settings: Mapping[str, PeftSettings]) -> float | None:
+    alphas = {of_component.alpha for of_component in settings.values()} if settings else {names.alpha for names in written.values()}
+    return alphas.pop() if len(alphas) == 1 else None
 
 
-def _pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """peft's rule: a pattern is a regular expression for the end of the module's name."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
-
-
-def _first(names: list[str], count: int = 3) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+def _base_model(metadata: Mapping[str, str], config: PeftSettings | None) -> str | None:
+    """A hint for people: short, and without characters that act."""
+    texts = [metadata.get(key) for key in BASE_MODEL_KEYS] + [config.base_model_name_or_path if config else None]
+    text = next((text for text in texts if text), None)
+    return "".join(character for character in text if character.isprintable())[:200] if text else None

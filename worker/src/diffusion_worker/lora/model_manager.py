@@ -8,7 +8,7 @@ that ranks can agree before any of them makes room for an adapter (`register`).
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -18,9 +18,13 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_layers import AdapterLayers, HostAdapter, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.naming import Model
 from diffusion_worker.lora.registry import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
+
+if TYPE_CHECKING:
+    from diffusion_worker.lora.conversion import Convert
 
 PLAIN = LoadOptions()
 
@@ -57,15 +61,17 @@ class DiffusionLoRAManager:
         device: torch.device,
         part_of: Callable[[str], LinearPart | None] = lambda name: None,
         target_modules: Sequence[str] = (),
+        convert: "Convert | None" = None,
         in_use: Callable[[], Iterable[LoRAUse]] = tuple,
     ) -> None:
         """`components` are what adapters may change, `denoiser` the name of the one that they are for unless they say.
 
         `cached` adapters are kept in host memory, and one more while it replaces another; none at all without `slots`.
+        `convert` makes names of an original model diffusers'.
         `device` is where the components compute, wherever their weights are; `in_use` tells what running requests use.
         """
         self._components = dict(components)
-        self._denoiser = denoiser
+        self._model = Model(self._components, denoiser, convert)
         self._slots = slots
         self._cached = cached
         self._in_use = in_use
@@ -112,7 +118,7 @@ class DiffusionLoRAManager:
         if not any(isinstance(part, nn.Linear) for module in self._components.values() for part in module.modules()):
             found = ", ".join(type(module).__name__ for module in self._components.values()) or "no component"
             raise RequestError(ErrorCode.NO_MATCHING_MODULES, f"adapter {name!r}: the model has no layer for adapters in {found}")
-        checkpoint = read_checkpoint(request.lora_path, expected_digest=options.digest, denoiser=self._denoiser)
+        checkpoint = read_checkpoint(request.lora_path, name=name, options=options, model=self._model)
         adapter = self._layers.pack(checkpoint, name=name)
         return Candidate(request, options, adapter, _effect_of(checkpoint), _described(checkpoint, adapter))
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.lora.conversion import Convert
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.model_manager import Candidate, DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
@@ -34,6 +35,7 @@ def make_lora_manager(
     *,
     part_of: Callable[[str], LinearPart | None],
     in_use: Callable[[], Iterable[LoRAUse]],
+    convert: Convert | None,
 ) -> DiffusionLoRAManager:
     """The manager of a pipeline's adapters; raises ConfigError where the options do not go together."""
     if config.max_cached_loras < config.max_loras:
@@ -49,6 +51,7 @@ def make_lora_manager(
         device=device,
         part_of=part_of,
         target_modules=config.lora_target_modules,
+        convert=convert,
         in_use=in_use,
     )
 

@@ -13,6 +13,7 @@ import torch
 
 from diffusion_worker.config import Compile, LoadFormat, Offload, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.placeholders import Placeholders
@@ -110,7 +111,9 @@ class DiffusionModelRunner:
         if self._config.offload is not Offload.NONE and self._tasks is not None:
             for task in self._tasks.served:
                 compute_on(self._tasks.pipeline_of(task), self._device)
-        self.loras = make_lora_manager(self._config, modules, self._device, part_of=kinds.part_of, in_use=self._adapters_in_use)
+        self.loras = make_lora_manager(
+            self._config, modules, self._device, part_of=kinds.part_of, in_use=self._adapters_in_use, convert=converter_of(pipeline)
+        )
         self._compilation = Compilation(self._config.compile, modules)
         self.loras.make_static(self._compilation.regions)
         # After what compiles layers: its hooks stay outside of what is compiled.

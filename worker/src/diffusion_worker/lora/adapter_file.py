@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter's weights file in memory: found, read once, and its digest, tensors and values checked.
+
+The digest is of exactly the bytes that the tensors lie in. A file in place may change at any time, so nothing is read twice.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.header import PICKLE_SUFFIXES, AdapterHeader, TensorEntry, open_file, parse_header, read_beginning, shown
+from diffusion_worker.lora.peft_settings import CONFIG_FILE
+
+PEFT_WEIGHTS = "adapter_model.safetensors"
+DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+FACTOR_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+# Some trainers write alpha as a whole number.
+ALPHA_DTYPES = FACTOR_DTYPES | {"I64": torch.int64, "I32": torch.int32}
+CHUNK_BYTES = 64 << 20
+
+
+class AdapterFile(NamedTuple):
+    """The bytes of a file, all of them read; the tensors are views of one buffer."""
+
+    header: AdapterHeader
+    digest: str
+    tensors: dict[str, torch.Tensor]
+
+
+class Located(NamedTuple):
+    """Where an adapter's weights are, and its peft configuration, where it has one."""
+
+    weights: Path
+    config: Path | None
+
+
+def locate(path: Path, label: str) -> Located:
+    """The files of an adapter's folder or file.
+
+    Raises:
+        RequestError: InvalidAdapter, or UnsupportedFormat for a folder of pickles.
+    """
+    if not path.is_dir():
+        config = path.with_name(CONFIG_FILE)
+        return Located(path, config if path.name == PEFT_WEIGHTS and config.is_file() else None)
+    if (path / CONFIG_FILE).exists() or (path / PEFT_WEIGHTS).exists():
+        return Located(path / PEFT_WEIGHTS, path / CONFIG_FILE)
+    if (path / DIFFUSERS_WEIGHTS).exists():
+        return Located(path / DIFFUSERS_WEIGHTS, None)
+    files = sorted(entry.name for entry in path.iterdir() if entry.suffix == ".safetensors")
+    if len(files) == 1:
+        return Located(path / files[0], None)
+    pickles = sorted(entry.name for entry in path.iterdir() if entry.suffix in PICKLE_SUFFIXES)
+    if pickles and not files:
+        message = f"{label}: expected a .safetensors file, found {shown(pickles[0])}; pickle can run code and is never read"
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, message)
+    found = f"{len(files)} .safetensors files" if files else "none of these"
+    raise _invalid(f"{label}: expected {CONFIG_FILE} with {PEFT_WEIGHTS}, {DIFFUSERS_WEIGHTS} or one .safetensors file, found {found}")
+
+
+def read_file(path: Path, label: str) -> AdapterFile:
+    """Read a weights file and check all of its values.
+
+    Raises:
+        RequestError: InvalidAdapter with the first tensor that is wrong; UnsupportedFormat for a pickle.
+    """
+    label = f"{label}: {path.name}"
+    descriptor = open_file(path, label)
+    try:
+        beginning, size = read_beginning(descriptor, label)
+        header = parse_header(beginning, size, label=label)
+        _check_dtypes(header, label)
+        digest = hashlib.sha256(beginning)
+        buffer = _read_rest(descriptor, size - len(beginning), digest, label)
+    finally:
+        os.close(descriptor)
+    tensors = {name: _view(buffer, entry) for name, entry in header.tensors.items()}
+    _check_finite(buffer, header, tensors, label)
+    tensors = {name: _at_most_single(name, tensor, label) for name, tensor in tensors.items()}
+    return AdapterFile(header, f"sha256:{digest.hexdigest()}", tensors)
+
+
+def _read_rest(descriptor: int, size: int, digest: "hashlib._Hash", label: str) -> torch.Tensor:
+    """The rest of an open file, hashed while a chunk of it is still in the processor's cache."""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    at = 0
+    while at < size:
+        count = os.readv(descriptor, [view[at : at + CHUNK_BYTES]])
+        if not count:
+            raise _invalid(f"{label}: the file became shorter while it was read: {at} of {size} bytes")
+        digest.update(view[at : at + count])
+        at += count
+    if os.read(descriptor, 1):
+        raise _invalid(f"{label}: the file became longer while it was read")
+    return buffer
+
+
+def _check_dtypes(header: AdapterHeader, label: str) -> None:
+    for name, entry in header.tensors.items():
+        allowed = ALPHA_DTYPES if name.endswith(".alpha") else FACTOR_DTYPES
+        if entry.dtype not in allowed:
+            raise _invalid(f"{label}: {name}: expected {', '.join(FACTOR_DTYPES)}, found {entry.dtype}")
+
+
+def _view(buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    data = buffer[entry.begin : entry.end]
+    dtype = ALPHA_DTYPES[entry.dtype]
+    if entry.begin % dtype.itemsize:
+        data = data.clone()  # only aligned bytes can be looked at as numbers
+    return data.view(dtype).view(entry.shape)
+
+
+def _check_finite(buffer: torch.Tensor, header: AdapterHeader, tensors: dict[str, torch.Tensor], label: str) -> None:
+    """Range by range of one dtype, which is one pass over memory; then tensor by tensor to name the first that is wrong."""
+    ranges: list[list[int]] = []
+    dtypes: list[str] = []
+    for entry in sorted(header.tensors.values(), key=lambda entry: entry.begin):
+        if dtypes and dtypes[-1] == entry.dtype:
+            ranges[-1][1] = entry.end
+        else:
+            ranges.append([entry.begin, entry.end])
+            dtypes.append(entry.dtype)
+    looked_at = [TensorEntry(dtype, (-1,), *span) for dtype, span in zip(dtypes, ranges, strict=True)]
+    if all(_is_finite(_view(buffer, entry)) for entry in looked_at):
+        return
+    for name, tensor in tensors.items():
+        if not _is_finite(tensor):
+            raise _invalid(f"{label}: {name} has values that are not finite")
+
+
+def _at_most_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor:
+    """No layer computes in double precision; what is too large without it is infinite."""
+    if tensor.dtype is not torch.float64:
+        return tensor
+    tensor = tensor.float()
+    if not _is_finite(tensor):
+        raise _invalid(f"{label}: {name} has values that are not finite in F32")
+    return tensor
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is infinite or no number; the extremes tell, since no number is both of them."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ADAPTER, message)

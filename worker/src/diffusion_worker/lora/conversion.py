@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of an original model's modules made into diffusers', by diffusers' own functions; the one file here that knows diffusers.
+
+Those functions drop what they do not know without a word, and change values. So every tensor they are given carries its name
+through all they do with it, and a conversion counts only when each of them arrives, with all of its values.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.utils import logging
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.header import shown
+
+# Blocks are counted in loops up to the largest number in a name.
+_LARGE_NUMBER = re.compile(r"\d{4,}")
+
+
+class Converted(NamedTuple):
+    """A tensor under diffusers' name, and the names of those that it was made of."""
+
+    tensor: torch.Tensor
+    sources: frozenset[str]
+
+
+Convert = Callable[[Mapping[str, torch.Tensor], str], dict[str, Converted]]
+
+
+def converter_of(pipeline: Any) -> Convert | None:
+    """How files for this pipeline are converted; None where its class loads no adapters.
+
+    The converter takes the tensors and a label for messages. What it is given may be changed by it.
+
+    Raises:
+        RequestError: InvalidAdapter, when diffusers does not know the names, or would drop some.
+    """
+    load = getattr(type(pipeline), "lora_state_dict", None)
+    if load is None:
+        return None
+    # Blocks of the original U-Net are numbered through; only the configuration tells where one of ours ends.
+    unet = getattr(pipeline, "unet", None)
+    options = {"unet_config": unet.config} if unet is not None else {}
+
+    def convert(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Converted]:
+        if large := [name for name in tensors if _LARGE_NUMBER.search(name)]:
+            raise _invalid(f"{label}: no model has blocks of such a number: {shown(large[0])}")
+        results = _converted(load, {name: _traced(name, tensor) for name, tensor in tensors.items()}, options, label)
+        found = {name: Converted(value.as_subclass(torch.Tensor), _sources(value)) for name, value in results.items()}
+        _check_complete(tensors, found.values(), label)
+        return found
+
+    return convert
+
+
+class _Traced(torch.Tensor):
+    """A tensor that knows the names of all tensors it was made of."""
+
+    sources: frozenset[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        sources = frozenset[str]().union(*(_sources(value) for value in _flat((args, (kwargs or {}).values()))))
+        for value in _flat(result):
+            if isinstance(value, _Traced):
+                value.sources = sources
+        return result
+
+
+def _traced(name: str, tensor: torch.Tensor) -> _Traced:
+    traced = tensor.as_subclass(_Traced)
+    traced.sources = frozenset([name])
+    return traced
+
+
+def _sources(value: Any) -> frozenset[str]:
+    return getattr(value, "sources", frozenset()) if isinstance(value, _Traced) else frozenset()
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | tuple | type({}.values())):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _converted(load: Any, tensors: dict[str, _Traced], options: dict[str, Any], label: str) -> dict[str, Any]:
+    """What diffusers makes of them. It says that it does not know a name by an error of any kind."""
+    names = list(tensors)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # what it drops is found, and told, here
+    try:
+        result = load(tensors, **options)
+    except Exception as error:
+        what = f"{type(error).__name__}: {ascii(str(error))[:200]}"
+        raise _invalid(f"{label}: diffusers cannot convert it ({what}); its first tensor is {shown(names[0])}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    state = result[0] if isinstance(result, tuple) else result
+    return {name: value for name, value in state.items() if isinstance(value, _Traced)}
+
+
+def _check_complete(tensors: Mapping[str, torch.Tensor], results: Collection[Converted], label: str) -> None:
+    """Every tensor is in some result; all of its values are, but for zeros (blocks of zeros between fused projections)."""
+    arrived: dict[str, list[torch.Tensor]] = {}
+    for result in results:
+        for name in result.sources:
+            arrived.setdefault(name, []).append(result.tensor)
+    factors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
+    lost = [name for name, tensor in factors.items() if not _all_there(tensor, arrived.get(name, []))]
+    if lost:
+        first = ", ".join(shown(name) for name in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        raise _invalid(f"{label}: {len(lost)} of {len(factors)} tensors have no place in the model: {first}")
+
+
+def _all_there(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    if not parts or sum(part.numel() for part in parts) >= tensor.numel():
+        return bool(parts)
+    return sum(int(part.count_nonzero()) for part in parts) == int(tensor.count_nonzero())
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ADAPTER, message)

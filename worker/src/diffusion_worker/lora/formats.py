@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the names in an adapter's file say: which module's factor each tensor is, in which format, and what is no plain LoRA.
+
+Names of peft and diffusers are read here; those of the original models (Kohya's and other trainers') become diffusers' names
+in `conversion`.
+"""
+
+import enum
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.header import shown
+
+
+class Format(enum.StrEnum):
+    """How a file names its tensors: `KOHYA` is by the modules of the original model, as Kohya's and other trainers write."""
+
+    PEFT = "peft"
+    DIFFUSERS = "diffusers"
+    KOHYA = "kohya"
+
+
+class Part(enum.Enum):
+    """What a tensor is of its module."""
+
+    A = "A"
+    B = "B"
+    ALPHA = "alpha"
+
+
+class TensorName(NamedTuple):
+    """A name taken apart; `module` is as the file writes it."""
+
+    module: str
+    part: Part
+
+
+PEFT_PREFIX = "base_model.model."
+# No module of a diffusers model begins like this; without a model at hand they tell a file that has to be converted.
+ORIGINAL_PREFIXES = (
+    "diffusion_model.",
+    "lora_unet_",
+    "lora_te",
+    "lora_transformer_",
+    "lycoris_",
+    "text_encoders.",
+    "double_blocks.",
+    "single_blocks.",
+)
+_FACTOR = re.compile(
+    r"(?P<module>.+?)\.(?:lora_(?P<letter>[AB])(?:\.[A-Za-z0-9_-]+)?|(?:lora_|lora\.|lora_linear_layer\.)?(?P<way>down|up))\.weight"
+)
+_ALPHA = re.compile(r"(?P<module>.+)\.alpha")
+_COMPONENT = re.compile(r"(?:transformer|unet|text_encoder)(?:_\d+)?")
+# Of the first attention processors of diffusers: their modules are named for their part in it.
+_OLD_ATTENTION = {"to_q_lora": "to_q", "to_k_lora": "to_k", "to_v_lora": "to_v", "to_out_lora": "to_out.0"}
+_OLD_TEXT_ATTENTION = {"to_q_lora": "q_proj", "to_k_lora": "k_proj", "to_v_lora": "v_proj", "to_out_lora": "out_proj"}
+# What would not be applied exactly, by what tells it; the first that is found is told.
+_OTHER_KINDS = (
+    (re.compile(r"dora_scale|lora_magnitude_vector"), "DoRA"),
+    (re.compile(r"\.lokr_"), "LoKr"),
+    (re.compile(r"\.hada_"), "LoHa"),
+    (re.compile(r"\.lora_mid\b"), "LoCon with a middle factor (Tucker)"),
+    (re.compile(r"\.b?oft_|\.oft_blocks|\.oft_diag"), "OFT"),
+    (re.compile(r"\.on_input$"), "IA3"),
+    (re.compile(r"\.[ab][12]\.weight$"), "GLoRA"),
+    (re.compile(r"\.lora_E$|\.ranknum$"), "AdaLoRA"),
+    (re.compile(r"vera_lambda"), "VeRA"),
+    (re.compile(r"lora_embedding_[AB]"), "LoRA of an embedding"),
+    (re.compile(r"lora_controlnet"), "Control-LoRA"),
+    (re.compile(r"\.diff_b$|\.b_norm$"), "a full difference of a bias (diff_b)"),
+    (re.compile(r"\.diff$|\.w_norm$|\.set_weight$"), "a full difference of a weight (diff)"),
+    (re.compile(r"\.lora_[AB](?:\.[A-Za-z0-9_-]+)?\.bias$|\.lora_(?:up|down)\.bias$|\.lora_bias$"), "LoRA with biases"),
+    (re.compile(r"emb_params|bundle_emb"), "textual inversion"),
+)
+
+
+def refuse_other_kinds(names: Iterable[str], label: str) -> None:
+    """Raises RequestError (UnsupportedFormat) for a kind of adapter that is no plain LoRA, by its name."""
+    for name in names:
+        for pattern, kind in _OTHER_KINDS:
+            if pattern.search(name):
+                raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a plain LoRA, found {kind}: {shown(name)}")
+
+
+def take_apart(name: str) -> TensorName | None:
+    """Which part of which module a tensor is; None for what is no part of a LoRA."""
+    match = _FACTOR.fullmatch(name)
+    if match is not None:
+        return TensorName(match["module"], Part(match["letter"] or {"down": "A", "up": "B"}[match["way"]]))
+    match = _ALPHA.fullmatch(name)
+    return TensorName(match["module"], Part.ALPHA) if match is not None else None
+
+
+def module_path(module: str, *, denoiser: str) -> str:
+    """`component.path` of a module in peft's or diffusers' naming; what names no component is of the denoiser."""
+    if module.startswith(PEFT_PREFIX):
+        return f"{denoiser}.{module.removeprefix(PEFT_PREFIX)}"
+    component, _, path = module.partition(".")
+    if not path or not (component == denoiser or _COMPONENT.fullmatch(component)):
+        component, path = denoiser, module
+    if path.endswith("_lora"):
+        parent, _, attention = path.rpartition(".")
+        table = _OLD_TEXT_ATTENTION if component.startswith("text_encoder") else _OLD_ATTENTION
+        path = f"{parent}.{table.get(attention, attention)}"
+    return f"{component}.{path.replace('.processor.', '.')}"
+
+
+def format_of(modules: Iterable[str], *, converted: bool) -> Format:
+    """The format of a file, by its modules' names as they are in it."""
+    if any(module.startswith(PEFT_PREFIX) for module in modules):
+        return Format.PEFT
+    return Format.KOHYA if converted else Format.DIFFUSERS

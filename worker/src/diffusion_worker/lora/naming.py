@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the tensors of a file to pairs of factors by the model's own modules, by their names or through a conversion.
+
+Every tensor ends in a pair or is the alpha of one; a file of which one does not is refused with the first names.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.formats import ORIGINAL_PREFIXES, Format, Part, format_of, module_path, take_apart
+from diffusion_worker.lora.header import shown
+
+if TYPE_CHECKING:
+    from diffusion_worker.lora.conversion import Convert
+
+
+class Model(NamedTuple):
+    """What an adapter is read for: modules by component name, the one that names without a component mean, and a converter."""
+
+    components: Mapping[str, torch.nn.Module] = {}
+    denoiser: str = "transformer"
+    convert: "Convert | None" = None
+
+    def has(self, module: str) -> bool:
+        """Whether `component.path` is a module of the model; without its components, whether it does not look like another's."""
+        component, _, path = module.partition(".")
+        if not self.components:
+            return not path.startswith(ORIGINAL_PREFIXES)
+        try:
+            self.components[component].get_submodule(path)
+        except (KeyError, AttributeError):
+            return False
+        return True
+
+    def own_name(self, module: str) -> str:
+        """The name as the model has it: a CLIP text model may or may not have an inner module that all others are in."""
+        component, _, path = module.partition(".")
+        inner = component.startswith("text_encoder") and path.startswith("text_model.") and component in self.components
+        if inner and not hasattr(self.components[component], "text_model"):
+            return f"{component}.{path.removeprefix('text_model.')}"
+        return module
+
+
+class Written(NamedTuple):
+    """A module as the file has it: the names of its two factors, its rank, and its alpha where it has one of its own."""
+
+    a: str
+    b: str
+    rank: int
+    alpha: float | None
+
+
+class Factors(NamedTuple):
+    """A pair of factors and what their product is multiplied with."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Written]:
+    """The modules of a file under the names that it gives them.
+
+    Raises:
+        RequestError: InvalidAdapter with the first tensor that is no part of a LoRA, or does not fit its other factor.
+    """
+    parts: dict[str, dict[Part, str]] = {}
+    strangers = []
+    for name in tensors:
+        taken = take_apart(name)
+        if taken is None:
+            strangers.append(name)
+        elif parts.setdefault(taken.module, {}).setdefault(taken.part, name) != name:
+            raise _invalid(f"{label}: {name}: its module has another such tensor, {parts[taken.module][taken.part]}")
+    if strangers or not parts:
+        raise _invalid(f"{label}: expected LoRA tensors only, found {first_of(strangers) or 'none at all'}")
+    return {module: _written(module, names, tensors, label) for module, names in parts.items()}
+
+
+def bind(
+    tensors: Mapping[str, torch.Tensor], written: Mapping[str, Written], scaling: Callable[[str], float], *, model: Model, label: str
+) -> tuple[dict[str, Factors], Format]:
+    """The factors by `component.path`, in the naming of diffusers; `scaling` is asked for a module as the file has it.
+
+    Raises:
+        RequestError: InvalidAdapter, or UnsupportedFormat for names that the model's pipeline cannot convert.
+    """
+    own = {module: model.own_name(module_path(module, denoiser=model.denoiser)) for module in written}
+    if not any(model.has(module) for module in own.values()):
+        foreign = next(
+            (
+                module
+                for module in written
+                if module_path(module, denoiser="").startswith(tuple(f".{prefix}" for prefix in ORIGINAL_PREFIXES))
+            ),
+            None,
+        )
+        if model.convert is None and foreign is not None:
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_FORMAT,
+                f"{label}: {shown(foreign)} is named as in an original model, which this pipeline cannot convert",
+            )
+        try:
+            if model.convert is not None:
+                return _converted(tensors, written, scaling, model=model, label=label), format_of(written, converted=True)
+        except RequestError:
+            if foreign is not None:
+                raise
+    pairs: dict[str, Factors] = {}
+    for module, names in written.items():
+        if own[module] in pairs:
+            raise _invalid(f"{label}: {names.a}: its module {own[module]} has other factors too")
+        pairs[own[module]] = Factors(tensors[names.a], tensors[names.b], scaling(module))
+    return pairs, format_of(written, converted=False)
+
+
+def first_of(names: list[str], count: int = 3) -> str:
+    """The first names, as they stand in a message."""
+    return ", ".join(shown(name) for name in names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
+def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch.Tensor], label: str) -> Written:
+    if Part.A not in names or Part.B not in names:
+        only = next(iter(names.values()))
+        missing = "lora_A, lora_B" if names.keys() == {Part.ALPHA} else f"lora_{'B' if Part.A in names else 'A'}"
+        raise _invalid(f"{label}: {only}: {module} has no {missing}")
+    rank = _rank(names[Part.A], tensors[names[Part.A]], tensors[names[Part.B]], label)
+    alpha = None
+    if Part.ALPHA in names:
+        value = tensors[names[Part.ALPHA]]
+        if value.numel() != 1:
+            raise _invalid(f"{label}: {names[Part.ALPHA]}: expected one number, found shape {list(value.shape)}")
+        alpha = float(value)
+    return Written(names[Part.A], names[Part.B], rank, alpha)
+
+
+def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
+    """The rank where two factors meet; of a convolution the second one is one of 1 x 1, or plain."""
+    fits = a.dim() >= 2 and b.dim() in (2, a.dim()) and a.shape[0] == b.shape[1] and not any(size != 1 for size in b.shape[2:])
+    if not fits or not a.numel() or not b.numel():
+        raise _invalid(f"{label}: {name}: A is {list(a.shape)} and B is {list(b.shape)}, their ranks do not meet")
+    return int(a.shape[0])
+
+
+def _converted(
+    tensors: Mapping[str, torch.Tensor], written: Mapping[str, Written], scaling: Callable[[str], float], *, model: Model, label: str
+) -> dict[str, Factors]:
+    """The factors as diffusers names and splits them. It is told alphas that scale nothing: scaling here rounds nothing."""
+    assert model.convert is not None
+    given = {name: tensors[name] for module in written.values() for name in (module.a, module.b)}
+    given |= {f"{name}.alpha": torch.tensor(float(module.rank)) for name, module in written.items() if module.alpha is not None}
+    module_of = {name: module for module, names in written.items() for name in (names.a, names.b)}
+    found = model.convert(given, label)
+    pairs: dict[str, Factors] = {}
+    for module, names in modules_of({name: converted.tensor for name, converted in found.items()}, label).items():
+        sources = (found[names.a].sources | found[names.b].sources) & module_of.keys()
+        scalings = {scaling(module_of[source]) for source in sources}
+        own = model.own_name(module_path(module, denoiser=model.denoiser))
+        if len(scalings) != 1 or own in pairs:
+            raise _invalid(f"{label}: {min(sources, default=module)}: diffusers makes one module of several")
+        pairs[own] = Factors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
+    return pairs
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ADAPTER, message)
