@@ -28,6 +28,7 @@ from diffusion_worker.messages import (
     Preview,
     Progress,
     PromptCacheStats,
+    Recipe,
     RequestSpec,
     RpcReply,
     StageSeconds,
@@ -89,6 +90,12 @@ class FakeRankGroup:
         # Errors that a load of the adapter in this folder, or a method, answers with.
         self.adapter_errors: dict[str, ErrorReport] = {}
         self.method_errors: dict[str, ErrorReport] = {}
+        # What a load of the adapter in this folder says beside its digest.
+        self.adapter_recipes: dict[str, Recipe] = {}
+        # Copies that the ranks keep of adapters; one more while one replaces another.
+        self.max_cached = 16
+        # Adapters that requests used at once, at the most.
+        self.most_active = 0
         # Pictures of so many pixels and more are out of memory.
         self.out_of_memory_pixels: int | None = None
         # What the ranks say of the model they loaded.
@@ -169,6 +176,8 @@ class FakeRankGroup:
         for spec, count in zip(tick.join, tick.frames or [0] * len(tick.join), strict=True):
             self._active[spec.request_id] = (spec, spec.steps or DEFAULT_STEPS)
             self._frames[spec.request_id] = [frames.pop(0) for _ in range(count)]
+        active = {use.lora_int_id for spec, _ in self._active.values() for use in spec.loras}
+        self.most_active = max(self.most_active, len(active))
         return self._advance(tick)
 
     def _advance(self, tick: Tick) -> TickReport:
@@ -181,6 +190,10 @@ class FakeRankGroup:
             if self.out_of_memory_pixels is not None and (spec.height or 0) * (spec.width or 0) >= self.out_of_memory_pixels:
                 del self._active[request_id]
                 done.failed.append(Failed(request_id, ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "rank 0: out of memory")))
+                continue
+            if any(use.lora_int_id not in self._adapters for use in spec.loras):
+                del self._active[request_id]
+                done.failed.append(Failed(request_id, ErrorReport(ErrorCode.ADAPTER_NOT_LOADED, "rank 0: the adapter is not loaded")))
                 continue
             self._progress(spec, left, done, frames)
             if left == 1:
@@ -230,7 +243,7 @@ class FakeRankGroup:
                 return self._replies(dict(self.features))
             case "add_lora":
                 request = msgspec.msgpack.decode(raw["request"], type=LoRARequest)
-                return self._add_lora(request, msgspec.msgpack.decode(raw["options"], type=LoadOptions).digest)
+                return self._add_lora(request, msgspec.msgpack.decode(raw["options"], type=LoadOptions))
             case "remove_lora":
                 return self._replies(self._adapters.pop(msgspec.msgpack.decode(raw["lora_int_id"], type=int), None) is not None)
             case "list_loras":
@@ -245,15 +258,24 @@ class FakeRankGroup:
                 return self._replies(msgspec.msgpack.decode(raw["is_start"]) or f"/traces/{self.generation}.json")
         raise AssertionError(f"the worker has no method {method}")
 
-    def _add_lora(self, request: LoRARequest, digest: str | None) -> list[RpcReply]:
+    def _add_lora(self, request: LoRARequest, options: LoadOptions) -> list[RpcReply]:
         found = fake_digest(request.lora_path)
         if request.lora_path in self.adapter_errors:
             return self._replies(error=self.adapter_errors[request.lora_path])
-        if digest not in (None, found):
-            message = f"adapter {request.lora_name!r}: expected {digest}, found {found}"
+        if options.digest not in (None, found):
+            message = f"adapter {request.lora_name!r}: expected {options.digest}, found {found}"
             return self._replies(error=ErrorReport(ErrorCode.DIGEST_MISMATCH, message))
-        self._adapters[request.lora_int_id] = request.lora_path
-        return self._replies(LoadedLoRA(found, 8, 24, 4096))
+        kept = self._adapters | {request.lora_int_id: request.lora_path}
+        evicted = []
+        for lora_int_id in options.evict or []:
+            if len(set(kept.values())) > self.max_cached:
+                evicted.append(lora_int_id)
+                kept.pop(lora_int_id, None)
+        if len(set(kept.values())) > self.max_cached + 1:
+            return self._replies(error=ErrorReport(ErrorCode.CAPACITY_EXCEEDED, f"{len(kept)} adapters"))
+        self._adapters = kept
+        recipe = self.adapter_recipes.get(request.lora_path)
+        return self._replies(LoadedLoRA(found, 8, 24, 4096, recipe=recipe, evicted=evicted))
 
     def _replies(self, result: object = None, *, error: ErrorReport | None = None) -> list[RpcReply]:
         raw = None if error else msgspec.msgpack.encode(result)

@@ -14,6 +14,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.server.app import control_app, data_app
+from fake_fetcher import FakeFetcher
 from fake_rank_group import FakeRankGroup
 
 DEADLINE_S = 10.0
@@ -25,7 +26,9 @@ class Edge:
     def __init__(self, group: FakeRankGroup, *, token_path: Path | None = None, **settings: Any) -> None:
         self.config = WorkerConfig(**{"model": "/models/digits", "served_name": "digits", **settings})
         self.ranks = group
-        self.engine = Engine(self.config, group, boot_id="boot-1")
+        group.max_cached = self.config.max_cached_loras
+        self.fetcher = FakeFetcher(self.config)
+        self.engine = Engine(self.config, group, boot_id="boot-1", fetcher=self.fetcher)
         self.data_application = data_app(self.engine)
         self.data = _client(self.data_application)
         self.control = _client(control_app(self.engine, token_path))

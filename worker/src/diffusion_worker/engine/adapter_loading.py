@@ -1,102 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and unloads adapters: on all ranks or on none, beside the ones that run, never in the middle of a step."""
+"""Loads and unloads adapters: on all ranks or on none, beside the ones that run, never in the middle of a step.
+
+Files are fetched side by side; the ranks are told of one adapter after the other. Whoever wants an adapter waits for its one
+load. The newest call for a name wins: a load that it makes needless ends with Conflict, and leaves nothing behind.
+"""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.adapters import Adapter, AdapterTable
-from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, DesiredState, Problem
+from diffusion_worker.engine.adapter_table import AdapterTable
+from diffusion_worker.engine.adapters import Adapter, Load
+from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Problem, Residency
 from diffusion_worker.engine.durations import Durations
 from diffusion_worker.engine.rank_answers import require_success
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoadedLoRA, RpcReply
-from diffusion_worker.sources.source import Source
+from diffusion_worker.sources.fetching import Fetcher
 
 log = logging.getLogger(__name__)
 
-# Taking an adapter out of its slot is a memset; past this a rank is stuck, which its step deadline will notice.
+# Taking an adapter out of memory is quick; past this a rank is stuck, which its step deadline will notice.
 UNLOAD_TIMEOUT_S = 30.0
 # A replaced adapter's running requests may finish this long.
 REPLACE_DRAIN_S = 120.0
+# To load an adapter on a new generation of ranks, from a file that is here.
+RELOAD_TIMEOUT_S = 120.0
 
 Abort = Callable[[list[str], ErrorCode, str], None]
 
 
 class AdapterLoads:
-    """What became of the loads since the start: their codes, OK among them, and how long the successful ones took."""
+    """What became of the loads since the start: their codes, OK among them, how long the successful ones took, and who went."""
 
     def __init__(self) -> None:
         self.codes = Counter[str]()
         self.durations = Durations()
+        # Of those that were brought here from elsewhere.
+        self.fetch_durations = Durations()
+        self.fetched_bytes = 0
+        self.evictions = 0
 
 
 class AdapterLoader:
-    """Keeps the ranks' adapters as the table says."""
+    """Keeps the ranks' adapters as the table says.
 
-    def __init__(self, table: AdapterTable, ranks: RankGroup, *, ranks_total: int, abort: Abort) -> None:
+    `settled` returns when no new generation of ranks is being started, and `require_serving` raises where none can load.
+    """
+
+    def __init__(
+        self,
+        table: AdapterTable,
+        ranks: RankGroup,
+        fetcher: Fetcher,
+        *,
+        ranks_total: int,
+        abort: Abort,
+        settled: Callable[[], Awaitable[None]],
+        require_serving: Callable[[str], None],
+    ) -> None:
         self.loads = AdapterLoads()
         self._table = table
         self._ranks = ranks
+        self._fetcher = fetcher
         self._ranks_total = ranks_total
         self._abort = abort
-        self._loading = asyncio.Lock()
-        self._cleaning: set[asyncio.Task[None]] = set()
-
-    async def load_at_start(self, config: WorkerConfig, desired: DesiredState) -> None:
-        """Try every adapter once; one that fails is kept as Failed and keeps nothing else from serving."""
-        calls = [(name, AdapterCall(operation_id="start", source=Source(path=path))) for name, path in config.preload_loras.items()]
-        for wanted in desired.adapters:
-            call = AdapterCall(operation_id="start", source=wanted.source, digest=wanted.digest, scale=wanted.scale)
-            calls.append((wanted.name, call))
-        for name, call in calls:
-            try:
-                await self.put(name, call)
-            except RequestError as error:
-                log.error("adapter=%s not loaded code=%s: %s", name, error.code, error.message)
+        self._settled = settled
+        self._require_serving = require_serving
+        self._in_order = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def put(self, name: str, call: AdapterCall) -> AdapterDocument:
-        """Have an adapter loaded under a name. One with other bytes is loaded beside the old one and then replaces it.
+        """Have an adapter under a name, loaded unless it is for the first request that wants it.
+
+        What is there with the same content takes over scale, residency and priority. Other content is loaded beside it and
+        then replaces it.
 
         Raises:
-            RequestError: InvalidAdapter, DigestMismatch, CapacityExceeded, RankFailed, Timeout. A loaded adapter of the name
-                stays as it was; without one the name is kept as Failed, with the reason.
+            RequestError: InvalidAdapter and the other codes of files and sources, CapacityExceeded, RankFailed, Timeout,
+                Conflict with a newer call. A loaded adapter of the name stays as it was; without one the name is kept as
+                Failed, with the reason.
         """
-        async with self._loading:
-            existing = self._table.get(name)
-            if existing is not None and _is_wanted(existing, call):
-                existing.scale = call.scale
-                return existing.document(self._ranks_total)
-            adapter = self._table.new(name, call)
-            replaces = existing is not None and existing.state is AdapterState.LOADED
-            if not replaces:
-                self._table.put(adapter)
-            try:
-                self._table.require_slot(adapter)
-                loaded = await self._load(adapter, call)
-                self._require_wanted(adapter, existing if replaces else adapter)
-            except GroupFailed as error:
-                lost = RequestError(ErrorCode.RANK_FAILED, f"adapter {name!r}: the rank group was lost while it was loading: {error}")
-                self._mark_failed(adapter, lost)
-                raise lost from error
-            except RequestError as error:
-                self._mark_failed(adapter, error)
-                raise
-            adapter.loaded = loaded
-            adapter.state = AdapterState.LOADED
-            self.loads.codes["OK"] += 1
-            if replaces and (previous := self._table.put(adapter)) is not None:
-                self._in_background(self._retire(previous, REPLACE_DRAIN_S))
-            log.info("adapter=%s loaded digest=%s rank=%d", name, loaded.digest, loaded.rank)
-            return adapter.document(self._ranks_total)
+        self._table.require_place(name, call)
+        adapter = self._wanted(name, call)
+        if adapter.state is not AdapterState.LOADED and not (adapter.state is AdapterState.CACHED and _is_for_requests(call)):
+            await asyncio.shield(self.begin(adapter, call.deadline_seconds, asked=True).done)
+        return adapter.document(self._ranks_total)
+
+    def begin(self, adapter: Adapter, deadline_s: float, *, asked: bool = False) -> Load:
+        """Begin to load an adapter of the table; the load that runs where one does. Its `done` raises as `put` does."""
+        if adapter.load is not None:
+            adapter.load.asked |= asked
+            return adapter.load
+        load = adapter.load = Load(deadline_s=asyncio.get_running_loop().time() + deadline_s, asked=asked)
+        adapter.error = adapter.progress = None
+        adapter.state = AdapterState.FETCHING if adapter.fetched is None else AdapterState.LOADING
+        adapter.lora_int_id = self._table.next_id()
+        load.task = self._in_background(self._run(adapter, load))
+        return load
 
     async def reload(self) -> None:
         """Load on a new generation of ranks what was loaded on the last one, under the same ids and with the same bytes.
@@ -106,23 +113,10 @@ class AdapterLoader:
         Raises:
             GroupFailed: the new generation is lost as well.
         """
-        async with self._loading:
+        async with self._in_order:
             for adapter in list(self._table):
-                if adapter.loaded is not None and not adapter.unloading:
-                    await self._load_again(adapter, adapter.loaded)
-
-    async def _load_again(self, adapter: Adapter, loaded: LoadedLoRA) -> None:
-        call = AdapterCall(operation_id="restart", source=adapter.source, digest=loaded.digest)
-        try:
-            await self._load(adapter, call)
-            self.loads.codes["OK"] += 1
-        except RequestError as error:
-            log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
-            adapter.loaded = None
-            if adapter.state is AdapterState.LOADED:
-                self._mark_failed(adapter, error)
-            why = f"adapter {adapter.name!r} could not be loaded again after the rank group was lost: {error.message}"
-            self._abort(sorted(adapter.users), ErrorCode.ADAPTER_NOT_LOADED, why)
+                if adapter.state in (AdapterState.LOADED, AdapterState.DRAINING) and not adapter.unloading:
+                    await self._load_again(adapter)
 
     async def delete(self, name: str, *, drain_s: float) -> None:
         """Make a name unknown at once, then unload what it stood for when nobody uses it or the time is over.
@@ -130,12 +124,20 @@ class AdapterLoader:
         Raises:
             RequestError: NotFound, RankFailed, Timeout.
         """
-        if self._table.get(name) is None:
-            raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
+        arriving = self._table.drop_arriving(name)
         adapter = self._table.take_out(name)
-        if adapter is not None:
-            await self._retire(adapter, drain_s)
+        if adapter is None:
+            raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
+        for loading in (arriving, adapter):
+            self._give_up(loading, f"adapter {name!r} was removed while it was loading")
+        await self._retired(adapter, drain_s)
         log.info("adapter=%s unloaded", name)
+
+    def stop(self, reason: RequestError) -> None:
+        """End all loads, and those who wait for them, with an error."""
+        for adapter in self._table:
+            if adapter.load is not None:
+                adapter.load.give_up(reason)
 
     async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
         """Run a method on every rank; raises one RequestError that names the ranks that failed."""
@@ -143,63 +145,265 @@ class AdapterLoader:
         require_success(method, replies)
         return replies
 
-    async def _load(self, adapter: Adapter, call: AdapterCall) -> LoadedLoRA:
+    # --- names ----------------------------------------------------------------------------------------------------------
+
+    def _wanted(self, name: str, call: AdapterCall) -> Adapter:
+        """The adapter of a call: the newest of its name, the one that has the name, or a new one beside them."""
+        newest, current = self._table.newest(name), self._table.get(name)
+        if newest is None or not newest.is_content(call):
+            self._give_up(self._table.drop_arriving(name), f"adapter {name!r}: a newer call asks for another one")
+            newest = current if current is not None and current.is_content(call) else self._added(name, call)
+        newest.describe(call)
+        return newest
+
+    def _added(self, name: str, call: AdapterCall) -> Adapter:
+        adapter, current = self._table.new(name, call), self._table.get(name)
+        if current is not None and current.state is AdapterState.LOADED:
+            self._table.arrive(adapter)
+            return adapter
+        self._table.put(adapter)
+        if current is not None:
+            self._give_up(current, f"adapter {name!r}: a newer call asks for another one")
+            self._release(current)
+        if _is_for_requests(call):
+            adapter.state = AdapterState.CACHED
+        return adapter
+
+    def _give_up(self, adapter: Adapter | None, why: str) -> None:
+        if adapter is not None and adapter.load is not None:
+            adapter.load.give_up(RequestError(ErrorCode.CONFLICT, why))
+
+    # --- one load -------------------------------------------------------------------------------------------------------
+
+    async def _run(self, adapter: Adapter, load: Load) -> None:
+        """From the source to all ranks, and what becomes of the adapter by it."""
         started = time.monotonic()
-        request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": call.source.path}
-        options = {"digest": call.digest, "components": call.components, "format": call.format, "expected_rank": call.expected_rank}
         try:
-            replies = await self.call_all("add_lora", timeout_s=call.deadline_seconds, request=request, options=options)
-            results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
-            if len({result.digest for result in results}) != 1:
-                raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")
+            loaded = await self._brought(adapter, load)
+        except asyncio.CancelledError:
+            self._failed(adapter, load, load.superseded or RequestError(ErrorCode.TERMINATING, "the server is shutting down"))
+        except GroupFailed as error:
+            message = f"adapter {adapter.name!r}: the rank group was lost while it was loading: {error}"
+            self._failed(adapter, load, RequestError(ErrorCode.RANK_FAILED, message))
+        except RequestError as error:
+            self._failed(adapter, load, error)
+        except Exception as error:
+            log.exception("adapter=%s the load broke", adapter.name)
+            self._failed(adapter, load, RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: {type(error).__name__}: {error}"))
+        else:
+            self._succeeded(adapter, load, loaded)
+            self.loads.durations.observe(time.monotonic() - started)
+        self._table.move()
+
+    async def _brought(self, adapter: Adapter, load: Load) -> LoadedLoRA:
+        """Fetch, wait for the turn and for room, tell the ranks; all within the deadline."""
+        try:
+            async with asyncio.timeout_at(load.deadline_s) as limit:
+                await self._fetch(adapter, load)
+                while True:
+                    await self._settled()
+                    async with self._in_order:
+                        self._require_serving(f"adapter {adapter.name!r}")
+                        victims = self._table.room_for(adapter)
+                        if victims is not None:
+                            load.registering = True
+                            limit.reschedule(None)  # the call has a deadline of its own
+                            return await self._register(adapter, victims, timeout_s=max(0.001, _left_s(load)))
+                    load.waits_for_room = True
+                    await self._table.moved()
+        except TimeoutError:
+            raise self._too_late(adapter, load) from None
+
+    async def _fetch(self, adapter: Adapter, load: Load) -> None:
+        if adapter.fetched is None:
+            started = time.monotonic()
+
+            def report(done: int, total: int | None) -> None:
+                adapter.progress = done, total
+
+            adapter.fetched = await self._fetcher.fetch_adapter(
+                adapter.call.source, digest=adapter.pinned, deadline_s=_left_s(load), report=report, name=adapter.name
+            )
+            if adapter.progress is not None:
+                self.loads.fetch_durations.observe(time.monotonic() - started)
+                self.loads.fetched_bytes += adapter.progress[0]
+        adapter.state = AdapterState.LOADING
+
+    async def _register(self, adapter: Adapter, victims: Sequence[Adapter], *, timeout_s: float) -> LoadedLoRA:
+        """Tell the ranks; who has to go for it goes once it was found right, or not at all."""
+        adapter.registered = True
+        for victim in victims:
+            victim.going = True
+        try:
+            loaded = await self._add(adapter, [victim.lora_int_id for victim in victims], timeout_s=timeout_s)
         except RequestError:
             # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
-            self._in_background(self._unload(adapter))
+            self._in_background(self._undo(adapter, adapter.lora_int_id, victims))
             raise
-        self.loads.durations.observe(time.monotonic() - started)
+        except GroupFailed:
+            adapter.registered = False
+            _stay(victims)
+            raise
+        self._evicted(victim for victim in victims if victim.lora_int_id in loaded.evicted)
+        _stay(victims)
+        return loaded
+
+    async def _add(self, adapter: Adapter, evict: list[int], *, timeout_s: float) -> LoadedLoRA:
+        call, fetched = adapter.call, adapter.fetched
+        assert fetched is not None, "the ranks only read what is here"
+        request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": fetched.path}
+        options: dict[str, object] = {"digest": adapter.pinned or fetched.digest, "components": call.components, "evict": evict}
+        options |= {"format": call.format, "expected_rank": call.expected_rank}
+        replies = await self.call_all("add_lora", timeout_s=timeout_s, request=request, options=options)
+        results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
+        if len({result.digest for result in results}) != 1:
+            raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")
         return results[0]
 
-    def _mark_failed(self, adapter: Adapter, error: RequestError) -> None:
-        self.loads.codes[error.code] += 1
-        adapter.state = AdapterState.FAILED
-        adapter.error = Problem(error.code, error.message, error.retryable)
+    def _evicted(self, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            adapter.state, adapter.registered = AdapterState.CACHED, False
+            self.loads.evictions += 1
+            log.info("adapter=%s evicted", adapter.name)
 
-    def _require_wanted(self, adapter: Adapter, holder: Adapter | None) -> None:
-        """After a load: the name must still be held by whom it was, or somebody deleted it meanwhile."""
-        if self._table.get(adapter.name) is not holder:
-            if holder is not adapter:
-                self._in_background(self._unload(adapter))
-            raise RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r} was removed while it was loading")
+    async def _undo(self, adapter: Adapter, lora_int_id: int, victims: Sequence[Adapter] = ()) -> None:
+        """After a load that failed: it is on no rank, and of those that were to go for it only what is not there is gone."""
+        try:
+            await self._unload(lora_int_id)
+            if victims:
+                replies = await self.call_all("list_loras", timeout_s=UNLOAD_TIMEOUT_S)
+                held = msgspec.msgpack.decode(replies[0].result or b"", type=list[int])
+                self._evicted(victim for victim in victims if victim.state is AdapterState.LOADED and victim.lora_int_id not in held)
+        except GroupFailed:
+            pass  # the ranks that had it are gone
+        finally:
+            if adapter.lora_int_id == lora_int_id:  # else it is being loaded again
+                adapter.registered = False
+            _stay(victims)
+            self._table.move()
 
-    async def _retire(self, adapter: Adapter, drain_s: float) -> None:
+    # --- what becomes of it ---------------------------------------------------------------------------------------------
+
+    def _succeeded(self, adapter: Adapter, load: Load, loaded: LoadedLoRA) -> None:
+        adapter.load = None
+        if load.superseded is not None:
+            self._in_background(self._undo(adapter, adapter.lora_int_id))
+            self._release(adapter)
+            return
+        adapter.loaded, adapter.state = loaded, AdapterState.LOADED
+        self._table.touch(adapter)
+        self.loads.codes["OK"] += 1
+        if self._table.get(adapter.name) is not adapter:
+            previous = self._table.put(adapter)
+            if previous is not None:
+                self._in_background(self._retired(previous, REPLACE_DRAIN_S))
+        log.info("adapter=%s loaded digest=%s rank=%d", adapter.name, loaded.digest, loaded.rank)
+        load.end()
+
+    def _failed(self, adapter: Adapter, load: Load, error: RequestError) -> None:
+        """The name keeps what it had; one that had nothing is Failed, or waits for a request that tries again."""
+        adapter.load = None
+        load.end(error)
+        problem = Problem(error.code, error.message, error.retryable)
+        current = self._table.get(adapter.name)
+        if load.superseded is not None:
+            if current is not adapter:
+                self._release(adapter)
+                return
+            problem = Problem(load.superseded.code, load.superseded.message, load.superseded.retryable)
+        self.loads.codes[problem.code] += 1
+        if current is not adapter:
+            self._table.drop_arriving(adapter.name)
+            self._release(adapter)
+            if current is not None:
+                current.error = problem
+            return
+        adapter.error = problem
+        if problem.retryable and not load.asked:
+            adapter.state = AdapterState.CACHED
+        else:
+            self._mark_failed(adapter, problem)
+
+    def _mark_failed(self, adapter: Adapter, problem: Problem) -> None:
+        adapter.state, adapter.error, adapter.loaded = AdapterState.FAILED, problem, None
+        self._release(adapter)
+
+    def _release(self, adapter: Adapter) -> None:
+        """Nobody reads its file any more."""
+        fetched, adapter.fetched = adapter.fetched, None
+        if fetched is not None:
+            self._fetcher.release(fetched)
+
+    def _too_late(self, adapter: Adapter, load: Load) -> RequestError:
+        if load.waits_for_room:
+            holders = ", ".join(self._table.holders())
+            message = f"adapter {adapter.name!r}: expected room in the ranks' memory within its deadline, found it held by {holders}"
+            return RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
+        what = "fetched" if adapter.state is AdapterState.FETCHING else "loaded, behind other loads,"
+        return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {what} within its deadline")
+
+    async def _load_again(self, adapter: Adapter) -> None:
+        try:
+            await self._add(adapter, [], timeout_s=RELOAD_TIMEOUT_S)
+            self.loads.codes["OK"] += 1
+        except RequestError as error:
+            log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
+            self._in_background(self._undo(adapter, adapter.lora_int_id))
+            self.loads.codes[error.code] += 1
+            if adapter.state is AdapterState.LOADED:
+                self._mark_failed(adapter, Problem(error.code, error.message, error.retryable))
+            why = f"adapter {adapter.name!r} could not be loaded again after the rank group was lost: {error.message}"
+            self._abort(sorted(adapter.users), ErrorCode.ADAPTER_NOT_LOADED, why)
+
+    # --- the end of one -------------------------------------------------------------------------------------------------
+
+    async def _retired(self, adapter: Adapter, drain_s: float) -> None:
         """Wait until nobody uses a leaving adapter, end those who still do, unload it."""
+        if adapter.state is not AdapterState.DRAINING:
+            if adapter.load is None:
+                self._release(adapter)
+            return
         try:
             async with asyncio.timeout(drain_s):
                 await adapter.unused.wait()
         except TimeoutError:
             self._abort(sorted(adapter.users), ErrorCode.ADAPTER_REMOVED, f"adapter {adapter.name!r} was removed while in use")
             await adapter.unused.wait()
-        await self._unload(adapter)
-        self._table.forget(adapter)
-
-    async def _unload(self, adapter: Adapter) -> None:
         adapter.unloading = True
-        with contextlib.suppress(GroupFailed):  # the ranks that had it are gone
-            await self.call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=adapter.lora_int_id)
+        try:
+            await self._unload(adapter.lora_int_id)
+        except GroupFailed:
+            pass  # the ranks that had it are gone
+        finally:
+            adapter.registered = False
+            self._table.forget(adapter)
+            self._release(adapter)
+            self._table.move()
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unload(self, lora_int_id: int) -> None:
+        await self.call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=lora_int_id)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._cleaning.add(task)
-        task.add_done_callback(self._cleaned)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
-    def _cleaned(self, task: asyncio.Task[None]) -> None:
-        self._cleaning.discard(task)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("an adapter could not be unloaded: %s", error)
 
 
-def _is_wanted(adapter: Adapter, call: AdapterCall) -> bool:
-    """Whether a loaded adapter is what a call asks for. Without a digest the source decides."""
-    if adapter.state is not AdapterState.LOADED or adapter.loaded is None or adapter.source != call.source:
-        return False
-    return call.digest is None or call.digest == adapter.loaded.digest
+def _left_s(load: Load) -> float:
+    return load.deadline_s - asyncio.get_running_loop().time()
+
+
+def _stay(victims: Sequence[Adapter]) -> None:
+    """The load that they might have gone for is over."""
+    for victim in victims:
+        victim.going = False
+
+
+def _is_for_requests(call: AdapterCall) -> bool:
+    return call.residency is Residency.ON_DEMAND

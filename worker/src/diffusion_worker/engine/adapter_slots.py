@@ -57,7 +57,7 @@ class AdapterSlots:
         first = self._reserved
         return first is None or request.number <= first.number or request.adapters <= self._kept(first)
 
-    def _kept(self, first: QueuedRequest) -> set[int]:
+    def _kept(self, first: QueuedRequest) -> frozenset[int]:
         """Adapters that may go on being joined while one request waits: its own, and others as far as they leave it its slots."""
         others = sorted(self._users.keys() - first.adapters)
         return first.adapters | set(others[: self._slots - len(first.adapters)])

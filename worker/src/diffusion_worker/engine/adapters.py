@@ -2,37 +2,98 @@
 """The adapters a server knows by name, and the requests that use them. Holds no torch: ids stand for what the ranks loaded."""
 
 import asyncio
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 
-from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Problem
-from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import LoadedLoRA, LoRAUse
-from diffusion_worker.sources.source import Source
+import msgspec
+
+from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Problem, Residency
+from diffusion_worker.errors import RequestError
+from diffusion_worker.messages import LoadedLoRA
+from diffusion_worker.sources.fetching import Fetched
+
+LOADING = (AdapterState.FETCHING, AdapterState.LOADING)
+
+
+class Load:
+    """A load in progress, shared by all who wait for it. `deadline_s` is on the event loop's clock."""
+
+    def __init__(self, *, deadline_s: float, asked: bool) -> None:
+        self.deadline_s = deadline_s
+        # For a put; else for requests, which may try again when it failed for a reason that passes.
+        self.asked = asked
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(lambda done: done.exception())  # it may fail when nobody waits any more
+        self.task: asyncio.Task[None] | None = None
+        # The ranks are told already: what they answer has to be heard.
+        self.registering = False
+        self.waits_for_room = False
+        # Why nobody wants it any more.
+        self.superseded: RequestError | None = None
+
+    def end(self, error: RequestError | None = None) -> None:
+        """Tell those who wait."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+    def give_up(self, reason: RequestError) -> None:
+        """Nobody wants it any more, and nobody waits. Past the point of no return it is undone when it is over."""
+        if self.superseded is None:
+            self.superseded = reason
+            self.end(reason)
+            if self.task is not None and not self.registering:
+                self.task.cancel()
+
+
+class Usage:
+    """The requests that used the adapters of one name. Times are monotonic."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.last_s: float | None = None
+
+    def add(self) -> None:
+        """One more, now."""
+        self.requests += 1
+        self.last_s = time.monotonic()
 
 
 class Adapter:
-    """One load of an adapter. The same name loaded again with other bytes is another one, with another id."""
+    """One content of an adapter's name. The same name with other bytes is another one; each load has another id."""
 
-    def __init__(self, name: str, source: Source, *, scale: float, lora_int_id: int) -> None:
+    def __init__(self, name: str, call: AdapterCall, *, usage: Usage) -> None:
         self.name = name
-        self.source = source
-        self.scale = scale
-        self.lora_int_id = lora_int_id
-        self.state = AdapterState.LOADING
+        self.call = call
+        self.usage = usage
+        self.lora_int_id = 0
+        self.state = AdapterState.FETCHING
+        # What the last load found; kept while it is `Cached`.
         self.loaded: LoadedLoRA | None = None
+        self.fetched: Fetched | None = None
+        self.progress: tuple[int, int | None] | None = None
         self.error: Problem | None = None
+        self.load: Load | None = None
+        # The ranks hold its weights, or may hold them.
+        self.registered = False
+        # It may be evicted by the load that runs: until that is over nobody may take it.
+        self.going = False
         # Its weights are about to leave the ranks: a new generation of them is not to have it.
         self.unloading = False
         self.users: set[str] = set()
         self.unused = asyncio.Event()
         self.unused.set()
+        # Numbers of the requests that wait until all of their adapters are there.
+        self.wanted: set[int] = set()
+        # The order of use and of loads.
+        self.touched = 0
 
     @property
-    def holds_slot(self) -> bool:
-        """Whether the ranks keep, or are about to keep, its weights."""
-        return self.state is not AdapterState.FAILED
+    def usable(self) -> bool:
+        """Whether a request may take it now."""
+        return self.state is AdapterState.LOADED and not self.going
 
     @property
     def digest(self) -> str:
@@ -40,115 +101,81 @@ class Adapter:
         assert self.loaded is not None, "only loaded adapters are used"
         return self.loaded.digest
 
+    @property
+    def pinned(self) -> str | None:
+        """The digest that every load of it must find."""
+        return self.loaded.digest if self.loaded else self.call.digest
+
+    @property
+    def resident(self) -> bool:
+        """Whether it is never evicted."""
+        return self.call.residency is Residency.RESIDENT
+
+    def copy_key(self) -> tuple[object, ...]:
+        """Adapters of one key are one copy on the ranks."""
+        if self.loaded is None:
+            return (self.lora_int_id,)
+        return (self.loaded.digest, self.loaded.alpha, *sorted(self.loaded.components))
+
+    def is_content(self, call: AdapterCall) -> bool:
+        """Whether it is what a call asks for, but for its scale, residency and priority.
+
+        With a digest that decides, and without one the source; but what was in memory once may be others' bytes by now.
+        """
+        loaded = self.loaded
+        if self.state is AdapterState.FAILED or set(call.components) != set(self.call.components):
+            return False
+        if loaded and (call.format not in (None, loaded.format) or call.expected_rank not in (None, loaded.rank)):
+            return False
+        if call.digest is not None:
+            return call.digest == self.pinned
+        return call.source == self.call.source and not (self.state is AdapterState.CACHED and loaded)
+
+    def describe(self, call: AdapterCall) -> None:
+        """Take over what of a call needs no load."""
+        self.call = msgspec.structs.replace(call, digest=call.digest or self.call.digest)
+        if self.state is AdapterState.LOADED:
+            self.error = None
+
+    def hold(self, request_id: str) -> None:
+        """A request uses it from now on."""
+        self.users.add(request_id)
+        self.unused.clear()
+        self.usage.add()
+
+    def let_go(self, request_id: str) -> None:
+        """A request uses it no more."""
+        self.users.discard(request_id)
+        if not self.users:
+            self.unused.set()
+
     def document(self, ranks: int) -> AdapterDocument:
         """The adapter as the state document shows it."""
-        loaded = self.loaded
+        loaded, last_s = self.loaded, self.usage.last_s
+        fetched_bytes, total_bytes = (self.progress if self.progress and self.state is AdapterState.FETCHING else None) or (None, None)
         return AdapterDocument(
             name=self.name,
             digest=loaded.digest if loaded else None,
-            source=self.source,
+            source=self.call.source,
             state=self.state,
-            scale=self.scale,
+            scale=self.call.scale,
             rank=loaded.rank if loaded else None,
             modules=loaded.modules if loaded else None,
             size_bytes=loaded.size_bytes if loaded else None,
-            ranks_loaded=ranks if loaded else 0,
+            ranks_loaded=ranks if loaded and self.registered else 0,
             ranks_total=ranks,
             refs=len(self.users),
             error=self.error,
+            revision=self.fetched.revision if self.fetched else None,
+            components=loaded.components if loaded else [],
+            format=loaded.format if loaded else None,
+            alpha=loaded.alpha if loaded else None,
+            base_model=loaded.base_model if loaded else None,
+            recipe=loaded.recipe if loaded else None,
+            residency=self.call.residency,
+            priority=self.call.priority,
+            fetched_bytes=fetched_bytes,
+            total_bytes=total_bytes,
+            requests_total=self.usage.requests,
+            last_request_age_seconds=None if last_s is None else round(time.monotonic() - last_s, 3),
         )
-
-
-class AdapterTable:
-    """Adapters by name, with the ones that are being replaced or removed beside them until nobody uses them."""
-
-    def __init__(self, *, slots: int) -> None:
-        self._slots = slots
-        self._ids = itertools.count(1)
-        self._named: dict[str, Adapter] = {}
-        self._leaving: list[Adapter] = []
-
-    def __iter__(self) -> Iterator[Adapter]:
-        return iter([*self._named.values(), *self._leaving])
-
-    def get(self, name: str) -> Adapter | None:
-        """The adapter of a name, in whatever state."""
-        return self._named.get(name)
-
-    def names(self) -> list[str]:
-        """Names that are served right now."""
-        return sorted(name for name, adapter in self._named.items() if adapter.state is AdapterState.LOADED)
-
-    def new(self, name: str, call: AdapterCall) -> Adapter:
-        """An adapter that is about to be loaded, not yet in the table."""
-        return Adapter(name, call.source, scale=call.scale, lora_int_id=next(self._ids))
-
-    def require_slot(self, adapter: Adapter) -> None:
-        """Raises RequestError (CapacityExceeded) that names what holds the slots."""
-        name = adapter.name
-        holders = [other.name for other in self if other.holds_slot and other is not adapter]
-        others = {holder for holder in holders if holder != name}
-        # The ranks have one slot more than names: a new version of an adapter is loaded beside the old one.
-        if len(others) >= self._slots or len(holders) > self._slots:
-            raise RequestError(
-                ErrorCode.CAPACITY_EXCEEDED,
-                f"adapter {name!r}: expected a free slot, found all {self._slots} held by {', '.join(sorted(holders))}",
-            )
-
-    def put(self, adapter: Adapter) -> Adapter | None:
-        """Make an adapter the one of its name; returns the one it replaces, which then is leaving."""
-        previous = self._named.get(adapter.name)
-        self._named[adapter.name] = adapter
-        return self._leave(previous)
-
-    def take_out(self, name: str) -> Adapter | None:
-        """Remove a name: from now on it is unknown. Returns the adapter, which then is leaving."""
-        return self._leave(self._named.pop(name, None))
-
-    def forget(self, adapter: Adapter) -> None:
-        """A leaving adapter is gone from the ranks."""
-        self._leaving.remove(adapter)
-
-    def resolve(self, name: str) -> Adapter:
-        """The adapter a request asks for; never the base instead.
-
-        Raises:
-            RequestError: NotFound for a name nobody declared, AdapterNotLoaded with the reason for one that is not ready.
-        """
-        adapter = self._named.get(name)
-        if adapter is None:
-            known = ", ".join(self.names()) or "none"
-            raise RequestError(ErrorCode.NOT_FOUND, f"model {name!r} is not known here; loaded adapters: {known}")
-        if adapter.state is not AdapterState.LOADED:
-            why = f": {adapter.error.message}" if adapter.error else ""
-            raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, f"adapter {name!r} is {adapter.state.value}, not Loaded{why}")
-        return adapter
-
-    @contextmanager
-    def used(self, adapter: Adapter | None, request_id: str, scale: float | None) -> Iterator[LoRAUse | None]:
-        """Holds an adapter for one request; None stands for the base.
-
-        Raises:
-            RequestError: InvalidRequest for a scale where there is nothing to scale.
-        """
-        if adapter is None:
-            if scale is not None:
-                message = "lora_scale: expected with it the name of an adapter as model, found the base model"
-                raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "lora_scale"})
-            yield None
-            return
-        adapter.users.add(request_id)
-        adapter.unused.clear()
-        try:
-            yield LoRAUse(adapter.lora_int_id, adapter.scale if scale is None else scale)
-        finally:
-            adapter.users.discard(request_id)
-            if not adapter.users:
-                adapter.unused.set()
-
-    def _leave(self, adapter: Adapter | None) -> Adapter | None:
-        if adapter is None or not adapter.holds_slot:
-            return None
-        adapter.state = AdapterState.DRAINING
-        self._leaving.append(adapter)
-        return adapter

@@ -19,9 +19,11 @@ import msgspec
 
 from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import StepCache, WorkerConfig
-from diffusion_worker.engine import admission
+from diffusion_worker.engine import admission, recipes
 from diffusion_worker.engine.adapter_loading import AdapterLoader, AdapterLoads
-from diffusion_worker.engine.adapters import AdapterTable
+from diffusion_worker.engine.adapter_start import load_at_start
+from diffusion_worker.engine.adapter_table import AdapterTable
+from diffusion_worker.engine.adapter_use import AdapterUse, chosen
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.documents import (
     AdapterCall,
@@ -50,8 +52,9 @@ from diffusion_worker.engine.step_loop import Outcome, StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.engine.warming import warm_up
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import LoRAUse, ModelInfo, PictureInput, RequestSpec
+from diffusion_worker.messages import LoRAUse, ModelInfo, PictureInput, Recipe, RequestSpec
 from diffusion_worker.sources.fetching import Fetcher
+from diffusion_worker.sources.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """The engine of one server process; every method runs on its event loop."""
 
-    def __init__(self, config: WorkerConfig, ranks: RankGroup, *, boot_id: str) -> None:
+    def __init__(self, config: WorkerConfig, ranks: RankGroup, *, boot_id: str, fetcher: Fetcher | None = None) -> None:
         self.config = config
         self.boot_id = boot_id
         self.life = EngineLife()
@@ -77,11 +80,20 @@ class Engine:
         # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
         self.version = importlib.metadata.version("diffusion-worker")
         self._digest = ModelDigest(Path(config.model))
-        self._fetcher = Fetcher(config)
+        self._fetcher = fetcher or Fetcher(config)
         self._model_fetch = ModelFetch(config, self._fetcher)
         self._last_request_at: float | None = None
-        self._adapters = AdapterTable(slots=config.max_loras)
-        self._loader = AdapterLoader(self._adapters, ranks, ranks_total=config.ranks, abort=self._abort)
+        self._adapters = AdapterTable(capacity=config.max_cached_loras, residents=config.max_loras)
+        self._loader = AdapterLoader(
+            self._adapters,
+            ranks,
+            self._fetcher,
+            ranks_total=config.ranks,
+            abort=self._abort,
+            settled=self._settled,
+            require_serving=self._require_serving,
+        )
+        self._adapter_use = AdapterUse(self._adapters, self._loader, config)
         self._operations = Operations()
         self._supervisor = Supervisor(
             self.life,
@@ -125,7 +137,7 @@ class Engine:
         await self._prepare(await self._ranks.start())
         self.life.stage = LoadStage.LOADING_ADAPTERS
         desired = read_desired(self.config.desired_path)
-        await self._loader.load_at_start(self.config, desired)
+        await load_at_start(self._loader, self.config, desired)
         self.life.stage = LoadStage.DONE
         self.life.enter(EngineState.READY)
         self._supervisor.begin()
@@ -143,6 +155,7 @@ class Engine:
         """Stop admission, let running requests finish within the configured time, end the ranks."""
         self.life.loaded = False
         self._digest.end()
+        self._loader.stop(RequestError(ErrorCode.TERMINATING, "the server is shutting down", retry_after_s=1.0))
         if self.state is not EngineState.FAILED:
             self.life.enter(EngineState.TERMINATING)
             await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
@@ -163,33 +176,59 @@ class Engine:
         """
         self.life.require_ready("this request", restarting_too=True)
         assert self._model is not None
+        self._admit(params)
+        most = min(self.config.max_loras_per_request, self.config.max_loras)
+        choices = chosen(params, served_name=self.config.served_name, most=most)
+        self._last_request_at = started = time.monotonic()
+        request_id = uuid.uuid4().hex
+        async with self._adapter_use.taken(choices, request_id) as adapters:
+            # It may have waited, and the server may serve no more.
+            self.life.require_ready("this request", restarting_too=True)
+            recipe, owners = recipes.agreed([(each.name, each.loaded.recipe if each.loaded else None) for each in adapters])
+            params = self._admit(recipes.inherit(params, recipe, owners))
+            scales = [each.call.scale if choice.scale is None else choice.scale for each, choice in zip(adapters, choices, strict=True)]
+            uses = [LoRAUse(each.lora_int_id, scale) for each, scale in zip(adapters, scales, strict=True)]
+            applied = [AppliedAdapter(each.name, each.digest, scale) for each, scale in zip(adapters, scales, strict=True)]
+            pictures = await self._make(params, request_id, uses, recipe, started_s=started, on_event=on_event)
+        return Generation(pictures, self._provenance(params, applied, recipe))
+
+    def _admit(self, params: GenerationParams) -> GenerationParams:
+        """The request with the worker's defaults; raises RequestError where it cannot be served."""
+        assert self._model is not None
         params = admission.with_defaults(params, self.config.defaults, self.config.limits, self._model)
-        accelerated = self.accelerates(params)
         admission.check(params, self.config.limits, self._model)
         admission.check_memory(params, self._model, self._steps.memory.most_load(time.monotonic()))
-        base = params.model is None or params.model == self.config.served_name
-        adapter = None if base else self._adapters.resolve(str(params.model))
-        self._last_request_at = started = time.monotonic()
+        return params
+
+    async def _make(
+        self,
+        params: GenerationParams,
+        request_id: str,
+        uses: list[LoRAUse],
+        recipe: Recipe,
+        *,
+        started_s: float,
+        on_event: Callable[[RequestEvent], None] | None,
+    ) -> list[Picture]:
+        """All pictures of an admitted request; what it waited before is time in the queue."""
         first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
-        request_id = uuid.uuid4().hex
+        waited_s = time.monotonic() - started_s
+        accelerated = self.accelerates(params)
+        specs = [_spec(params, f"{request_id}-{index}", first_seed + index, uses, recipe, accelerated) for index in range(params.n)]
+        frames = [picture.pixels for picture in _input_pictures(params)]
         with ExitStack() as stack:
-            use = stack.enter_context(self._adapters.used(adapter, request_id, params.lora_scale))
-            specs = [_spec(params, f"{request_id}-{index}", first_seed + index, use, accelerated) for index in range(params.n)]
-            frames = [picture.pixels for picture in _input_pictures(params)]
             outcomes = [self._steps.submit(spec, frames, index=index, on_event=on_event) for index, spec in enumerate(specs)]
             for spec in specs:
                 stack.callback(self._steps.forget, spec.request_id)
             made = await asyncio.gather(*outcomes)
-            adapters = [AppliedAdapter(adapter.name, adapter.digest, use.scale)] if adapter and use else []
-        pictures = [_picture(spec, outcome, started) for spec, outcome in zip(specs, made, strict=True)]
-        return Generation(pictures, self._provenance(params, adapters, accelerated))
+        return [_picture(spec, outcome, started_s, waited_s) for spec, outcome in zip(specs, made, strict=True)]
 
     def accelerates(self, params: GenerationParams) -> bool:
         """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
         exact = params.exact or self.config.exact
         return self.config.step_cache is not StepCache.NONE and params.accelerated is not False and not exact
 
-    def _provenance(self, params: GenerationParams, adapters: list[AppliedAdapter], accelerated: bool) -> Provenance:
+    def _provenance(self, params: GenerationParams, adapters: list[AppliedAdapter], recipe: Recipe) -> Provenance:
         assert self._model is not None
         return Provenance(
             model=self.config.served_name,
@@ -202,9 +241,11 @@ class Engine:
             adapters=adapters,
             steps=params.steps or self._model.default_steps,
             guidance_scale=self._model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,
-            accelerated=accelerated,
+            accelerated=self.accelerates(params),
             exact=params.exact or self.config.exact,
             engine=self.version,
+            sigmas=recipe.sigmas,
+            shift=recipe.shift,
         )
 
     @property
@@ -223,14 +264,37 @@ class Engine:
         return self._loader.loads
 
     @property
+    def registered_adapters(self) -> int:
+        """Adapters in the ranks' host memory, for metrics; the same bytes under two names are one."""
+        return self._adapters.registered
+
+    @property
+    def active_adapters(self) -> int:
+        """Different adapters that pictures are being made with, for metrics."""
+        return self._steps.active_adapters
+
+    @property
     def operations_done(self) -> OperationsDone:
         """What became of sleeps and wakes, for metrics."""
         return self._operations.done
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
-        """Names a request may ask for: the base, then the loaded adapters."""
-        adapters = [self._adapters.resolve(name) for name in self._adapters.names()]
+        """Names a request may ask for: the base, then the adapters that are loaded, or would be for it."""
+        adapters = self._adapter_use.served()
         return [(self.config.served_name, None)] + [(adapter.name, adapter.document(self.config.ranks)) for adapter in adapters]
+
+    def model_document(self, name: str) -> AdapterDocument | None:
+        """The adapter that a request with a model's name would use; None for the base. Nothing is loaded by it.
+
+        Raises:
+            RequestError: NotFound, AdapterNotLoaded, as for a request.
+        """
+        return None if name == self.config.served_name else self._adapter_use.resolve(name).document(self.config.ranks)
+
+    def adapter_source(self, name: str) -> Source | None:
+        """Where the adapter of a name came from, in whatever state it is; None where there is none."""
+        adapter = self._adapters.get(name)
+        return adapter.call.source if adapter else None
 
     def state_document(self) -> StateDocument:
         """Everything the control API shows; cheap, and answers in every state."""
@@ -244,7 +308,7 @@ class Engine:
             operation=self._operations.running(),
             last_operation=self._operations.last,
             in_flight=self._steps.running,
-            queued=self._steps.waiting,
+            queued=self._steps.waiting + self._adapter_use.waiting,
             last_request_age_seconds=age,
             load=LoadDocument(self.life.load_stage(total), done, total),
             model=ModelDocument(
@@ -324,6 +388,16 @@ class Engine:
             await self._model_fetch.run()
             self.life.stage = LoadStage.STARTING_RANKS
 
+    async def _settled(self) -> None:
+        """Returns when no generation of ranks is being started, after the first; raises GroupFailed if none comes any more."""
+        if self.state is not EngineState.STARTING:
+            await self._supervisor.settled()
+
+    def _require_serving(self, what: str) -> None:
+        """Raises RequestError where the ranks take no adapter now."""
+        if self.state is not EngineState.STARTING:
+            self.life.require_ready(what, restarting_too=False)
+
     async def _prepare(self, model: ModelInfo) -> None:
         """Have ranks that have just loaded ready to serve; raises ConfigError or GroupFailed."""
         self._model = model
@@ -340,6 +414,7 @@ class Engine:
         if self.life.fail(reason):
             log.error("engine failed: %s", reason)
             self._lost.set()
+            self._loader.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
             self._steps.end(GroupFailed(reason))
 
     def _begin(self, call: OperationCall, kind: str, goal: EngineState, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
@@ -369,13 +444,13 @@ def _input_pictures(params: GenerationParams) -> list[admission.InputPicture]:
     return [*params.images, *([params.mask] if params.mask else [])]
 
 
-def _picture(spec: RequestSpec, made: Outcome, started_s: float) -> Picture:
+def _picture(spec: RequestSpec, made: Outcome, started_s: float, waited_s: float) -> Picture:
     stages = made.stages
-    timings = Timings(made.queued_s, stages.encode, stages.denoise, stages.decode, stages.post, time.monotonic() - started_s)
+    timings = Timings(waited_s + made.queued_s, stages.encode, stages.denoise, stages.decode, stages.post, time.monotonic() - started_s)
     return Picture(made.pixels, made.height, made.width, spec.seed, timings, stages.peak_bytes)
 
 
-def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | None, accelerated: bool) -> RequestSpec:
+def _spec(params: GenerationParams, request_id: str, seed: int, uses: list[LoRAUse], recipe: Recipe, accelerated: bool) -> RequestSpec:
     inputs = [PictureInput(frame, (item.height, item.width, item.channels)) for frame, item in enumerate(_input_pictures(params))]
     return RequestSpec(
         request_id=request_id,
@@ -386,9 +461,11 @@ def _spec(params: GenerationParams, request_id: str, seed: int, use: LoRAUse | N
         width=params.width,
         steps=params.steps,
         guidance_scale=params.guidance_scale,
-        loras=[use] if use else [],
+        loras=uses,
         exact=params.exact,
         accelerated=accelerated,
+        sigmas=recipe.sigmas,
+        shift=recipe.shift,
         task=params.task,
         images=inputs[: len(params.images)],
         mask=inputs[-1] if params.mask else None,

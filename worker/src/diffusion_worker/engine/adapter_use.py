@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapters a request is made with: never others than it names, never fewer, and never while one of them is not there."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from diffusion_worker.config import OnMissing, WorkerConfig
+from diffusion_worker.engine.adapter_loading import AdapterLoader
+from diffusion_worker.engine.adapter_table import AdapterTable
+from diffusion_worker.engine.adapters import LOADING, Adapter
+from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
+from diffusion_worker.engine.documents import AdapterState, Residency
+from diffusion_worker.errors import ErrorCode, RequestError, refused
+
+# A load of a file that is here already is a matter of seconds.
+RETRY_AFTER_S = 5.0
+# What a load says of the whole server, not of its adapter.
+OF_THE_SERVER = (ErrorCode.ASLEEP, ErrorCode.BUSY, ErrorCode.STARTING, ErrorCode.TERMINATING, ErrorCode.ENGINE_FAILED)
+
+
+def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[AdapterChoice]:
+    """The adapters a request names, `model` first, each once.
+
+    Raises:
+        RequestError: InvalidRequest: one is named twice, there are too many, or `lora_scale` is for none or for several.
+    """
+    named = [] if params.model in (None, served_name) else [AdapterChoice(str(params.model))]
+    choices = [*named, *params.loras]
+    names = [choice.name for choice in choices]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise refused("lora", "every adapter once", f"{twice!r} {names.count(twice)} times")
+    if len(choices) > most:
+        raise refused("lora", f"at most {most} adapters in a request", len(choices))
+    if params.lora_scale is None:
+        return choices
+    bare = [choice for choice in choices if choice.scale is None]
+    if len(bare) != 1:
+        found = f"{len(bare)} of {len(choices)} adapters without" if choices else "no adapter, only the base model"
+        raise refused("lora_scale", "with it exactly one adapter that has no scale of its own", found)
+    return [choice if choice.scale is not None else AdapterChoice(choice.name, params.lora_scale) for choice in choices]
+
+
+class AdapterUse:
+    """Hands adapters to requests; those that are not in memory are loaded first, where that is wanted."""
+
+    def __init__(self, table: AdapterTable, loader: AdapterLoader, config: WorkerConfig) -> None:
+        # Requests that wait until their adapters are there.
+        self.waiting = 0
+        self._table = table
+        self._loader = loader
+        self._served_name = config.served_name
+        self._on_missing = config.lora_on_missing
+        self._timeout_s = config.lora_load_timeout_s
+        self._numbers = itertools.count()
+
+    def resolve(self, name: str) -> Adapter:
+        """The adapter a request asks for, ready or to be waited for.
+
+        Raises:
+            RequestError: NotFound for a name nobody declared, AdapterNotLoaded with the reason for one that is not served.
+        """
+        adapter = self._table.get(name)
+        if adapter is None:
+            adapters = ", ".join(self._table.names()) or "none"
+            message = f"model {name!r} is not known here: expected {self._served_name!r} or an adapter of it, which are: {adapters}"
+            raise RequestError(ErrorCode.NOT_FOUND, message)
+        if adapter.state is AdapterState.LOADED or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
+            return adapter
+        why = f": {adapter.error.message}" if adapter.error else ""
+        retry_after_s = None if adapter.state is AdapterState.FAILED else RETRY_AFTER_S
+        message = f"adapter {name!r} is {adapter.state.value}, not Loaded{why}"
+        raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=retry_after_s)
+
+    def served(self) -> list[Adapter]:
+        """Adapters that a request may name now."""
+        return [adapter for name in self._table.names() if (adapter := self._served(name)) is not None]
+
+    @asynccontextmanager
+    async def taken(self, choices: Sequence[AdapterChoice], request_id: str) -> AsyncIterator[list[Adapter]]:
+        """Holds a request's adapters, all of them at once; waits for those that are to be loaded for it.
+
+        Raises:
+            RequestError: NotFound, AdapterNotLoaded; Asleep and the like where the server stopped to serve meanwhile.
+        """
+        adapters = [self.resolve(choice.name) for choice in choices]
+        if not all(adapter.usable for adapter in adapters):
+            adapters = await self._waited_for(choices)
+        for adapter in adapters:
+            adapter.hold(request_id)
+            self._table.touch(adapter)
+        try:
+            yield adapters
+        finally:
+            for adapter in adapters:
+                adapter.let_go(request_id)
+            self._table.move()
+
+    async def _waited_for(self, choices: Sequence[AdapterChoice]) -> list[Adapter]:
+        """All adapters of a request, once they are there together."""
+        number = next(self._numbers)
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    adapters = self._want([self.resolve(choice.name) for choice in choices], number)
+                    missing = [adapter for adapter in adapters if not adapter.usable]
+                    if not missing:
+                        return adapters
+                    await self._bring(missing)
+        except TimeoutError:
+            raise self._too_late(choices) from None
+        finally:
+            self.waiting -= 1
+            self._want([], number)
+
+    def _want(self, adapters: list[Adapter], number: int) -> list[Adapter]:
+        """These, and no others, are waited for by the request of a number."""
+        for other in self._table:
+            other.wanted.discard(number)
+        for adapter in adapters:
+            adapter.wanted.add(number)
+        return adapters
+
+    async def _bring(self, missing: list[Adapter]) -> None:
+        """Returns when the first of these may be there; the loads of the others run meanwhile."""
+        loads = [self._loader.begin(adapter, self._timeout_s) for adapter in missing if not adapter.going]
+        if not loads:
+            await self._table.moved()
+            return
+        try:
+            await asyncio.shield(loads[0].done)
+        except RequestError as error:
+            if error.code in OF_THE_SERVER:
+                raise
+            if loads[0].superseded is None:
+                name = missing[0].name
+                message = f"adapter {name!r} could not be loaded: {error.message}"
+                raise RequestError(
+                    ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details={"cause": error.code}
+                ) from None
+
+    def _too_late(self, choices: Sequence[AdapterChoice]) -> RequestError:
+        found = [adapter for choice in choices if (adapter := self._table.get(choice.name)) is not None and not adapter.usable]
+        states = (f"{adapter.name!r}, which is {adapter.state.value}{_bytes_of(adapter)}" for adapter in found)
+        what = ", ".join(states) or "all of them at once"
+        message = f"expected the adapters of the request within {self._timeout_s:g} s, still waiting for {what}"
+        return RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S)
+
+    def _is_loaded_for_requests(self, adapter: Adapter) -> bool:
+        return self._on_missing is OnMissing.LOAD or adapter.call.residency is Residency.ON_DEMAND
+
+    def _served(self, name: str) -> Adapter | None:
+        try:
+            adapter = self.resolve(name)
+        except RequestError:
+            return None
+        return None if adapter.state in LOADING else adapter
+
+
+def _bytes_of(adapter: Adapter) -> str:
+    if adapter.progress is None or adapter.state is not AdapterState.FETCHING:
+        return ""
+    done, total = adapter.progress
+    return f" ({done} of {total or 'an unknown number of'} bytes)"
