@@ -34,7 +34,10 @@ async def test_an_adapter_is_pushed_to_every_replica_and_its_digest_pinned() -> 
     assert rig.adapter_condition("Loaded") == ("True", "AllGroups")
     assert (status["desiredGroups"], status["loadedGroups"], status["failedGroups"], status["deferredGroups"]) == (2, 2, 0, 0)
     resolved = {key: value for key, value in status["resolved"].items() if key != "resolvedAt"}
-    assert resolved == {"source": "/loras/x", "digest": "sha256:loras-x", "sizeBytes": 100, "rank": 8, "modules": 24}
+    assert resolved == {
+        "source": "/loras/x", "digest": "sha256:loras-x", "sizeBytes": 100, "rank": 8, "alpha": "8", "modules": 24,
+        "components": ("Transformer",), "format": "PEFT", "baseModelHint": "digits",
+    }  # fmt: skip
     assert [(one["group"], one["state"], one["bootId"], one["digest"]) for one in status["instances"]] == [
         (0, "Loaded", "boot-1", "sha256:loras-x"),
         (1, "Loaded", "boot-2", "sha256:loras-x"),
@@ -286,6 +289,7 @@ async def test_an_adapter_whose_deployment_is_deleted_says_so_and_one_made_again
     assert "instances" not in status
     assert "resolved" not in status
     assert status["loadedGroups"] == 0
+    assert (rig.adapter_condition("UpToDate"), rig.adapter_condition("Degraded")) == (("Unknown", "NotLoaded"), ("False", "AsExpected"))
     rig.cluster.put(deployment())
     await rig.run()
     rig.start_all(digests={"/loras/x": "sha256:new"})

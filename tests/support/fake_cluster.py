@@ -133,6 +133,10 @@ class FakeCluster:
         """Reasons, in the order of writing."""
         return [manifest["reason"] for manifest in self._objects.values() if manifest["kind"] == "Event"]
 
+    def notes(self, reason: str) -> list[str]:
+        """What the Events of a reason say."""
+        return [manifest["note"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
+
     def deployment_status(self, name: str = "d") -> Manifest:
         return self._objects[DEPLOYMENT.kind, "default", name].get("status", {})
 

@@ -10,6 +10,9 @@ import json
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
+
+from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_ROUTABLE, POD
 from diffusion_operator.errors import OperatorError
 from diffusion_operator.reconcile.dispatch import reconcile
@@ -125,7 +128,7 @@ class Rig:
     def _load_mounted(self, worker: ScriptedWorker) -> None:
         for wanted in self.desired()["adapters"]:
             try:
-                worker.load_adapter(wanted["name"], wanted["source"]["path"], digest=wanted["digest"], scale=wanted["scale"])
+                worker.load_adapter(wanted["name"], msgspec.convert(wanted, AdapterLoad))
             except OperatorError:
                 continue
         worker.calls.clear()
@@ -151,6 +154,12 @@ class Rig:
 
     def adapter_condition(self, type_: str, name: str = "x") -> tuple[str, str]:
         return _condition(self.adapter_status(name), type_)
+
+    def adapter_message(self, type_: str, name: str = "x") -> str:
+        return next(one["message"] for one in self.adapter_status(name)["conditions"] if one["type"] == type_)
+
+    def instance(self, name: str = "x", group: int = 0) -> dict[str, Any]:
+        return next(one for one in self.adapter_status(name)["instances"] if one["group"] == group)
 
     def states(self, name: str = "d") -> list[str]:
         return [group["state"] for group in self.status(name).get("groups", [])]

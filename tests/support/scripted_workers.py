@@ -3,7 +3,11 @@
 
 from dataclasses import dataclass, field
 
-from diffusion_operator.api.source import AdapterSource, identity
+import msgspec
+
+from diffusion_operator.api.adapter import Residency
+from diffusion_operator.api.adapter_load import AdapterLoad
+from diffusion_operator.api.source import identity
 from diffusion_operator.api.worker_state import (
     AdapterRecord,
     LoadReport,
@@ -30,10 +34,22 @@ class ScriptedWorker:
     failing_operations: int = 0
     """So many sleeps or wakes end with an error."""
     refusals: dict[str, WireError] = field(default_factory=dict)
-    """By path of an adapter's source."""
+    """By identity of an adapter's source."""
     digests: dict[str, str] = field(default_factory=dict)
-    """By path; otherwise made from it."""
+    """By identity; otherwise made from it."""
+    revisions: dict[str, str] = field(default_factory=dict)
+    """By identity: what a branch is found to be."""
+    held: set[str] = field(default_factory=set)
+    """Identities of sources whose load stays in progress until `finish_load`; the put itself goes unanswered."""
+    rank: int = 8
+    components: tuple[str, ...] = ("transformer",)
+    """What the files of adapters have."""
     adapters: dict[str, AdapterRecord] = field(default_factory=dict)
+    loading: dict[str, AdapterRecord] = field(default_factory=dict)
+    draining: dict[str, AdapterRecord] = field(default_factory=dict)
+    loads: list[str] = field(default_factory=list)
+    """What really was loaded, as against `calls`."""
+    _asked: dict[str, AdapterLoad] = field(default_factory=dict)
     operation: Operation | None = None
     last_operation: Operation | None = None
     load: LoadReport = field(default_factory=LoadReport)
@@ -51,7 +67,7 @@ class ScriptedWorker:
             last_operation=self.last_operation,
             load=self.load,
             model=ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5),
-            adapters=tuple(self.adapters.values()),
+            adapters=(*self.adapters.values(), *self.loading.values(), *self.draining.values()),
             failure=self.failure,
             generation=self.generation,
             last_loss=self.last_loss,
@@ -76,27 +92,90 @@ class ScriptedWorker:
         self.last_operation = Operation(operation_id=self.operation.operation_id, kind=kind, error=error)
         self.operation = None
 
-    def load_adapter(self, name: str, path: str, *, digest: str | None = None, scale: float = 1.0) -> None:
+    def load_adapter(self, name: str, load: AdapterLoad) -> None:
+        """A put: taken over where the bytes are here already, else loaded, beside another version of the name."""
         self.calls.append(f"put {name}")
-        found = self.digests.get(path, "sha256:" + path.strip("/").replace("/", "-"))
-        error = self.refusals.get(path)
-        if error is None and digest not in (None, found):
-            error = WireError(code="DigestMismatch", message=f"expected {digest}, found {found}")
-        self.adapters[name] = AdapterRecord(
-            name=name,
-            state=RecordState.FAILED if error else RecordState.LOADED,
-            digest=None if error else found,
-            source=AdapterSource(path=path),
-            scale=scale,
-            rank=8,
-            modules=24,
-            size_bytes=100,
-            ranks_loaded=0 if error else 1,
-            ranks_total=1,
-            error=error,
-        )
+        present = self.adapters.get(name)
+        if present is not None and present.state in (RecordState.LOADED, RecordState.CACHED) and self._same(present, load):
+            self.adapters[name] = _told(present, load)
+            if present.state is RecordState.LOADED or load.residency is not Residency.RESIDENT:
+                return
+        if load.residency is Residency.ON_DEMAND:
+            self.adapters[name] = _told(AdapterRecord(name=name, state=RecordState.CACHED, ranks_total=1), load)
+            return
+        if identity(load.source) in self.held:
+            self.loading[name] = _told(AdapterRecord(name=name, state=RecordState.FETCHING, ranks_total=1), load)
+            self._asked[name] = load
+            raise ControlUnreachable(f"put {name}: no answer within 10 s")
+        error = self._load(name, load)
         if error is not None:
             raise ControlRefused(error, status=409)
+
+    def fetched(self, name: str, done: int, total: int) -> None:
+        self.loading[name] = msgspec.structs.replace(self.loading[name], fetched_bytes=done, total_bytes=total)
+
+    def finish_load(self, name: str) -> None:
+        """The held load of a name ends, well or as `refusals` has it."""
+        del self.loading[name]
+        self._load(name, self._asked.pop(name))
+
+    def evict(self, name: str) -> None:
+        self.adapters[name] = msgspec.structs.replace(self.adapters[name], state=RecordState.CACHED, ranks_loaded=0)
+
+    def use(self, name: str, *, requests: int, age_s: float, running: int = 0) -> None:
+        record = self.adapters[name]
+        total = record.requests_total + requests
+        self.adapters[name] = msgspec.structs.replace(record, requests_total=total, last_request_age_seconds=age_s, refs=running)
+
+    def remove(self, name: str) -> None:
+        """Gone at once, unless requests still use it: then it drains until `drained`."""
+        self.calls.append(f"remove {name}")
+        record = self.adapters.pop(name, None)
+        if record is not None and record.refs:
+            self.draining[name] = msgspec.structs.replace(record, state=RecordState.DRAINING)
+
+    def drained(self, name: str) -> None:
+        del self.draining[name]
+
+    def _load(self, name: str, load: AdapterLoad) -> WireError | None:
+        where = identity(load.source)
+        found = self.digests.get(where, "sha256:" + where.strip("/").replace("/", "-"))
+        error = self.refusals.get(where)
+        if error is None and load.digest not in (None, found):
+            error = WireError(code="DigestMismatch", message=f"expected {load.digest}, found {found}")
+        present = self.adapters.get(name)
+        if error is not None and present is not None and present.state is RecordState.LOADED:
+            self.adapters[name] = msgspec.structs.replace(present, error=error)
+            return error
+        self.loads += [name] if error is None else []
+        self.adapters[name] = _told(
+            AdapterRecord(
+                name=name,
+                state=RecordState.FAILED if error else RecordState.LOADED,
+                digest=None if error else found,
+                revision=self.revisions.get(where),
+                rank=self.rank,
+                modules=24,
+                size_bytes=100,
+                components=load.components or self.components,
+                format="peft",
+                alpha=8.0,
+                base_model="digits",
+                ranks_loaded=0 if error else 1,
+                ranks_total=1,
+                error=error,
+            ),
+            load,
+        )
+        return error
+
+    def _same(self, record: AdapterRecord, load: AdapterLoad) -> bool:
+        same = record.digest == load.digest if load.digest and record.digest else record.source == load.source
+        return same and record.components == (load.components or self.components)
+
+
+def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
+    return msgspec.structs.replace(record, source=load.source, scale=load.scale, residency=load.residency, priority=load.priority)
 
 
 class ScriptedWorkers:
@@ -130,12 +209,10 @@ class ScriptedWorkers:
         worker = self._called(call.worker.ip, call.worker.boot_id)
         if worker.phase is not WorkerPhase.READY:
             raise _refused("Asleep", retryable=True)
-        worker.load_adapter(call.name, identity(call.load.source), digest=call.load.digest, scale=call.load.scale)
+        worker.load_adapter(call.name, call.load)
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
-        worker = self._called(call.worker.ip, call.worker.boot_id)
-        worker.calls.append(f"remove {call.name}")
-        worker.adapters.pop(call.name, None)
+        self._called(call.worker.ip, call.worker.boot_id).remove(call.name)
 
     def _called(self, ip: str, boot_id: str) -> ScriptedWorker:
         worker = self._by_ip[ip]

@@ -3,7 +3,7 @@
 
 from datetime import datetime
 
-from diffusion_operator.api.adapter import AdapterStatus, InstanceState, LoRAAdapter, OwnerStatus, ResolvedStatus, UsageStatus
+from diffusion_operator.api.adapter import AdapterStatus, InstanceState, LoRAAdapter, OwnerStatus, ResolvedStatus
 from diffusion_operator.api.adapter_load import components_of, format_of
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.plan.acceptance import declared, pinned
@@ -13,7 +13,7 @@ from diffusion_operator.plan.adapters import AdapterView
 INSTANCES_SHOWN = 64
 
 
-def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datetime, usage: UsageStatus | None = None) -> AdapterStatus:
+def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datetime) -> AdapterStatus:
     """No view means that there is no such deployment: nothing is loaded anywhere and nothing is pinned any more."""
     resolved = _resolved(adapter, view, now) if view else None
     verdicts = adapter_verdicts(adapter, view, resolved) if view else without_deployment(adapter)
@@ -27,7 +27,7 @@ def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datet
         failed_groups=view.count(InstanceState.FAILED) if view else 0,
         deferred_groups=view.count(InstanceState.DEFERRED) if view else 0,
         owner=OwnerStatus(served_name=adapter.served_name, conflict_with=view.decision.conflict_with if view else None),
-        usage=usage or adapter.status.usage,
+        usage=view.usage if view else None,
         instances=tuple(instance.status for instance in view.instances[:INSTANCES_SHOWN]) if view else (),
         conditions=settle_conditions(verdicts, previous=adapter.status.conditions, generation=adapter.metadata.generation, now=now),
     )

@@ -11,7 +11,7 @@ from datetime import datetime
 
 import msgspec
 
-from diffusion_operator.api.adapter import InstanceState, Residency
+from diffusion_operator.api.adapter import InstanceState, Residency, UsageStatus
 from diffusion_operator.api.deployment import AdaptersStatus, GroupState, Lora, OnMissing
 from diffusion_operator.api.worker_state import AdapterRecord
 from diffusion_operator.plan.acceptance import Decision, Holders, decide_all, overruled
@@ -20,6 +20,7 @@ from diffusion_operator.plan.attempts import learn
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.instances import Instance, instance_of, leaving_instances, strays
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
+from diffusion_operator.plan.usage import usage_of
 
 _SERVING = (GroupState.AWAKE, GroupState.VERIFYING)
 
@@ -34,6 +35,7 @@ class AdapterView(msgspec.Struct, frozen=True):
     """In the order of instances."""
     loads_on_request: bool = False
     """A request for it is held while it is loaded, where it is out of memory."""
+    usage: UsageStatus | None = None
 
     def count(self, *states: InstanceState) -> int:
         return sum(instance.status.state in states for instance in self.instances)
@@ -99,7 +101,10 @@ def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime) 
     }
     states = {index: group.state for index, group in verified.items()}
     return AdapterPlan(
-        views=tuple(_view(observed, decision, row, states) for decision, row in zip(decisions, table, strict=True)),
+        views=tuple(
+            _view(observed, decision, row, states, usage=_usage(observed, decision, present, now))
+            for decision, row in zip(decisions, table, strict=True)
+        ),
         groups=tuple(verified.get(group.index, group) for group in groups),
         pushes=tuple(instance.push for row in rows for instance in row if instance.push is not None),
         removals=tuple(removal for one in removals.values() for removal in one),
@@ -107,14 +112,29 @@ def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime) 
     )
 
 
-def _view(observed: Observed, decision: Decision, row: tuple[Instance, ...], states: Mapping[int, GroupState]) -> AdapterView:
+def _view(
+    observed: Observed,
+    decision: Decision,
+    row: tuple[Instance, ...],
+    states: Mapping[int, GroupState],
+    *,
+    usage: UsageStatus | None,
+) -> AdapterView:
     return AdapterView(
         deployment_uid=observed.deployment.metadata.uid,
         decision=overruled(decision, (one.error for one in row if one.error is not None)),
         instances=row,
         group_states=tuple(states[instance.status.group] for instance in row),
         loads_on_request=_loads_on_request(decision, observed.deployment.spec.lora),
+        usage=usage,
     )
+
+
+def _usage(observed: Observed, decision: Decision, groups: Sequence[Group], now: datetime) -> UsageStatus | None:
+    """What was counted under a name that this adapter has not is another's."""
+    status = decision.adapter.status
+    before = status.usage if status.deployment_uid == observed.deployment.metadata.uid else None
+    return usage_of(decision.adapter.served_name, groups, before=before, now=now) if decision.desired is not None else before
 
 
 def _loads_on_request(decision: Decision, lora: Lora) -> bool:

@@ -165,10 +165,15 @@ def adapters_ready(now: Situation) -> Verdict:
     if refused or broken:
         names = ", ".join(view.decision.adapter.metadata.name for view in refused + broken)
         return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {names}")
+    evicted = [view for view in views if view.evicted]
+    if evicted:
+        names = ", ".join(view.decision.adapter.metadata.name for view in evicted)
+        text = f"{names}: out of memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} fit (spec.lora.maxCached)"
+        return verdict("AdaptersReady", False, "CapacityExceeded", text)
     wanted = [view for view in views if view.decision.desired is not None]
     behind = [view for view in wanted if not view.ready]
     if not behind:
-        return verdict("AdaptersReady", True, "AllReady", f"{len(wanted)} adapters are loaded on every awake replica")
+        return verdict("AdaptersReady", True, "AllReady", f"every awake replica serves {len(wanted)} adapters")
     names = ", ".join(view.decision.adapter.metadata.name for view in behind)
     if now.groups and not now.count(GroupState.AWAKE, GroupState.VERIFYING):
         return verdict("AdaptersReady", False, "Deferred", f"{names}: loaded before a replica is awake again")

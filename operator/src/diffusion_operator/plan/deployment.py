@@ -12,9 +12,10 @@ from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters
 from diffusion_operator.plan.conditions import Situation
+from diffusion_operator.plan.departures import Told, depart
 from diffusion_operator.plan.deployment_status import deployment_status
 from diffusion_operator.plan.groups import Group, observe_groups
-from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
+from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Observed
 from diffusion_operator.plan.records import IN_PROGRESS
 from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.revision import Template, template_of
@@ -39,6 +40,10 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     views: tuple[AdapterView, ...]
     attempts: Mapping[AttemptKey, Attempt]
     """To be remembered."""
+    departures: Departures
+    """To be remembered."""
+    told: tuple[Told, ...]
+    """Events about adapters that leave."""
     look_again_s: float | None
     """None: nothing moves, the steady poll is soon enough."""
 
@@ -48,6 +53,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     template = template_of(deployment, default_image=observed.default_image)
     adapters = plan_adapters(observed, observe_groups(observed), now)
     groups = adapters.groups
+    departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
     replicas = plan_replicas(
         groups,
         replicas=deployment.spec.replicas,
@@ -80,6 +86,8 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         status=deployment_status(deployment, situation, groups=groups, template=template, now=now),
         views=adapters.views,
         attempts=adapters.attempts,
+        departures=departures,
+        told=told,
         look_again_s=_look_again(groups, observed, acting=bool(calls or pods or retiring), attempts=adapters.attempts.values(), now=now),
     )
 

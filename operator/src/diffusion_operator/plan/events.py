@@ -5,7 +5,7 @@ from enum import StrEnum
 
 import msgspec
 
-from diffusion_operator.api.adapter import AdapterStatus, InstanceState, LoRAAdapter
+from diffusion_operator.api.adapter import AdapterStatus, InstanceState, InstanceStatus, LoRAAdapter
 from diffusion_operator.api.deployment import DeploymentStatus, GroupState, GroupStatus
 from diffusion_operator.api.meta import ConditionStatus, condition_of
 
@@ -66,17 +66,35 @@ def adapter_events(adapter: LoRAAdapter, after: AdapterStatus) -> tuple[PlannedE
     then, accepted = condition_of(before.conditions, "Accepted"), condition_of(after.conditions, "Accepted")
     if accepted is not None and accepted.status is ConditionStatus.FALSE and (then is None or then.reason != accepted.reason):
         events.append(_warning("AdapterRejected", accepted.message, key=f"{generation}-{accepted.reason}"))
-    states = {instance.group: instance.state for instance in before.instances}
-    for instance in after.instances:
-        if states.get(instance.group) is instance.state:
-            continue
-        key = f"{generation}-{instance.boot_id}-{instance.attempts or 0}"
-        if instance.state is InstanceState.LOADED:
-            events.append(_normal("AdapterLoaded", f"loaded on replica {instance.group}, {instance.digest}", key=key))
-        if instance.state is InstanceState.FAILED and instance.last_error is not None:
-            message = f"replica {instance.group}: {instance.last_error.code}: {instance.last_error.message}"
-            events.append(_warning("AdapterLoadFailed", message, key=key))
+    earlier = {instance.group: instance for instance in before.instances}
+    events += [event for instance in after.instances for event in _instance_events(earlier.get(instance.group), instance, generation)]
+    events += _drift_events(before, after, generation)
     return tuple(events)
+
+
+def _instance_events(before: InstanceStatus | None, after: InstanceStatus, generation: int) -> list[PlannedEvent]:
+    """Once for each spec, each life of a server process, and each code: not with every try."""
+    if before is not None and (before.state, before.boot_id, _code(before)) == (after.state, after.boot_id, _code(after)):
+        return []
+    key = f"{generation}-{after.boot_id}"
+    if after.state is InstanceState.LOADED:
+        return [_normal("AdapterLoaded", f"loaded on replica {after.group}, {after.digest}", key=f"{key}-{after.digest}")]
+    if after.state is InstanceState.FAILED and after.last_error is not None:
+        reason = "DigestMismatch" if after.last_error.code == "DigestMismatch" else "AdapterLoadFailed"
+        message = f"replica {after.group}: {after.last_error.code}: {after.last_error.message}"
+        return [_warning(reason, message, key=f"{key}-{after.last_error.code}")]
+    return []
+
+
+def _drift_events(before: AdapterStatus, after: AdapterStatus, generation: int) -> list[PlannedEvent]:
+    then, now = condition_of(before.conditions, "Degraded"), condition_of(after.conditions, "Degraded")
+    if now is None or now.reason != "DigestDrift" or (then is not None and then.message == now.message):
+        return []
+    return [_warning("DigestMismatch", now.message, key=f"{generation}-{now.message}")]
+
+
+def _code(instance: InstanceStatus) -> str | None:
+    return instance.last_error.code if instance.last_error is not None else None
 
 
 def _normal(reason: str, message: str, *, key: str) -> PlannedEvent:

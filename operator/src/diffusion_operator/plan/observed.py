@@ -8,6 +8,7 @@ import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.plan.pods import Pod
 
@@ -56,6 +57,17 @@ class Attempt(msgspec.Struct, frozen=True):
     """Of the last ten minutes: it was in memory, should have stayed there, and was not at the next look."""
 
 
+Place = tuple[str, str]
+"""Boot id and name."""
+
+
+class Departures(msgspec.Struct, frozen=True):
+    owners: Mapping[str, ObjectMeta] = {}
+    """By name: the adapter that has it, or had it last."""
+    leaving: Mapping[Place, ObjectMeta] = {}
+    """What was told to go and has not gone yet."""
+
+
 class Observed(msgspec.Struct, frozen=True):
     deployment: DiffusionDeployment
     default_image: str
@@ -66,6 +78,7 @@ class Observed(msgspec.Struct, frozen=True):
     """By pod UID."""
     adapters: tuple[LoRAAdapter, ...] = ()
     attempts: Mapping[AttemptKey, Attempt] = {}
+    departures: Departures = Departures()
     operation_not_before: Mapping[str, datetime] = {}
     """When a sleep or wake may be tried again, by plan.sleeping.retry_key."""
     unrouted_at: Mapping[str, datetime] = {}

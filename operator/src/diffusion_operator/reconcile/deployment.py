@@ -4,7 +4,7 @@
 from datetime import timedelta
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import DEPLOYMENT
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.events import deployment_events
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
@@ -30,7 +30,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
 
     observed = await observe(runtime, deployment, memory, token=token)
     plan = plan_deployment(observed, runtime.now())
-    memory.attempts = dict(plan.attempts)
+    memory.attempts, memory.departures = dict(plan.attempts), plan.departures
 
     doubt_secret(memory, observed.pods, now=runtime.now())
     await _apply_children(runtime, deployment, memory, plan)
@@ -39,6 +39,8 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
 
     await _write_status(runtime, deployment, memory, plan)
     _publish_views(runtime, key.namespace, memory, plan)
+    for told in plan.told:
+        await report(runtime, (told.event,), kind=ADAPTER, about=told.about)
     return Result(requeue_after_s=plan.look_again_s or runtime.settings.steady_poll_s)
 
 
@@ -72,8 +74,5 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
 
 def _publish_views(runtime: Runtime, namespace: str, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
     """Each adapter's own reconcile writes its status, when what it is computed from has changed."""
-    views = {view.decision.adapter.metadata.uid: view for view in plan.views}
-    changed = [view for uid, view in views.items() if memory.views.get(uid) != view]
-    memory.views = views
-    for view in changed:
+    for view in memory.publish(plan.views, runtime.now()):
         runtime.wake(adapter_key(namespace, view.decision.adapter.metadata.name))

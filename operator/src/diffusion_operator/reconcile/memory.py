@@ -7,7 +7,8 @@ from datetime import datetime
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.plan.adapters import AdapterView
-from diffusion_operator.plan.observed import Attempt, AttemptKey, Poll
+from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Poll
+from diffusion_operator.plan.publishing import worth_publishing
 
 
 @dataclass
@@ -51,13 +52,29 @@ class DeploymentMemory:
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     refusal: str = ""
     status_written_at: datetime | None = None
+    departures: Departures = field(default_factory=Departures)
     views: dict[str, AdapterView] = field(default_factory=dict)
-    """By UID of the adapter, from the last pass."""
+    """By UID of the adapter, as they were published last."""
+    published_at: dict[str, datetime] = field(default_factory=dict)
 
     def forget_pods(self, present: set[str]) -> None:
         self.polls = {uid: record for uid, record in self.polls.items() if uid in present}
         self.unrouted_at = {uid: when for uid, when in self.unrouted_at.items() if uid in present}
         self.operation_not_before = {key: when for key, when in self.operation_not_before.items() if key.partition("/")[0] in present}
+
+    def publish(self, views: tuple[AdapterView, ...], now: datetime) -> tuple[AdapterView, ...]:
+        """Keep what is worth a look at its object's status, and return that."""
+        present = {view.decision.adapter.metadata.uid: view for view in views}
+        self.views = {uid: view for uid, view in self.views.items() if uid in present}
+        self.published_at = {uid: when for uid, when in self.published_at.items() if uid in present}
+        worth = {
+            uid: view
+            for uid, view in present.items()
+            if worth_publishing(self.views.get(uid), view, since=now - self.published_at.get(uid, now))
+        }
+        self.views |= worth
+        self.published_at |= dict.fromkeys(worth, now)
+        return tuple(worth.values())
 
     def recall_attempts(self, adapters: tuple[LoRAAdapter, ...], now: datetime) -> None:
         """Backoff is persisted in the adapters' status; what this process did itself is newer. What is about no living boot goes."""

@@ -48,6 +48,7 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         polls={pod.uid: memory.polls[pod.uid].poll(now) for pod in answering},
         adapters=adapters,
         attempts=dict(memory.attempts),
+        departures=memory.departures,
         operation_not_before=dict(memory.operation_not_before),
         unrouted_at=dict(memory.unrouted_at),
         refusal=memory.refusal,
