@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled denoisers: what is compiled, that rows and adapters never compile it again, and what happens where it cannot be."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ import torch
 from torch import nn
 
 from diffusion_worker.config import Compile, Offload
-from diffusion_worker.lora.layers import LoRALinear, RowAdapters, RowAdaptersHolder, SlotOfEachRow
+from diffusion_worker.lora.call_rows import RowsCannotBeToldApart
+from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.compilation import Compilation, regions_of
 from diffusion_worker.runner.offloading import Offloading
+from lora_models import layers_of, load, merged, random_factors, run
 from runner_rig import RunnerRig, levels_apart, request
 from worker_process import DIGITS, WorkerProcess
 
@@ -139,35 +142,96 @@ def test_calls_that_must_be_bit_equal_run_as_they_are(compiled_by: Callable[[Cal
 # --- adapters -----------------------------------------------------------------------------------------------------------
 
 
-def wrapped(holder: RowAdaptersHolder) -> LoRALinear:
-    torch.manual_seed(1)
-    layer = LoRALinear(nn.Linear(8, 6), holder, slots=3, max_rank=4, device=CPU)
-    layer._a.normal_()
-    layer._b.normal_()
-    return layer
+def adapted(model: nn.Module, uses: list[list[tuple[int, float]]], x: torch.Tensor, adapters: list[dict[str, LoRAFactors]]) -> torch.Tensor:
+    """What each row is with its adapters added to the weights of a copy."""
+    rows = []
+    for row, own in zip(x, uses, strict=True):
+        alone = copy.deepcopy(model)
+        for number, scale in own:
+            merged(alone, adapters[number], scale)
+        rows.append(alone(row[None]))
+    return torch.cat(rows)
 
 
-def test_a_slot_for_each_row_adds_what_slots_of_chosen_rows_add_and_nothing_to_the_others() -> None:
-    holder = RowAdaptersHolder()
-    layer, x = wrapped(holder), torch.randn(4, 5, 8)
-    plain = layer(x)
-    rows: tuple[list[int | None], list[float]] = ([None, 2, 0, None], [0.0, 0.5, 1.0, 0.0])
-    holder.current = RowAdapters([[], [(2, 0.5)], [(0, 1.0)], []], CPU)
-    chosen = layer(x)
-    holder.current, holder.static = None, SlotOfEachRow(*rows, CPU)
-    each = layer(x)
-    assert torch.allclose(each, chosen, atol=1e-6)
-    assert torch.equal(each[[0, 3]], plain[[0, 3]]) and not torch.allclose(each[[1, 2]], plain[[1, 2]])
+def test_compiled_blocks_have_any_adapters_in_each_row_and_neither_these_nor_slots_compile_anything_again(traced: None) -> None:
+    torch.manual_seed(0)
+    model = Blocks().eval().requires_grad_(False)
+    base, names = copy.deepcopy(model), ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]
+    adapters = [random_factors(base, names, rank=rank, seed=rank) for rank in (1, 3, 8, 16)]
+    adapters.append(random_factors(base, names[1:], rank=5, seed=9))
+    compilation, layers = Compilation(Compile.DEFAULT, {"transformer": model}), layers_of(model, slots=5)
+    layers.make_static(compilation.regions)
+    for rows in (1, 3):  # the warm-up, with a slot in which nothing is
+        for uses in ([[] for _ in range(rows)], [[(0, 1.0)]] * rows):
+            run(layers, model, torch.randn(rows, 8), uses)
+
+    def check(*uses: list[tuple[int, float]]) -> None:
+        x = torch.randn(len(uses), 8)
+        torch.testing.assert_close(run(layers, model, x, uses), adapted(base, [*uses], x, adapters), atol=1e-5, rtol=1e-5)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for slot, factors in enumerate(adapters):
+            load(layers, slot, factors)
+            check([(slot, 1.0)])
+        check([], [(3, 0.5)], [(1, 1.0)], [(4, -1.0)])
+        check([(0, 1.0), (1, 0.5), (2, 0.2), (4, 2.0)])
+        check([(3, 0.5)], [], [(0, 1.0), (1, 1.0), (2, 1.0)], [], [(1, 0.0)])
+        layers.clear(1)
+        adapters[1] = adapters[2]
+        load(layers, 1, adapters[1])
+        check([(1, 1.0)], [(3, 1.0)])
+    assert compilation.features == {"compile": "default (regional, 3 blocks)"}
 
 
-def test_rows_that_cannot_be_told_apart_are_an_error_only_of_a_layer_that_an_adapter_names() -> None:
-    holder = RowAdaptersHolder()
-    layer, x = wrapped(holder), torch.randn(4, 8)
-    holder.static = SlotOfEachRow([0, None], [1.0, 0.0], CPU)
-    assert torch.equal(layer(x), layer.base(x))
-    layer._named = True
-    with pytest.raises(RuntimeError, match="got 4 rows in a call of 2: adapters cannot be told apart"):
-        layer(x)
+def test_rows_without_an_adapter_are_not_reached_by_one_that_overflows(traced: None) -> None:
+    model = Blocks().eval().requires_grad_(False)
+    compilation, layers = Compilation(Compile.DEFAULT, {"transformer": model}), layers_of(model, slots=1)
+    layers.make_static(compilation.regions)
+    x = torch.randn(2, 8)
+    expected = run(layers, model, x, [[], []])
+    factors = random_factors(model, ["blocks.0.linear.base"])["blocks.0.linear.base"]
+    load(layers, 0, {"blocks.0.linear": LoRAFactors(factors.a * 1e38, factors.b, 1.0)})
+    made = run(layers, model, x * 100, [[(0, 1.0)], [(0, 1.0)]])
+    assert not made.isfinite().all()
+    torch.testing.assert_close(run(layers, model, x, [[(0, 1.0)], []])[1], expected[1])
+
+
+class Windowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Window() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.reshape(-1, 4)).reshape(x.shape)
+
+
+def test_compiled_rows_that_cannot_be_told_apart_have_the_adapters_of_all_or_are_an_error(traced: None) -> None:
+    torch.manual_seed(0)
+    model = Windowed().eval().requires_grad_(False)
+    base, names = copy.deepcopy(model), ["blocks.0.inner", "blocks.1.inner"]
+    compilation, layers = Compilation(Compile.DEFAULT, {"transformer": model}), layers_of(model)
+    layers.make_static(compilation.regions)
+    adapters = [random_factors(base, names, seed=seed) for seed in (1, 2)]
+    load(layers, 0, adapters[0])
+    load(layers, 1, adapters[1])
+    x = torch.randn(2, 3, 4)
+    uses = [[(0, 0.5), (1, 1.0)]] * 2
+    for mixed in ([[(0, 1.0)], [(1, 1.0)]], [[(0, 1.0)], []]):
+        with pytest.raises(RowsCannotBeToldApart, match=r"transformer\.blocks\.0\.inner does not see the rows of a call"):
+            run(layers, model, x, mixed)
+    torch.testing.assert_close(run(layers, model, x, uses), adapted(base, uses, x, adapters))
+    assert compilation.features == {"compile": "default (regional, 2 blocks)"}
 
 
 def pictures_of(rig: RunnerRig, *, count: int, adapter: int | None, guidance: float) -> dict[str, Any]:

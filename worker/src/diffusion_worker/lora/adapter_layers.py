@@ -2,41 +2,40 @@
 """All layers of a pipeline that adapters change: strict binding, the slots, and which rows of a call use which of them.
 
 A layer is named `component.path` (`transformer.blocks.0.attn.to_q`, `text_encoder.…`) and is wrapped when the first adapter names it,
-or before a model is compiled.
+before a model is compiled, or at once where the deployment names its target modules.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from diffusion_worker.lora.checkpoint import LoRACheckpoint, invalid
-from diffusion_worker.lora.layers import LinearPart, LoRALinear, RowAdapters, RowAdaptersHolder, SlotOfEachRow
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.call_rows import (
+    BankLayout,
+    CompiledRows,
+    RowAdapters,
+    RowAdaptersHolder,
+    RowsCannotBeToldApart,
+    SlotUse,
+    Uses,
+)
+from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors, invalid
+from diffusion_worker.lora.convolution import LoRAConvolution
+from diffusion_worker.lora.envelope import Envelope
+from diffusion_worker.lora.host_adapter import Bound, HostAdapter, lay_out
+from diffusion_worker.lora.layers import BankPart, LinearPart, LoRALayer, LoRALinear
+from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece, order_of
+from diffusion_worker.lora.slot_bank import Columns, Segment, Widths
 
+__all__ = ["AdapterLayers", "HostAdapter", "SlotUse"]
 
-class SlotUse(NamedTuple):
-    """One adapter of a row: the slot it is in and how strongly it is applied."""
-
-    slot: int
-    scale: float
-
-
-class HostAdapter(NamedTuple):
-    """An adapter in host memory, ready to be written into a slot."""
-
-    checkpoint: LoRACheckpoint
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory that it takes."""
-        return sum(factors.a.nbytes + factors.b.nbytes for factors in self.checkpoint.modules.values())
-
-    @property
-    def components(self) -> frozenset[str]:
-        """The components it changes."""
-        return frozenset(name.partition(".")[0] for name in self.checkpoint.modules)
+MOST_NAMES = 3
+# Calls whose rows are remembered: requests ask for the same at every step.
+MOST_CALLS = 64
 
 
 class AdapterLayers:
@@ -54,105 +53,190 @@ class AdapterLayers:
     ) -> None:
         """`components` are the modules adapters may change, by component name; `device` is where they compute.
 
-        `part_of` tells, by the name of a layer, which part of it this rank has; None means all.
+        `part_of` tells, by the name of a linear layer, which part of it this rank has; None means all.
         `target_modules` are suffixes of names, the only layers that adapters may change; none means any.
+
+        Raises:
+            ConfigError: a target is the name of no layer that can be wrapped.
         """
         self._components = dict(components)
-        self._slot_count = slots
-        self._max_rank = max_rank
-        self._device = device
-        self._part_of = part_of
-        self._wrapped: dict[str, LoRALinear] = {}
+        self._slots, self._max_rank, self._device = slots, max_rank, device
+        self._model = ModelLayers(components, part_of)
+        self._envelope = Envelope(target_modules, self._model)
+        self._wrapped: dict[ModelLayer, tuple[LoRALayer, Segment, list[Columns]]] = {}
         self._holder = RowAdaptersHolder()
+        self._layout = BankLayout([0] * slots, max_rank, device)
+        self._active: dict[int, HostAdapter] = {}
+        self._calls: dict[tuple[tuple[SlotUse, ...], ...], tuple[RowAdapters, CompiledRows | None]] = {}
         self._static = False
+        self._wrap(self._envelope.layers)
 
     @property
     def any_wrapped(self) -> bool:
         """Whether some layer has slots."""
         return bool(self._wrapped)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots on the device."""
+        return sum(segment.nbytes for segment in {segment for _, segment, _ in self._wrapped.values()})
+
     def make_static(self, regions: Iterable[nn.Module]) -> None:
-        """Give every linear layer inside of these its slots now: what is compiled then knows them, whoever uses them later."""
+        """Give every layer inside of these its slots now: what is compiled then knows them, whoever uses them later."""
         self._static = True
-        inside = {id(part) for region in regions for part in region.modules() if isinstance(part, nn.Linear)}
-        for component, module in self._components.items():
-            for name, part in list(module.named_modules()):
-                if id(part) in inside:
-                    self._wrap(f"{component}.{name}")
+        inside = {id(part) for region in regions for part in region.modules()}
+        if not self._envelope.targets:
+            self._wrap(layer for _, layer in self._model if id(layer.base) in inside)
 
     def pack(self, checkpoint: LoRACheckpoint, *, name: str) -> HostAdapter:
-        """An adapter as it is kept on the host; `name` is for messages.
+        """An adapter as it is kept on the host; `name` is for messages. Nothing of the checkpoint is kept.
 
         Raises:
-            RequestError: InvalidAdapter with the first names that do not bind, or the rank. Nothing was changed then.
+            RequestError: NoMatchingModules, ModulesOutsideEnvelope, InvalidAdapter with the first names that do not bind, or
+                RankTooLarge. Nothing was changed then.
         """
-        self._check(checkpoint, name)
-        return HostAdapter(checkpoint)
+        found = self._bind(checkpoint, name)
+        self._wrap(piece.layer for _, piece, _ in found)
+        components = frozenset(name.partition(".")[0] for name in checkpoint.modules)
+        return lay_out([self._bound(piece, factors) for _, piece, factors in found], components)
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot."""
-        for layer in self._wrapped.values():
-            layer.write(slot, None)
-        for name, factors in adapter.checkpoint.modules.items():
-            self._wrap(name).write(slot, factors)
+        """Put an adapter into a slot, in the place of whatever is there."""
+        self.clear(slot)
+        runs = sorted(adapter.runs, key=lambda run: id(run.segment))
+        written = {segment: list(group) for segment, group in itertools.groupby(runs, key=lambda run: run.segment)}
+        for segment, own in written.items():
+            segment.write(slot, own)
+        for layer, part in adapter.parts:
+            layer.parts[part].named |= 1 << slot
+        self._layout.ranks[slot] = adapter.rank
+        self._active[slot] = adapter
 
     def clear(self, slot: int) -> None:
-        """Empty a slot."""
-        for layer in self._wrapped.values():
-            layer.write(slot, None)
+        """Empty a slot. Its memory is as it was until something else is written there, and nothing looks at it."""
+        adapter = self._active.pop(slot, None)
+        for layer, part in adapter.parts if adapter else ():
+            layer.parts[part].named &= ~(1 << slot)
+        self._layout.ranks[slot] = 0
+        self._calls.clear()
 
     @contextmanager
-    def rows(self, uses: Sequence[Sequence[SlotUse]]) -> Iterator[None]:
-        """While a call of a component runs: the adapters of each of its rows."""
-        if not any(uses):
+    def rows(self, uses: Uses) -> Iterator[None]:
+        """While a call of a component runs: the adapters of each of its rows.
+
+        Raises:
+            RowsCannotBeToldApart: rows use other adapters, and a layer that these name does not see those rows.
+        """
+        if not any(use.scale for row in uses for use in row):
             yield
             return
-        if self._static:
-            first = [row[0] if row else None for row in uses]
-            scales = [use.scale if use else 0.0 for use in first]
-            self._holder.static = SlotOfEachRow([use and use.slot for use in first], scales, self._device)
-        else:
-            self._holder.current = RowAdapters(uses, self._device)
+        call, self._holder.compiled = self._call(tuple(map(tuple, uses)))
+        self._holder.current = call if call.mask else None
         try:
+            self._require_told_apart(call)
             yield
+            # Compiled code finds out when it runs, and cannot say.
+            self._require_told_apart(call)
         finally:
-            self._holder.current = self._holder.static = None
+            self._holder.current = self._holder.compiled = None
 
-    def _check(self, checkpoint: LoRACheckpoint, adapter: str) -> None:
-        """Every tensor binds, or the adapter is refused with the first names that do not."""
+    def _call(self, uses: tuple[tuple[SlotUse, ...], ...]) -> tuple[RowAdapters, CompiledRows | None]:
+        if uses not in self._calls:
+            if len(self._calls) >= MOST_CALLS:
+                self._calls.clear()
+            self._calls[uses] = RowAdapters(uses, self._layout), CompiledRows(uses, self._layout) if self._static else None
+        return self._calls[uses]
+
+    def _require_told_apart(self, call: RowAdapters) -> None:
+        if call.shared:
+            return
+        for layer, (wrapped, _, _) in self._wrapped.items():
+            if wrapped.folds and wrapped.named_by(call.mask):
+                raise RowsCannotBeToldApart(f"{layer.name} does not see the rows of a call: adapters cannot be told apart")
+
+    def _bind(self, checkpoint: LoRACheckpoint, adapter: str) -> list[tuple[str, Piece, LoRAFactors]]:
+        """What each name means; or the adapter is refused."""
         if checkpoint.rank > self._max_rank:
-            raise invalid(f"adapter {adapter!r}: rank {checkpoint.rank} is over the limit of {self._max_rank}")
-        strangers = []
+            limit = f"rank {checkpoint.rank} is over the limit of {self._max_rank}"
+            raise RequestError(ErrorCode.RANK_TOO_LARGE, f"adapter {adapter!r}: {limit}: start the worker with a larger --max-lora-rank")
+        found: list[tuple[str, Piece, LoRAFactors]] = []
+        strangers: list[str] = []
+        unknown = 0
         for name, factors in checkpoint.modules.items():
-            base = self._linear(name)
-            if base is None:
-                strangers.append(f"{name} (no such linear layer)")
-            elif (factors.a.shape[1], factors.b.shape[0]) != (base.in_features, base.out_features):
-                found, expected = f"{factors.a.shape[1]} -> {factors.b.shape[0]}", f"{base.in_features} -> {base.out_features}"
-                strangers.append(f"{name} (expected {expected}, found {found})")
+            pieces = self._model.find(name)
+            if not pieces:
+                unknown += 1
+                kind = self._model.kind_of(name)
+                strangers.append(f"{name} ({kind} cannot have adapters)" if kind else f"{name} (no such layer)")
+            elif wrong := _misfit(pieces, factors):
+                strangers.append(f"{name} ({wrong})")
+            else:
+                found += [(name, piece, factors) for piece in pieces]
         if strangers:
             models = ", ".join(type(module).__name__ for module in self._components.values())
             count = f"{len(strangers)} of {len(checkpoint.modules)} modules"
-            raise invalid(f"adapter {adapter!r}: {count} do not match {models}: {', '.join(strangers[:3])}")
+            message = f"adapter {adapter!r}: {count} do not match {models}: {', '.join(strangers[:MOST_NAMES])}"
+            none = unknown == len(checkpoint.modules)
+            raise RequestError(ErrorCode.NO_MATCHING_MODULES if none else ErrorCode.INVALID_ADAPTER, message)
+        self._envelope.require(adapter, found)
+        _require_once(adapter, found)
+        return found
 
-    def _linear(self, name: str) -> nn.Linear | None:
-        if name in self._wrapped:
-            return self._wrapped[name].base
-        component, _, path = name.partition(".")
-        try:
-            module = self._components[component].get_submodule(path)
-        except (AttributeError, KeyError):
-            return None
-        return module if isinstance(module, nn.Linear) else None
+    def _bound(self, piece: Piece, factors: LoRAFactors) -> Bound:
+        layer, segment, columns = self._wrapped[piece.layer]
+        a, b = factors.a.flatten(1), factors.b.flatten(1)
+        b = b if piece.rows is None else b[piece.rows]
+        if piece.layer.part is not None:
+            a, b = piece.layer.part.cut_a(a), piece.layer.part.cut_b(b)
+        return Bound(layer, piece.part, segment, columns[piece.part], a, b, factors.scaling)
 
-    def _wrap(self, name: str) -> LoRALinear:
-        if name not in self._wrapped:
-            base = self._linear(name)
-            assert base is not None, name
-            component, _, path = name.partition(".")
-            part = self._part_of(name)
-            layer = LoRALinear(base, self._holder, slots=self._slot_count, max_rank=self._max_rank, device=self._device, part=part)
-            parent, _, child = path.rpartition(".")
-            setattr(self._components[component].get_submodule(parent), child, layer)
-            self._wrapped[name] = layer
-        return self._wrapped[name]
+    def _wrap(self, layers: Iterable[ModelLayer]) -> None:
+        """Give layers their slots, those that have none: one segment for all of a dtype."""
+        new = sorted(dict.fromkeys(layer for layer in layers if layer not in self._wrapped), key=lambda layer: order_of(layer))
+        alike: dict[torch.dtype, list[ModelLayer]] = {}
+        for layer in new:
+            alike.setdefault(layer.dtype, []).append(layer)
+        for dtype, group in alike.items():
+            widths = [Widths(layer.widths[0], out) for layer in group for out in layer.widths[1]]
+            segment = Segment(widths, slots=self._slots, max_rank=self._max_rank, dtype=dtype, device=self._device)
+            columns = iter(segment.columns)
+            for layer in group:
+                self._replace(layer, segment, list(itertools.islice(columns, len(layer.widths[1]))))
+
+    def _replace(self, layer: ModelLayer, segment: Segment, columns: list[Columns]) -> None:
+        add_up = None if layer.part is None else layer.part.add_up
+        starts = itertools.accumulate(layer.widths[1], initial=0)
+        outputs = [slice(start, start + width) for start, width in zip(starts, layer.widths[1], strict=False)]
+        parts = tuple(BankPart(segment.of(own.a), segment.of(own.b), output, add_up) for own, output in zip(columns, outputs, strict=True))
+        kind = LoRALinear if isinstance(layer.base, nn.Linear) else LoRAConvolution
+        wrapped = kind(layer.base, self._holder, parts, folds=".experts." in layer.name)
+        for parent, child in layer.places:
+            setattr(parent, child, wrapped)
+        self._wrapped[layer] = wrapped, segment, columns
+
+
+def _misfit(pieces: Sequence[Piece], factors: LoRAFactors) -> str | None:
+    """What is wrong with the shapes of factors; None if nothing is."""
+    inputs, outputs = pieces[0].layer.inputs, sum(piece.layer.outputs[piece.part] for piece in pieces)
+    found = tuple(factors.a.shape[1:])
+    if _trimmed(found) == _trimmed(inputs) and factors.b.shape[0] == outputs and all(piece.layer.inputs == inputs for piece in pieces):
+        return None
+    return f"expected {_shape(inputs)} -> {outputs}, found {_shape(found)} -> {factors.b.shape[0]}"
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the kernel of a single point: a linear layer and such a convolution are the same to an adapter."""
+    last = max((number for number, size in enumerate(shape) if size != 1), default=0)
+    return shape[: last + 1]
+
+
+def _shape(inputs: tuple[int, ...]) -> str:
+    return " x ".join(map(str, inputs))
+
+
+def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
+    """Refuse an adapter that has a layer by two names: which of both is meant?"""
+    counts = Counter((piece.layer, piece.part) for _, piece, _ in found)
+    twice = [name for name, piece, _ in found if counts[piece.layer, piece.part] > 1]
+    if twice:
+        raise invalid(f"adapter {adapter!r}: names of one layer: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}")

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer with slots for adapters: each row of a call uses its own slot, or none.
+"""A layer with slots for adapters: each row of a call uses its own adapters, or none.
 
-Slot buffers are allocated once, at the largest rank, and zero padded: loading and removing an adapter only writes into
-them. Rows without an adapter get the base layer's result untouched.
+What adapters hold is in a slot bank (`slot_bank.py`), allocated once: loading and removing an adapter only writes into it. Rows
+without an adapter get the base layer's result untouched, and so does a layer that no adapter of the call names.
 
-In a compiled model each row has a slot, so that calls differ in nothing that is compiled but the number of rows: what a row
-without an adapter adds is then computed too, and is zero.
+In a compiled model each row has a list of bank rows, so that calls differ in nothing that is compiled but the number of rows
+and the length of the lists: what a row without an adapter adds is then computed too, and is zero.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from diffusion_worker.lora.checkpoint import LoRAFactors
+from diffusion_worker.lora.call_rows import CompiledRows, RowAdapters, RowAdaptersHolder, RowsCannotBeToldApart
 
 
 @dataclass(frozen=True)
@@ -30,105 +32,151 @@ class LinearPart:
     add_up: Callable[[torch.Tensor], torch.Tensor]
 
 
-class RowAdapters:
-    """Which rows of the call about to run use which slots, and how strongly; `total` rows in all. A row may use several."""
+class BankPart:
+    """What the bank has for one part of a layer: `a` [slots x largest rank, in], `b` [slots x largest rank, out].
 
-    def __init__(self, uses: Sequence[Sequence[tuple[int, float]]], device: torch.device) -> None:
-        chosen = [(row, slot, scale) for row, used in enumerate(uses) for slot, scale in used]
-        self.total = len(uses)
-        self.rows = torch.tensor([row for row, _, _ in chosen], dtype=torch.long, device=device)
-        self.slots = torch.tensor([slot for _, slot, _ in chosen], dtype=torch.long, device=device)
-        self.scales = torch.tensor([scale for _, _, scale in chosen], dtype=torch.float32, device=device)
-
-
-class SlotOfEachRow:
-    """The same for a compiled model: a slot for each row, with a strength of zero where it has no adapter."""
-
-    def __init__(self, slots: list[int | None], scales: list[float], device: torch.device) -> None:
-        strengths = [0.0 if slot is None else scale for slot, scale in zip(slots, scales, strict=True)]
-        self.slots = torch.tensor([slot or 0 for slot in slots], dtype=torch.long, device=device)
-        self.scales = torch.tensor(strengths, dtype=torch.float32, device=device)
-        if len(slots) > 1:
-            for tensor in (self.slots, self.scales):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-
-
-class RowAdaptersHolder:
-    """The one place where all layers of a model look up the rows of the running call: one of the two, or none."""
-
-    def __init__(self) -> None:
-        self.current: RowAdapters | None = None
-        self.static: SlotOfEachRow | None = None
-
-
-class LoRALinear(nn.Module):
-    """A wrapped `nn.Linear`: base(x) plus, for the rows that ask for it, scale * B A x of their slot.
-
-    The slots are on `device`, where it computes. With a `part` the base holds a part of its weight, and so do the slots.
+    `outputs` are those of the layer that the part computes: of a fused layer it is one of several. `named` has a bit for each
+    slot whose adapter changes it. Copies of a model share it.
     """
 
-    def __init__(
-        self, base: nn.Linear, holder: RowAdaptersHolder, *, slots: int, max_rank: int, device: torch.device, part: LinearPart | None = None
-    ) -> None:
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, outputs: slice, add_up: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        self.a = a
+        self.b = b
+        self.outputs = outputs
+        self.add_up = add_up
+        self.named = 0
+
+    def __deepcopy__(self, memo: object) -> "BankPart":
+        return self
+
+
+class LoRALayer(nn.Module):
+    """A wrapped layer: base(x) plus, for the rows that ask for it, scale * B A x of their slots.
+
+    `folds` tells that it never sees the rows of a call (an expert of a mixture sees tokens). Others are found to when they run.
+    """
+
+    def __init__(self, base: nn.Module, holder: RowAdaptersHolder, parts: tuple[BankPart, ...], *, folds: bool = False) -> None:
         super().__init__()
         self.base = base
+        self.parts = parts
+        self.folds = folds
         self._holder = holder
-        self._part = part
-        self._named = False
-        # Of four bits only this state knows what the weight looks like; elsewhere the weight does, also where it is a part.
-        like = getattr(base.weight, "quant_state", base.weight)
-        out_features, in_features = like.shape
-        dtype = getattr(base, "compute_dtype", None) or like.dtype
-        # Plain tensors, also where the weight is one of several ranks' shards.
-        self._a = torch.zeros(slots, max_rank, in_features, dtype=dtype, device=device)
-        self._b = torch.zeros(slots, out_features, max_rank, dtype=dtype, device=device)
 
-    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
-        """Pipelines look at a linear's own attributes (`weight.dtype`, `in_features`)."""
+    def __getattr__(self, name: str) -> Any:
+        """Pipelines look at a layer's own attributes (`weight.dtype`, `in_features`)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("base"), name)  # type: ignore[no-any-return]
+            return getattr(super().__getattr__("base"), name)
 
-    def write(self, slot: int, factors: LoRAFactors | None) -> None:
-        """Put an adapter into a slot; None empties it."""
-        self._a[slot].zero_()
-        self._b[slot].zero_()
-        if factors is not None:
-            self._named = True
-            rank = factors.a.shape[0]
-            self._a[slot, :rank].copy_(self._part.cut_a(factors.a) if self._part else factors.a)
-            # In float32, so that alpha / r is applied once and without a second rounding.
-            b = factors.b.float() * factors.scaling
-            self._b[slot, :, :rank].copy_(self._part.cut_b(b) if self._part else b)
+    def named_by(self, mask: int) -> bool:
+        """Whether an adapter in one of these slots changes this layer."""
+        return any(part.named & mask for part in self.parts)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x)
-        if self._holder.static is not None:
-            return self._add_to_each_row(x, out, self._holder.static)
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = self.base(x, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            compiled = self._holder.compiled
+            return out if compiled is None else self._add_compiled(x, out, compiled)
         call = self._holder.current
-        if call is None:
+        if call is None or not self.named_by(call.mask):
             return out
-        if x.shape[0] != call.total:
-            raise _other_rows(x.shape[0], call.total)
-        low = torch.einsum("k...i,kri->k...r", x[call.rows], self._a[call.slots])
-        if self._part is not None:
-            low = self._part.add_up(low)
-        scales = call.scales.to(low.dtype).reshape(-1, *[1] * (low.dim() - 1))
-        return out.index_add(0, call.rows, torch.einsum("k...r,kor->k...o", low * scales, self._b[call.slots]))
+        return self._add(x, out, call)
 
-    def _add_to_each_row(self, x: torch.Tensor, out: torch.Tensor, call: SlotOfEachRow) -> torch.Tensor:
-        if x.shape[0] != call.slots.shape[0]:
-            if self._named:
-                raise _other_rows(x.shape[0], call.slots.shape[0])
-            # Wrapped like all others when the model was compiled, and no adapter has anything for it.
-            return out
-        low = torch.einsum("k...i,kri->k...r", x, self._a[call.slots])
-        if self._part is not None:
-            low = self._part.add_up(low)
-        scales = call.scales.to(low.dtype).reshape(-1, *[1] * (low.dim() - 1))
-        return out + torch.einsum("k...r,kor->k...o", low * scales, self._b[call.slots])
+    def _add(self, x: torch.Tensor, out: torch.Tensor, call: RowAdapters) -> torch.Tensor:
+        if x.shape[0] not in (1, call.total) and not self.folds:
+            self.folds = True
+        if not call.shared and (self.folds or x.shape[0] != call.total):
+            raise RowsCannotBeToldApart(f"a layer got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")
+        out = out if out.is_contiguous() or call.shared else out.contiguous()
+        mine, target = x, out
+        if call.rows is not None:
+            mine, target = _rows_of(x, call.rows), _rows_of(out, call.rows)
+        for part in self.parts:
+            if part.named & call.mask:
+                a, b = _take(part.a, call, mine.dtype), _take(part.b, call, out.dtype)
+                add = self._add_shared if call.shared else self._add_each
+                target = add(mine, target, part, a, b, call.scales(out.dtype))
+        if isinstance(call.rows, torch.Tensor):
+            return out.index_copy_(0, call.rows, target)
+        return target if call.rows is None else out
+
+    def _add_compiled(self, x: torch.Tensor, out: torch.Tensor, call: CompiledRows) -> torch.Tensor:
+        rows, length = call.index.shape
+        shared = x.shape[0] != rows
+        if shared:
+            # Right where all rows use the same; whoever sees that they do not asks for calls of their own.
+            self.folds = True
+        index = call.index[0] if shared else call.index.reshape(-1)
+        scales = (call.scales[:1] if shared else call.scales).to(out.dtype)
+        for part in self.parts:
+            a, b = part.a.index_select(0, index).to(x.dtype), part.b.index_select(0, index).to(out.dtype)
+            if shared:
+                out = self._add_shared(x, out, part, a, b, scales)
+            else:
+                out = self._add_each(x, out.contiguous(), part, a.view(rows, length, -1), b.view(rows, length, -1), scales)
+        return out
+
+    def _add_shared(
+        self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`out` with the same added to all of it: a [length, in], b [length, out], scales [1, length]."""
+        raise NotImplementedError
+
+    def _add_each(
+        self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`out`, which is contiguous, with what is each row's own added: a [rows, length, in], b [rows, length, out]."""
+        raise NotImplementedError
 
 
-def _other_rows(found: int, expected: int) -> RuntimeError:
-    return RuntimeError(f"a wrapped layer got {found} rows in a call of {expected}: adapters cannot be told apart")
+class LoRALinear(LoRALayer):
+    """A wrapped `nn.Linear`, or what computes like one."""
+
+    def _add_shared(
+        self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
+    ) -> torch.Tensor:
+        low = scaled(_summed(functional.linear(x, a), part).to(out.dtype), scales)
+        if not out.is_contiguous():
+            out = out.contiguous()
+        out.view(-1, out.shape[-1])[:, part.outputs].addmm_(low.reshape(-1, low.shape[-1]), b)
+        return out
+
+    def _add_each(
+        self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
+    ) -> torch.Tensor:
+        low = _summed(torch.bmm(_tokens(x), a.transpose(1, 2)), part).to(out.dtype)
+        low = scaled(low, None if scales is None else scales.unsqueeze(1))
+        _tokens(out)[..., part.outputs].baddbmm_(low, b)
+        return out
+
+
+def scaled(low: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """`A x` times the strengths."""
+    if scales is None:
+        return low
+    if torch.compiler.is_compiling():
+        # A row that uses nothing points at anybody's bank rows: what overflows in them is not to become NaN here.
+        low = torch.where(scales == 0, 0, low)
+    return low * scales
+
+
+def _summed(low: torch.Tensor, part: BankPart) -> torch.Tensor:
+    return low if part.add_up is None else part.add_up(low)
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """As [rows, tokens, features]; a view of what is contiguous."""
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
+
+def _rows_of(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _take(bank: torch.Tensor, call: RowAdapters, dtype: torch.dtype) -> torch.Tensor:
+    """The bank rows of a call: [length, columns] if shared, else [rows, length, columns]."""
+    taken = bank[call.index] if isinstance(call.index, slice) else bank.index_select(0, call.index)
+    taken = taken if taken.dtype == dtype else taken.to(dtype)
+    return taken if call.shared else taken.view(call.count, call.length, -1)

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.layers import LoRALinear
+from diffusion_worker.lora.layers import LoRALayer
 from diffusion_worker.memory.weights import ModelWeights, is_quantized
 
 MOST_NAMES = 3
@@ -64,7 +64,7 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _named_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers by the names that a checkpoint has for them: tied ones by each, wrapped layers as if they were not."""
     for component, module in modules.items():
-        wrapped = [f"{name}." for name, part in module.named_modules() if isinstance(part, LoRALinear)]
+        wrapped = [f"{name}." for name, part in module.named_modules() if isinstance(part, LoRALayer)]
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
             layer = next((prefix for prefix in wrapped if name.startswith(prefix)), "")
             yield f"{component}.{layer}{name.removeprefix(layer).removeprefix('base.' if layer else '')}", tensor

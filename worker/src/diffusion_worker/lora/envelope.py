@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that adapters of this deployment may change, where it names them: the others are left as they are."""
+
+from collections.abc import Sequence
+
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.lora.checkpoint import LoRAFactors
+from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece
+
+OPTION = "--lora-target-modules"
+ALL = "all"
+MOST_NAMES = 3
+
+
+class Envelope:
+    """What the targets name: the ends of names, from a dot, or `all`. Without targets it is everything."""
+
+    def __init__(self, targets: Sequence[str], model: ModelLayers) -> None:
+        """Raises ConfigError for a target that is the name of no layer that can be wrapped."""
+        self.targets = tuple(targets)
+        self.layers = list(dict.fromkeys(layer for target in self.targets for layer in _matching(target, model)))
+        self._inside = set(self.layers)
+
+    def require(self, adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
+        """Raises ModulesOutsideEnvelope."""
+        outside = [name for name, piece, _ in found if self.targets and piece.layer not in self._inside]
+        if outside:
+            names = ", ".join(outside[:MOST_NAMES])
+            message = f"{len(outside)} modules are outside of {OPTION} ({', '.join(self.targets)}): {names}: add them to the option"
+            raise RequestError(ErrorCode.MODULES_OUTSIDE_ENVELOPE, f"adapter {adapter!r}: {message}")
+
+
+def _matching(target: str, model: ModelLayers) -> list[ModelLayer]:
+    layers = [piece.layer for name in model.names() if _matches(name, target) for piece in model.find(name)]
+    if layers:
+        return layers
+    kinds = sorted({model.kind_of(name) or "" for name in model.names_of_other_modules() if _matches(name, target)})
+    if kinds:
+        raise ConfigError(f"{OPTION} {target}: expected layers that adapters can change, found {', '.join(kinds)}")
+    raise ConfigError(f"{OPTION} {target}: the model has no layer of this name")
+
+
+def _matches(name: str, target: str) -> bool:
+    return target == ALL or name == target or name.endswith(f".{target}")

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a pipeline's components adapters can change, and which of them a name of an adapter means.
+
+A layer is named `component.path`. Projections of one attention may be fused in the model (`to_qkv`) and separate in the
+adapter (`to_q`, `to_k`, `to_v`), or the other way round: a name then means a part of a layer, or several layers.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from diffusion_worker.lora.layers import LinearPart
+
+# What diffusers calls fused projections, and their parts in order.
+FUSED = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+    "to_added_kv": ("add_k_proj", "add_v_proj"),
+}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(eq=False)
+class ModelLayer:
+    """A layer that can be wrapped: where it is, and what an adapter's factors have to look like.
+
+    `inputs` is the shape of A without its rank, `outputs` the sizes of the parts of a fused layer (one for any other).
+    `places` are the modules that hold it and its name in each.
+    """
+
+    name: str
+    base: Any
+    places: list[tuple[nn.Module, str]]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    part: LinearPart | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        found: torch.dtype = getattr(self.base, "compute_dtype", None) or stored_as(self.base).dtype
+        return found
+
+    @property
+    def widths(self) -> tuple[int, list[int]]:
+        """Inputs, and outputs of each part, of what this rank has of it."""
+        shape = stored_as(self.base).shape
+        inputs = int(torch.Size(shape[1:]).numel())
+        return inputs, list(self.outputs) if self.part is None else [int(shape[0])]
+
+
+class Piece(NamedTuple):
+    """What a name of an adapter means: a part of a layer, and which rows of B are for it (None: all)."""
+
+    layer: ModelLayer
+    part: int
+    rows: slice | None
+
+
+class ModelLayers:
+    """All layers of the components that adapters can change, by name; a layer with two names is one."""
+
+    def __init__(self, components: Mapping[str, nn.Module], part_of: Callable[[str], LinearPart | None]) -> None:
+        self._modules: dict[str, nn.Module] = {}
+        self._layers: dict[str, ModelLayer] = {}
+        seen: dict[int, ModelLayer] = {}
+        for component, model in components.items():
+            for path, module in model.named_modules(remove_duplicate=False):
+                name = f"{component}.{path}" if path else component
+                self._modules[name] = module
+                if path and can_be_wrapped(module):
+                    parent = self._modules[name.rpartition(".")[0]]
+                    layer = seen.get(id(module))
+                    if layer is None:
+                        layer = seen[id(module)] = _layer(name, module, parent, part_of(name))
+                    layer.places.append((parent, path.rpartition(".")[2]))
+                    self._layers[name] = layer
+        self._found: dict[str, list[Piece]] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, ModelLayer]]:
+        """Every name and its layer; not those whose work a fused one does."""
+        return ((name, layer) for name, layer in self._layers.items() if self._fused_for(name) is None)
+
+    def names(self) -> Iterator[str]:
+        """The names of all modules that can be wrapped; of fused projections also those of their parts."""
+        for name, layer in self._layers.items():
+            yield name
+            path, _, leaf = name.rpartition(".")
+            if len(layer.outputs) > 1:
+                yield from (f"{path}.{part}" for part in FUSED[leaf])
+
+    def names_of_other_modules(self) -> Iterator[str]:
+        """The names of the modules that cannot be wrapped."""
+        return (name for name in self._modules if name not in self._layers)
+
+    def find(self, name: str) -> list[Piece]:
+        """What a name means; nothing where it means no layer that can be wrapped."""
+        if name not in self._found:
+            self._found[name] = self._look_up(name)
+        return self._found[name]
+
+    def kind_of(self, name: str) -> str | None:
+        """The class of the module of a name."""
+        module = self._modules.get(name)
+        return None if module is None else type(module).__name__
+
+    def _look_up(self, name: str) -> list[Piece]:
+        fused = self._fused_for(name)
+        if fused is not None:
+            return [fused]
+        layer = self._layers.get(name)
+        if layer is not None:
+            return [Piece(layer, 0, None)] if len(layer.outputs) == 1 else [*_pieces([(layer, n) for n in range(len(layer.outputs))])]
+        path, _, leaf = name.rpartition(".")
+        separate = [self._layers.get(f"{path}.{part}") for part in FUSED.get(leaf, ())]
+        found = [layer for layer in separate if layer is not None and len(layer.outputs) == 1]
+        return [*_pieces([(layer, 0) for layer in found])] if found and len(found) == len(separate) else []
+
+    def _fused_for(self, name: str) -> Piece | None:
+        """The part of a fused layer that does the work of the layer of this name."""
+        path, _, leaf = name.rpartition(".")
+        for fused, parts in FUSED.items():
+            layer = self._layers.get(f"{path}.{fused}") if leaf in parts else None
+            if layer is not None and len(layer.outputs) == len(parts):
+                return Piece(layer, parts.index(leaf), None)
+        return None
+
+
+def can_be_wrapped(module: nn.Module) -> bool:
+    """Whether a module computes like a linear layer or a convolution, by its own forward."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False  # `nn.MultiheadAttention` reads its weight and never calls it
+    if isinstance(module, nn.Linear):
+        return True
+    plain = any(type(module).forward is kind.forward for kind in CONVOLUTIONS)
+    return plain and isinstance(module, CONVOLUTIONS) and module.groups == 1
+
+
+def stored_as(module: Any) -> Any:
+    """What tells the shape and dtype of a layer's weight: of four bits only their state does."""
+    return getattr(module.weight, "quant_state", module.weight)
+
+
+def order_of(layer: ModelLayer) -> tuple[str, list[int]]:
+    """Layers of one kind side by side, over all blocks: adapters name some kinds, and are then written by few copies."""
+    return re.sub(r"\d+", "#", layer.name), [int(number) for number in re.findall(r"\d+", layer.name)]
+
+
+def _layer(name: str, module: Any, parent: nn.Module, part: LinearPart | None) -> ModelLayer:
+    if isinstance(module, nn.Linear):
+        leaf = name.rpartition(".")[2]
+        outputs = _sizes(parent, leaf, int(module.out_features)) if leaf in FUSED and part is None else (int(module.out_features),)
+        return ModelLayer(name, module, [], (int(module.in_features),), outputs, part)
+    return ModelLayer(name, module, [], (int(module.in_channels), *module.kernel_size), (int(module.out_channels),), part)
+
+
+def _sizes(parent: Any, leaf: str, total: int) -> tuple[int, ...]:
+    """Outputs of the parts of a fused projection: those of the separate layers beside it, or as the attention says, or all alike."""
+    parts = FUSED[leaf]
+    separate = [getattr(parent, part, None) for part in parts]
+    if all(isinstance(layer, nn.Linear) for layer in separate):
+        sizes = tuple(int(layer.out_features) for layer in separate if layer is not None)
+        if sum(sizes) == total:
+            return sizes
+    query, key = getattr(parent, "inner_dim", None), getattr(parent, "inner_kv_dim", None)
+    if len(parts) == 3 and isinstance(query, int) and isinstance(key, int) and query + 2 * key == total:
+        return query, key, key
+    return (total // len(parts),) * len(parts) if total % len(parts) == 0 else (total,)
+
+
+def _pieces(parts: Sequence[tuple[ModelLayer, int]]) -> Iterator[Piece]:
+    """The parts that share an A, with the rows of B one after the other."""
+    start = 0
+    for layer, number in parts:
+        stop = start + layer.outputs[number]
+        yield Piece(layer, number, slice(start, stop))
+        start = stop

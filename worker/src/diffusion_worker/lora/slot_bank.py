@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of adapters: layers that were wrapped together share one buffer [slots, largest rank, columns].
+
+Every part of a layer has columns for its A and, behind the A of all, columns for its B, transposed. The rank is outermost in a
+slot, so an adapter of rank r is the first r rows of it: one that names all layers is written by one contiguous copy, and
+what it does not reach is zero. A buffer never moves.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from diffusion_worker.memory.slabs import make_slab
+
+# Columns of a part begin at multiples of this, so that the rows of a slot are aligned for the matrix kernels.
+ALIGNMENT = 8
+
+
+class Widths(NamedTuple):
+    """Columns that one part of a layer needs."""
+
+    a: int
+    b: int
+
+
+class Columns(NamedTuple):
+    """Where the A and the B of a part are."""
+
+    a: slice
+    b: slice
+
+
+class Scaling(NamedTuple):
+    """Columns of a run, counted from its start, that are multiplied when it is written."""
+
+    start: int
+    stop: int
+    factor: float
+
+
+class Run(NamedTuple):
+    """What an adapter has for adjacent columns of a segment: [rank, columns], in the dtype of its file."""
+
+    segment: "Segment"
+    start: int
+    values: torch.Tensor
+    scalings: tuple[Scaling, ...]
+
+    @property
+    def span(self) -> "Span":
+        """The place that it fills."""
+        return Span(self.start, self.start + self.values.shape[1], self.values.shape[0])
+
+
+class Span(NamedTuple):
+    """Columns of a slot whose first rows hold something."""
+
+    start: int
+    stop: int
+    rank: int
+
+
+class Segment:
+    """The buffer of some layers."""
+
+    @torch.inference_mode(False)
+    def __init__(self, widths: Sequence[Widths], *, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._slots, self._max_rank = slots, max_rank
+        self.columns, total = _layout(widths)
+        item = torch.empty(0, dtype=dtype).element_size()
+        self._slab = make_slab(slots * max_rank * total * item, device)
+        if device.type != "cpu":  # on a CPU the pages of a new slab are zero, and cost nothing before they are written
+            self._slab.bytes.zero_()
+        self._total = total
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self.rows = self.of(slice(0, total))
+        self._written: list[list[Span]] = [[] for _ in range(slots)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return self.rows.numel() * self.rows.element_size()
+
+    @torch.inference_mode(False)
+    def of(self, columns: slice) -> torch.Tensor:
+        """Some columns of all slots: [slots x largest rank, columns]."""
+        shape = self._slots * self._max_rank, columns.stop - columns.start
+        # A tensor of its own and no view: what compiles a layer looks at what a view is made of.
+        storage = self._slab.bytes.untyped_storage()
+        found: torch.Tensor = torch.empty_like(self._like).set_(storage, columns.start, shape, (self._total, 1))
+        return found
+
+    def of_slot(self, slot: int) -> torch.Tensor:
+        """The rows of a slot."""
+        return self.rows[slot * self._max_rank : (slot + 1) * self._max_rank]
+
+    @torch.no_grad()
+    def write(self, slot: int, runs: Sequence[Run]) -> None:
+        """Have these in a slot and nothing else. No more is zeroed than what was there and is not overwritten."""
+        rows = self.of_slot(slot)
+        ranks = {(run.span.start, run.span.stop): run.span.rank for run in runs}
+        for span in self._written[slot]:
+            rows[ranks.get((span.start, span.stop), 0) : span.rank, span.start : span.stop].zero_()
+        # First, so that a copy that fails leaves nothing that is not known of.
+        self._written[slot] = [run.span for run in runs]
+        for run in runs:
+            span = run.span
+            _copy(rows[: span.rank, span.start : span.stop], run)
+
+
+def _layout(widths: Sequence[Widths]) -> tuple[list[Columns], int]:
+    """The columns of each part, and how many there are in all."""
+    starts, end = [], 0
+    for width in (*(each.a for each in widths), *(each.b for each in widths)):
+        starts.append(end)
+        end += -(-width // ALIGNMENT) * ALIGNMENT
+    a, b = starts[: len(widths)], starts[len(widths) :]
+    columns = [Columns(slice(at, at + each.a), slice(bt, bt + each.b)) for each, at, bt in zip(widths, a, b, strict=True)]
+    return columns, end
+
+
+def _copy(target: torch.Tensor, run: Run) -> None:
+    """Copy and scale, with no rounding but the one to the bank's dtype."""
+    exact = target.dtype in (run.values.dtype, torch.float32)
+    if exact or not run.scalings:
+        target.copy_(run.values, non_blocking=True)
+        for scaling in run.scalings:
+            target[:, scaling.start : scaling.stop].mul_(scaling.factor)
+        return
+    scaled = run.values.float()
+    for scaling in run.scalings:
+        scaled[:, scaling.start : scaling.stop].mul_(scaling.factor)
+    target.copy_(scaled)
