@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker import cli
-from diffusion_worker.config import RequestDefaults, RequestLimits, WorkerConfig
+from diffusion_worker.config import OnMissing, RequestDefaults, RequestLimits, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from worker_process import DIGITS, DIGITS_MODEL
 
@@ -22,6 +22,17 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     said = capsys.readouterr()
     assert said.out == ""
     return said.err
+
+
+def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> WorkerConfig:
+    """The settings that the program would serve with."""
+    started: list[WorkerConfig] = []
+    monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
+    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    [config] = started
+    return config
 
 
 @pytest.mark.parametrize(
@@ -46,14 +57,31 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["--batch-window-milliseconds=-1"], "--batch-window-milliseconds"),
         (["--tick-timeout-seconds=0"], "--tick-timeout-seconds"),
         (["--startup-timeout-seconds=0"], "--startup-timeout-seconds"),
-        (["--lora=stripes"], "--lora 'stripes': expected NAME=PATH"),
-        (["--lora=stripes="], "--lora 'stripes=': expected NAME=PATH"),
+        (["--lora=stripes"], "--lora 'stripes': expected NAME=SOURCE"),
+        (["--lora=stripes="], "--lora 'stripes=': expected NAME=SOURCE"),
         (["--lora=Stripes=/x"], "'Stripes'"),
         (["--lora=a=/x", "--lora=a=/y"], "given twice"),
-        (["--lora=a=/nowhere"], "--lora a=/nowhere: expected a peft folder, found nothing there"),
-        ([f"--lora=a={DIGITS_MODEL / 'model_index.json'}"], "found a file"),
+        (["--lora=a=/nowhere"], "--lora a=/nowhere: expected an adapter's folder or *.safetensors file, found nothing"),
+        ([f"--lora=a={DIGITS_MODEL / 'model_index.json'}"], "found a file 'model_index.json'"),
+        (["--lora=a=ftp://host/x"], "--lora a=ftp://host/x: expected a path, hf://"),
+        (["--lora=a=https://host/x?sig=secret"], "--lora a=https://host/x: expected the digest of the file"),
+        ([f"--lora=a=http://host/x#sha256={'0' * 64}"], "'http': refused, expected https; --allow-http-sources allows http"),
+        (
+            ['--lora=a={"path": "/x", "pvc": {"claimName": "c", "path": "."}}'],
+            "exactly one of path, huggingFace, s3, pvc and http, found path and pvc",
+        ),
+        (['--lora=a={"pvc": {"claimName": "../c", "path": "."}}'], "pvc.claimName: expected a name without slashes, found '../c'"),
+        (['--lora=a={"huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "a/b"}}}'], "huggingFace.tokenSecretRef.name: expected"),
+        (['--lora=a={"s3": {"uri": "s3://b/k", "credentialsSecretRef": {"name": ".."}}}'], "s3.credentialsSecretRef.name: expected"),
+        (["--max-loras=0", f"--lora=a={DIGITS / 'loras' / 'stripes'}"], "1 adapters, but --max-loras is 0"),
+        (["--cache-dir=/nowhere"], "--cache-dir: expected a folder that can be written to, found '/nowhere'"),
         ([f"--lora=digits={DIGITS / 'loras' / 'stripes'}", "--served-name=digits"], "the name is that of the model"),
-        (["--max-loras=1", *(f"--lora={name}={DIGITS / 'loras' / 'stripes'}" for name in "ab")], "--max-loras is 1"),
+        (["--max-cached-loras=4", *(f"--lora={name}=s3://b/k" for name in "abcde")], "5 adapters, but --max-cached-loras is 4"),
+        (["--max-cached-loras=3"], "--max-cached-loras: expected at least --max-loras 4, found 3"),
+        (["--max-loras-per-request=5"], "--max-loras-per-request: expected at most --max-loras 4, found 5"),
+        (["--lora-on-missing=base"], "--lora-on-missing"),
+        (["--lora-load-timeout-seconds=0"], "--lora-load-timeout-seconds"),
+        (["--cache-size-bytes=0"], "--cache-size-bytes"),
         (["--served-name=two words"], "--served-name"),
         (["--desired=/nowhere.json"], "--desired"),
         (["--max-restarts=-1"], "--max-restarts"),
@@ -103,6 +131,64 @@ def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
         cli.parse_loras(("=x",))
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (f"https://host/x#sha256={'0' * 64}", "--model: a model is a folder, and an address over http is one file"),
+        ("pvc://weights/sd", "--model: claim 'weights': expected it to be mounted at"),
+        ('{"s3": {"uri": "s3://b/m/", "endpoint": "http://minio"}}', "--model: a source over 'http': refused"),
+        ('{"hub": "x"}', "--model: expected a JSON object of a source"),
+        ("hf://sd", "--model: expected hf://org/name@revision"),
+    ],
+)
+def test_a_model_source_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, says: str
+) -> None:
+    assert says in refusal(monkeypatch, capsys, f"--model={model}")
+
+
+def test_a_model_from_elsewhere_is_named_after_its_source_and_has_a_path_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(monkeypatch, "--model=hf://org/tiny@v1")
+    assert (config.model_source, config.served_name, Path(config.model).exists()) == ("hf://org/tiny@v1", "tiny", False)
+    assert config_of(monkeypatch, "--model=s3://bucket/models/tiny-2/").served_name == "tiny-2"
+
+
+def test_a_model_on_a_claim_is_a_folder_below_the_claims(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "weights").symlink_to(DIGITS)
+    config = config_of(monkeypatch, "--model=pvc://weights/model", f"--claims-dir={tmp_path}")
+    assert (config.model, config.model_source, config.served_name) == (str(tmp_path / "weights" / "model"), None, "model")
+
+
+def test_options_of_adapters_and_sources_reach_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = [
+        "--max-loras=3",
+        "--max-cached-loras=5",
+        "--max-loras-per-request=2",
+        "--lora-target-module=to_q",
+        "--lora-target-module=to_v",
+    ]
+    options += [
+        "--lora-on-missing=load",
+        "--lora-load-timeout-seconds=7",
+        "--lora-merge",
+        f"--cache-dir={tmp_path}",
+        "--cache-size-bytes=9",
+    ]
+    options += ["--secrets-dir=/s", "--claims-dir=/c", "--allow-http-sources", "--lora=a=s3://bucket/a.safetensors"]
+    config = config_of(monkeypatch, f"--model={DIGITS_MODEL}", *options)
+    assert (config.max_loras, config.max_cached_loras, config.max_loras_per_request) == (3, 5, 2)
+    assert (config.lora_target_modules, config.lora_on_missing, config.lora_load_timeout_s) == (["to_q", "to_v"], OnMissing.LOAD, 7)
+    assert (config.lora_merge, config.cache_dir, config.cache_size_bytes) == (True, str(tmp_path), 9)
+    assert (config.secrets_dir, config.claims_dir, config.allow_http_sources) == ("/s", "/c", True)
+    assert config.preload_loras == {"a": "s3://bucket/a.safetensors"}
+
+
+@pytest.mark.parametrize(("slots", "cached", "per_request"), [(4, 16, 4), (1, 16, 1), (40, 40, 4), (0, 16, 4)])
+def test_the_number_of_slots_alone_is_enough(monkeypatch: pytest.MonkeyPatch, slots: int, cached: int, per_request: int) -> None:
+    config = config_of(monkeypatch, f"--model={DIGITS_MODEL}", f"--max-loras={slots}")
+    assert (config.max_cached_loras, config.max_loras_per_request) == (cached, per_request)
+
+
 def test_help_lists_the_options_and_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", "--help"])
     cli.main()
@@ -118,26 +204,16 @@ def test_the_command_line_and_the_server_import_no_torch() -> None:
 
 
 def test_options_of_the_ranks_reach_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[WorkerConfig] = []
-    monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
     options = ["--max-restarts=7", "--rendezvous-address=10.0.0.1:29500", "--worker-extension=a.b:C", f"--profile-dir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", f"--model={DIGITS_MODEL}", *options])
-    with pytest.raises(SystemExit):
-        cli.main()
-    [config] = started
+    config = config_of(monkeypatch, f"--model={DIGITS_MODEL}", *options)
     assert (config.max_restarts, config.rendezvous_host, config.rendezvous_port) == (7, "10.0.0.1", 29500)
     assert (config.worker_extension, config.profile_dir) == ("a.b:C", str(tmp_path))
 
 
 def test_defaults_limits_and_the_key_reach_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[WorkerConfig] = []
-    monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
     options = ["--default-steps=5", "--default-guidance-scale=2.5", "--default-size=48x32", f"--api-key-file={tmp_path / 'key'}"]
     options += ["--max-steps=6", "--max-pixels=4096", "--max-images=2", "--max-prompt-characters=10"]
-    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", f"--model={DIGITS_MODEL}", *options])
-    with pytest.raises(SystemExit):
-        cli.main()
-    [config] = started
+    config = config_of(monkeypatch, f"--model={DIGITS_MODEL}", *options)
     assert config.defaults == RequestDefaults(steps=5, guidance_scale=2.5, width=48, height=32)
     assert config.limits == RequestLimits(max_steps=6, max_pixels=4096, max_images=2, max_prompt_chars=10)
     assert config.api_key_path == str(tmp_path / "key")

@@ -14,22 +14,25 @@ import click
 
 from diffusion_worker.compatibility import check_together, why_awake
 from diffusion_worker.config import (
+    CLAIMS_DIR,
+    SECRETS_DIR,
     Compile,
     Dtype,
     LoadFormat,
     Offload,
+    OnMissing,
     Quantization,
     RequestDefaults,
     RequestLimits,
     StepCache,
     WorkerConfig,
     read_model_index,
-    served_name_of,
     split_import_path,
 )
 from diffusion_worker.engine.documents import SleepPolicy
 from diffusion_worker.engine.operations import read_desired
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.sources.options import check_lora_bounds, check_sources, locate_model, lora_defaults, shown
 
 MAX_RANKS = 64
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -62,6 +65,7 @@ KINDS = {
     "offload": Offload,
     "quantization": Quantization,
     "step_cache": StepCache,
+    "lora_on_missing": OnMissing,
 }
 LIMITS = {
     "max_steps": "max_steps",
@@ -78,14 +82,16 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--model", required=True, metavar="PATH", help="A diffusers folder.")
+@click.option("--model", required=True, metavar="SOURCE", help="A diffusers folder: a path, hf://, s3://, pvc:// or JSON.")
 @click.option("--served-name", metavar="NAME", help="The model's name in requests; by default that of its folder.")
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Processes, one for each GPU.")
 @click.option("--tensor", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the large layers of a model.")
 @click.option("--sequence", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the tokens of a picture.")
 @click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the memory for weights.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large pictures in tiles, spread over the ranks.")
-@click.option("--lora", "loras", multiple=True, metavar="NAME=PATH", help="An adapter to load at start: its name and its peft folder.")
+@click.option(
+    "--lora", "loras", multiple=True, metavar="NAME=SOURCE", help="An adapter at start: a path, hf://, s3://, pvc://, https:// or JSON."
+)
 @click.option("--desired", "desired_path", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
 @click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
@@ -117,8 +123,27 @@ def cli() -> None:
 @click.option("--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True)
 @click.option("--api-key-file", "api_key_path", metavar="FILE", help="The data port then wants its content as a bearer token.")
 @click.option("--ui/--no-ui", default=True, show_default=True, help="The page at / of the data port.")
-@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters loaded at once.")
+@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters that running requests use at once.")
+@click.option("--max-cached-loras", type=click.IntRange(0, 100_000), help="Adapters in memory; by default 16, or --max-loras if more.")
+@click.option("--max-loras-per-request", type=click.IntRange(1, 64), help="By default 4, or --max-loras if less.")
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
+@click.option(
+    "--lora-target-module", "lora_target_modules", multiple=True, metavar="NAME", help="Layers adapters may change; by default any."
+)
+@click.option(
+    "--lora-on-missing",
+    type=click.Choice([kind.value for kind in OnMissing]),
+    default=OnMissing.REJECT.value,
+    show_default=True,
+    help="For a request whose adapter is known and not in memory.",
+)
+@click.option("--lora-load-timeout-seconds", "lora_load_timeout_s", type=SECONDS, default=120.0, show_default=True)
+@click.option("--lora-merge/--no-lora-merge", default=False, show_default=True, help="Merge an adapter that all requests use.")
+@click.option("--cache-dir", metavar="PATH", help="Where fetched models and adapters are kept; by default they go with the worker.")
+@click.option("--cache-size-bytes", type=click.IntRange(min=1), help="What nobody uses goes beyond this; by default when the disk is full.")
+@click.option("--secrets-dir", default=SECRETS_DIR, show_default=True, metavar="PATH", help="Has a folder for each Secret of a source.")
+@click.option("--claims-dir", default=CLAIMS_DIR, show_default=True, metavar="PATH", help="Has a folder for each claim of a source.")
+@click.option("--allow-http-sources", is_flag=True, help="Sources over http, not only https: for tests and closed networks.")
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
 @click.option("--control-port", type=PORT, default=8001, show_default=True, help="State, sleep, wake, adapters; 0 takes a free one.")
@@ -159,27 +184,33 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
     """The settings that the options stand for; those that need no conversion are named as the fields they set. Raises ConfigError."""
     plain = dict(options)
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
+    place = locate_model(plain.pop("model"), plain["claims_dir"])
+    slots = lora_defaults(plain["max_loras"])
     converted: dict[str, Any] = {
-        "served_name": plain.pop("served_name") or served_name_of(plain["model"]),
+        "model": place.folder,
+        "model_source": place.source,
+        "served_name": plain.pop("served_name") or place.name,
         "preload_loras": parse_loras(plain.pop("loras")),
         "rendezvous_host": rendezvous_host,
         "rendezvous_port": rendezvous_port,
         "batch_window_s": plain.pop("batch_window_milliseconds") / 1000,
         "warmup_sizes": [parse_size(size, "--warmup-size") for size in plain.pop("warmup_sizes")],
         "defaults": request_defaults(*map(plain.pop, ("default_steps", "default_guidance_scale", "default_size"))),
+        "lora_target_modules": list(plain.pop("lora_target_modules")),
         "limits": RequestLimits(**{field: plain.pop(option) for option, field in LIMITS.items()}),
     }
     converted |= {name: kind(plain.pop(name)) for name, kind in KINDS.items()}
+    converted |= {name: usual if (given := plain.pop(name)) is None else given for name, usual in slots.items()}
     return WorkerConfig(**converted, **plain)
 
 
 def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
-    """`NAME=PATH` of every `--lora`; raises ConfigError."""
+    """`NAME=SOURCE` of every `--lora`; raises ConfigError."""
     found: dict[str, str] = {}
     for option in options:
         name, separator, path = option.partition("=")
         if not separator or not path:
-            raise ConfigError(f"--lora {option!r}: expected NAME=PATH")
+            raise ConfigError(f"--lora {option!r}: expected NAME=SOURCE")
         if not ADAPTER_NAME.fullmatch(name):
             raise ConfigError(f"--lora {option!r}: expected a name of a-z, 0-9, '.', '_' and '-', at most 63 long, found {name!r}")
         if name in found:
@@ -212,25 +243,24 @@ def request_defaults(steps: int | None, guidance_scale: float | None, size: str 
 
 def check(config: WorkerConfig) -> None:
     """What can be known to be wrong without torch; raises ConfigError with the option's name."""
-    try:
-        read_model_index(config.model)
-    except ConfigError as error:
-        raise ConfigError(f"--model: {error}") from None
+    if config.model_source is None:
+        try:
+            read_model_index(config.model)
+        except ConfigError as error:
+            raise ConfigError(f"--model: {error}") from None
     _check_pipeline(config)
     if not NAME.fullmatch(config.served_name):
         raise ConfigError(f"--served-name: expected letters, digits, '.', '_' and '-', at most 63, found {config.served_name!r}")
-    for name, path in config.preload_loras.items():
-        if name == config.served_name:
-            raise ConfigError(f"--lora {name}={path}: the name is that of the model, choose another or another --served-name")
-        if not Path(path).is_dir():
-            raise ConfigError(f"--lora {name}={path}: expected a peft folder, found {'a file' if Path(path).exists() else 'nothing there'}")
+    if (name := config.served_name) in config.preload_loras:
+        text = shown(config.preload_loras[name])
+        raise ConfigError(f"--lora {name}={text}: the name is that of the model, choose another or another --served-name")
+    check_sources(config)
+    check_lora_bounds(config)
     check_together(config)
     check_ranks(config)
     check_requests(config)
     if read_desired(config.desired_path).sleep.policy is SleepPolicy.ASLEEP and (option := why_awake(config)):
         raise ConfigError(f"{option}: not supported with the sleep policy {SleepPolicy.ASLEEP} of {config.desired_path!r}")
-    if len(config.preload_loras) > config.max_loras:
-        raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is {config.max_loras}")
 
 
 def check_requests(config: WorkerConfig) -> None:

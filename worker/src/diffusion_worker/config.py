@@ -10,6 +10,9 @@ import msgspec
 
 from diffusion_worker.errors import ConfigError
 
+# Where the operator mounts them.
+SECRETS_DIR = "/var/run/diffusion-operator/secrets"
+CLAIMS_DIR = "/var/run/diffusion-operator/claims"
 MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
 
 
@@ -118,6 +121,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Ends of the names of layers that adapters may change, which then have their slots from the start; none: any layer.
     lora_target_modules: list[str] = []
     lora_on_missing: OnMissing = OnMissing.REJECT
+    # Whether an adapter that all requests use may be merged into the weights for as long as that is faster.
+    lora_merge: bool = False
     # For the fetch and the load of one adapter where a call does not say.
     lora_load_timeout_s: float = 120.0
     # Where fetched models and adapters are kept, by digest; None: a folder of this process, gone with it.
@@ -125,8 +130,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # What nobody uses is evicted beyond this; None: when the disk is full.
     cache_size_bytes: int | None = None
     # Secrets and claims of sources are folders in these.
-    secrets_dir: str = "/var/run/diffusion-operator/secrets"
-    claims_dir: str = "/var/run/diffusion-operator/claims"
+    secrets_dir: str = SECRETS_DIR
+    claims_dir: str = CLAIMS_DIR
     # Plain http and its like for sources: for tests and closed networks.
     allow_http_sources: bool = False
     preload_loras: dict[str, str] = msgspec.field(default_factory=dict)

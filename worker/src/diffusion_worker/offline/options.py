@@ -10,12 +10,13 @@ import click
 import msgspec
 
 from diffusion_worker import cli
-from diffusion_worker.config import WorkerConfig, served_name_of
+from diffusion_worker.config import CLAIMS_DIR, OnMissing, WorkerConfig
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.sources.options import locate_model, lora_defaults
 
 # What only means something to a server and its operator, and what the engine's own arguments set.
 NOT_HERE = frozenset({"api_key_path", "control_token_path", "desired_path", "preload_loras", "ui"})
-GIVEN = frozenset({"model", "ranks"})
+GIVEN = frozenset({"model", "model_source", "ranks"})
 MAX_BATCH_WINDOW_S = 1.0
 PLACE = re.compile(r" - at `\$\.?(.*)`$")
 
@@ -27,8 +28,12 @@ def worker_config(
     allowed = set(WorkerConfig.__struct_fields__) - NOT_HERE - GIVEN
     if unknown := sorted(set(options) - allowed):
         raise ConfigError(f"{unknown[0]}: unknown option of the engine, expected one of {', '.join(sorted(allowed))}")
-    folder = fspath(model)
-    fields: dict[str, Any] = {"served_name": served_name_of(folder), **options, "model": folder, "ranks": ranks}
+    place = locate_model(fspath(model), str(options.get("claims_dir", CLAIMS_DIR)))
+    # An adapter that went from memory for others is loaded again: there is nobody else to do it.
+    own: dict[str, Any] = {"served_name": place.name, "lora_on_missing": OnMissing.LOAD}
+    if isinstance(slots := options.get("max_loras"), int):
+        own |= lora_defaults(slots)
+    fields: dict[str, Any] = {**own, **options, "model": place.folder, "model_source": place.source, "ranks": ranks}
     try:
         config = msgspec.convert(fields, WorkerConfig)
     except msgspec.ValidationError as error:

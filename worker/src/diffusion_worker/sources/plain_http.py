@@ -11,7 +11,7 @@ from diffusion_worker.sources.job import Wanted
 from diffusion_worker.sources.resolving import Question, Resolved
 from diffusion_worker.sources.selection import ADAPTER_WEIGHTS
 from diffusion_worker.sources.source import HttpSource
-from diffusion_worker.sources.transport import require_scheme
+from diffusion_worker.sources.transport_rules import require_scheme
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

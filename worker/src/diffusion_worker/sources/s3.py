@@ -23,7 +23,7 @@ from diffusion_worker.sources.mounted_secrets import read_optional_secret, read_
 from diffusion_worker.sources.resolving import Question, Resolved
 from diffusion_worker.sources.selection import ADAPTER_WEIGHTS, adapter_files, model_files, single_adapter
 from diffusion_worker.sources.source import S3Source
-from diffusion_worker.sources.transport import allowed_addresses, require_scheme
+from diffusion_worker.sources.transport_rules import allowed_addresses, require_scheme
 
 if TYPE_CHECKING:
     from obstore.store import S3Config

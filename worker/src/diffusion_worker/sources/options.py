@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line and a script say of sources, checked before anything is fetched or started."""
+
+import os
+import tempfile
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from diffusion_worker.config import WorkerConfig, served_name_of
+from diffusion_worker.errors import ConfigError, RequestError
+from diffusion_worker.sources.in_place import WEIGHTS, claim_path
+from diffusion_worker.sources.parsing import is_remote, parse_source
+from diffusion_worker.sources.source import Source
+from diffusion_worker.sources.transport_rules import require_scheme
+
+# Defaults that follow from the number of slots: a worker with one is not told two more options to start.
+USUAL_CACHED = 16
+USUAL_PER_REQUEST = 4
+
+
+class ModelPlace(msgspec.Struct, frozen=True):
+    """Where a model is or will be, where it comes from if it is not here yet, and what to call it."""
+
+    folder: str
+    source: str | None
+    name: str
+
+
+def locate_model(text: str, claims_dir: str) -> ModelPlace:
+    """What `--model` stands for; raises ConfigError."""
+    try:
+        source = parse_source(text)
+        check_names(source)
+        if source.http is not None:
+            raise ConfigError("a model is a folder, and an address over http is one file")
+        if source.path is not None:
+            return ModelPlace(source.path, None, served_name_of(source.path))
+        if source.pvc is not None:
+            folder = str(claim_path(source.pvc, claims_dir)[1])
+            return ModelPlace(folder, None, served_name_of(folder))
+    except (ConfigError, RequestError) as error:
+        raise ConfigError(f"--model: {error}") from None
+    # A link that is made there when it was fetched, so that the ranks can be told a path before.
+    folder = str(Path(tempfile.gettempdir()) / f"diffusion-model-{uuid.uuid4().hex}")
+    return ModelPlace(folder, text, _name_of(source))
+
+
+def lora_defaults(max_loras: int) -> dict[str, int]:
+    """What the other bounds of adapters are where only the number of slots is given."""
+    return {
+        "max_cached_loras": max(USUAL_CACHED, max_loras),
+        "max_loras_per_request": min(USUAL_PER_REQUEST, max_loras or USUAL_PER_REQUEST),
+    }
+
+
+def check_sources(config: WorkerConfig) -> None:
+    """What can be known to be wrong with sources and the places they need; raises ConfigError with the option's name."""
+    if config.cache_dir is not None and not (Path(config.cache_dir).is_dir() and os.access(config.cache_dir, os.W_OK)):
+        raise ConfigError(f"--cache-dir: expected a folder that can be written to, found {config.cache_dir!r}")
+    if config.model_source is not None:
+        _check_schemes(parse_source(config.model_source), "--model", config)
+    for name, text in config.preload_loras.items():
+        option = f"--lora {name}={shown(text)}"
+        try:
+            source = parse_source(text)
+            check_names(source)
+        except ConfigError as error:
+            raise ConfigError(f"{option}: {error}") from None
+        _check_schemes(source, option, config)
+        if source.path is not None:
+            _check_path(Path(source.path), option)
+
+
+def check_lora_bounds(config: WorkerConfig) -> None:
+    """Whether the bounds of adapters go together; raises ConfigError with the options' names."""
+    if config.max_cached_loras < config.max_loras:
+        raise ConfigError(f"--max-cached-loras: expected at least --max-loras {config.max_loras}, found {config.max_cached_loras}")
+    if config.max_loras and config.max_loras_per_request > config.max_loras:
+        raise ConfigError(f"--max-loras-per-request: expected at most --max-loras {config.max_loras}, found {config.max_loras_per_request}")
+    if config.preload_loras and not config.max_loras:
+        raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is 0")
+    if len(config.preload_loras) > config.max_cached_loras:
+        raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-cached-loras is {config.max_cached_loras}")
+
+
+def check_names(source: Source) -> None:
+    """Names of claims, Secrets and their keys are folders and files of ours; raises ConfigError."""
+    hub, s3, pvc = source.hugging_face, source.s3, source.pvc
+    names = {"pvc.claimName": pvc.claim_name if pvc else None}
+    if hub is not None and hub.token_secret_ref is not None:
+        names |= {"huggingFace.tokenSecretRef.name": hub.token_secret_ref.name, "huggingFace.tokenSecretRef.key": hub.token_secret_ref.key}
+    if s3 is not None and s3.credentials_secret_ref is not None:
+        names["s3.credentialsSecretRef.name"] = s3.credentials_secret_ref.name
+    for field, name in names.items():
+        if name is not None and (not name or "/" in name or name in (".", "..")):
+            raise ConfigError(f"{field}: expected a name without slashes, found {name!r}")
+
+
+def shown(text: str) -> str:
+    """A source for a message: without what may be a signature."""
+    return text.partition("?")[0]
+
+
+def _check_schemes(source: Source, option: str, config: WorkerConfig) -> None:
+    endpoint = source.s3.endpoint if source.s3 is not None else None
+    address = source.http.url if source.http is not None else endpoint
+    if address is None:
+        return
+    try:
+        require_scheme(address.partition("://")[0].lower(), allow_http=config.allow_http_sources)
+    except RequestError as error:
+        raise ConfigError(f"{option}: {error.message}; --allow-http-sources allows http") from None
+
+
+def _check_path(path: Path, option: str) -> None:
+    if not path.exists():
+        raise ConfigError(f"{option}: expected an adapter's folder or *{WEIGHTS} file, found nothing there")
+    if path.is_file() and path.suffix != WEIGHTS:
+        raise ConfigError(f"{option}: expected an adapter's folder or *{WEIGHTS} file, found a file {path.name!r}")
+
+
+def _name_of(source: Source) -> str:
+    """The name of a repository, or the last part of a folder's address."""
+    assert is_remote(source)
+    address = source.hugging_face.repo if source.hugging_face is not None else source.s3.uri if source.s3 is not None else ""
+    return address.rstrip("/").rpartition("/")[2]
