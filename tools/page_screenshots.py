@@ -19,7 +19,7 @@ TIMEOUT_MS = 60_000
 def take(page: Page, folder: Path) -> list[Path]:
     """One while a picture is made, one of the picture, one of an error; the files."""
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=TIMEOUT_MS)
-    page.get_by_label("Adapter").select_option("stripes")
+    page.get_by_label("Adapters", exact=True).select_option("stripes")
     page.locator("#prompt").fill("a yellow digit three")
     page.locator("#num_inference_steps").fill("200")
     page.locator("#seed").fill("4")

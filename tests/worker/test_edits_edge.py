@@ -4,6 +4,7 @@
 import asyncio
 import base64
 import io
+import json
 import struct
 import time
 import zlib
@@ -127,6 +128,41 @@ async def test_several_pictures_and_a_mask_are_an_inpainting_of_the_first(edge: 
     )
     assert made.data is not None
     assert decode_image(str(made.data[0].b64_json)).tobytes() == fake_pixels(spec, frames=frames)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"name": "stripes", "scale": 0.5}, [{"lora_name": "stripes", "lora_scale": 0.5, "path": "/loras/stripes"}]]
+)
+async def test_the_adapters_of_an_edit_are_json_in_the_form(edge: Edge, lora: Any) -> None:
+    await edge.put_adapter("stripes", "/loras/stripes")
+    async with sdk(edge) as client:
+        made = await client.images.edit(image=red(), prompt="p", extra_body={"lora": json.dumps(lora)})
+    assert made.data is not None and made.data[0].model_extra is not None
+    (adapter,) = made.data[0].model_extra["provenance"]["adapters"]
+    assert (adapter["name"], adapter["scale"]) == ("stripes", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "lora"),
+    [
+        ("lora", "stripes"),
+        ("lora", "{"),
+        ("lora", "[1e999]"),
+        ("lora[0].scale", '{"name": "stripes", "scale": "0.5"}'),
+        ("lora[0].scale", '{"name": "stripes", "scale": 5}'),
+        ("lora[0].name", "[{}]"),
+        ("lora[0].path", '{"name": "stripes", "path": "/etc/passwd"}'),
+    ],
+)
+async def test_wrong_adapters_of_an_edit_are_refused_by_name(edge: Edge, field: str, lora: str) -> None:
+    await edge.put_adapter("stripes", "/loras/stripes")
+    refusal(await edit(edge, lora=lora), field)
+
+
+async def test_adapters_that_an_sdk_took_apart_into_fields_are_refused_with_what_to_do(edge: Edge) -> None:
+    async with sdk(edge) as client:
+        with pytest.raises(openai.BadRequestError, match="lora: expected one text of JSON"):
+            await client.images.edit(image=red(), prompt="p", extra_body={"lora": {"name": "stripes"}})
 
 
 async def test_a_stream_of_an_edit_has_the_sdks_events(edge: Edge) -> None:

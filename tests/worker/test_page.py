@@ -14,6 +14,21 @@ from worker_process import REPOSITORY
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
 PAGE = Path(ui.__file__).parent / "page"
+LOAD_CODES = {
+    "InvalidAdapter",
+    "UnsupportedFormat",
+    "NoMatchingModules",
+    "ModulesOutsideEnvelope",
+    "RankTooLarge",
+    "DigestMismatch",
+    "SourceNotFound",
+    "SourceUnauthorized",
+    "SecretMissing",
+    "NetworkError",
+    "TooLarge",
+    "CacheFull",
+    "CapacityExceeded",
+}
 
 
 async def test_the_page_is_three_files_that_may_load_nothing_from_elsewhere() -> None:
@@ -58,8 +73,8 @@ def test_every_state_and_code_has_words_for_people() -> None:
     states = set(re.findall(r"^  (\w+): \[\"(?:good|wait|rest|bad)\"", script, re.MULTILINE))
     assert states == {state.value for state in ui.EngineState}
     advice = script.partition("const ADVICE = {")[2].partition("};")[0]
-    # What only the control port answers with is left out.
-    control = {"Conflict", "WrongBoot", "InvalidAdapter", "DigestMismatch", "CapacityExceeded"}
+    # What only the control port answers with is left out: a request that waits for a load gets one code for all its errors.
+    control = {"Conflict", "WrongBoot", "Managed", *LOAD_CODES}
     assert set(re.findall(r"^  (\w+):", advice, re.MULTILINE)) - {"Unreachable"} == {code.value for code in ui.ErrorCode} - control
 
 

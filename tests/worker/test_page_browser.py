@@ -153,12 +153,37 @@ def test_the_picture_is_downloaded_in_the_format_that_was_asked_for(
 
 def test_a_picture_by_an_adapter_is_the_adapters_and_says_so(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(worker)
-    expect(page.locator("#model option")).to_have_text(["none, the base model", "frame", "stripes"])
-    page.get_by_label("Adapter").select_option("stripes")
+    expect(page.locator("#add_adapter option")).to_have_text(["none, the base model", "frame", "stripes"])
+    page.get_by_label("Adapters", exact=True).select_option("stripes")
     make(page, prompt="a blue digit four", num_inference_steps="6", seed="3")
     assert re.match(r"stripes × 1 \(sha256:[0-9a-f]{12}…\)", finished(page)["adapters"])
     request = {"prompt": "a blue digit four", "num_inference_steps": 6, "seed": 3}
     assert picture_of(page).tobytes() == worker.image(**request, model="stripes").tobytes() != worker.image(**request).tobytes()
+
+
+def test_several_adapters_are_chosen_with_a_strength_each_and_taken_away_again(
+    worker: WorkerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(worker, expected_errors="400")
+    for name in ("stripes", "frame"):
+        page.get_by_label("Adapters", exact=True).select_option(name)
+    expect(page.locator("#add_adapter option")).to_have_text(["add another one …"])
+    expect(page.get_by_label("frame", exact=True)).to_have_attribute("placeholder", "1")
+    page.get_by_label("stripes", exact=True).fill("0.5")
+    make(page, prompt="a blue digit four", num_inference_steps="6", seed="3")
+    assert re.match(r"stripes × 0\.5 \(.*\), frame × 1 \(", finished(page)["adapters"])
+    request = {"prompt": "a blue digit four", "num_inference_steps": 6, "seed": 3}
+    both = [{"name": "stripes", "scale": 0.5}, {"name": "frame"}]
+    assert picture_of(page).tobytes() == worker.image(**request, lora=both).tobytes()
+    page.get_by_label("frame", exact=True).fill("9")
+    page.get_by_role("button", name="Make a picture").click()
+    expect(page.get_by_role("alert")).to_contain_text("lora[1].scale")
+    expect(page.get_by_label("frame", exact=True)).to_be_focused()
+    for name in ("frame", "stripes"):
+        page.get_by_role("button", name=f"Remove {name}").click()
+    make(page, prompt="a blue digit four", num_inference_steps="6", seed="3")
+    assert finished(page)["adapters"] == "none"
+    assert picture_of(page).tobytes() == worker.image(**request).tobytes()
 
 
 def test_an_error_is_told_with_its_field_its_code_and_what_to_do(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:

@@ -21,6 +21,8 @@ ALL_ROUTES = [
     ("POST", "/v1/profile"),
     ("PUT", "/v1/adapters/stripes"),
     ("DELETE", "/v1/adapters/stripes"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     ("GET", "/nothing"),
 ]
 
@@ -241,6 +243,18 @@ async def test_a_put_adapter_is_answered_as_it_is_in_the_state(edge: Edge) -> No
         "ranksTotal": 2,
         "refs": 0,
         "error": None,
+        "revision": None,
+        "components": [],
+        "format": "peft",
+        "alpha": None,
+        "baseModel": None,
+        "recipe": None,
+        "residency": "Cached",
+        "priority": 0,
+        "fetchedBytes": None,
+        "totalBytes": None,
+        "requestsTotal": 0,
+        "lastRequestAgeSeconds": None,
     }
 
 
@@ -283,10 +297,10 @@ async def test_an_adapter_that_is_none_is_refused_and_recorded_as_failed(edge: E
     assert (await edge.put_adapter("broken", "/loras/mended")).status_code == 200
 
 
-async def test_more_adapters_than_there_are_slots_are_refused(edge: Edge) -> None:
+async def test_more_resident_adapters_than_there_are_slots_are_refused(edge: Edge) -> None:
     for number in range(edge.config.max_loras):
-        assert (await edge.put_adapter(f"style-{number}", f"/loras/{number}")).status_code == 200
-    answer = await edge.put_adapter("one-more", "/loras/one-more")
+        assert (await edge.put_adapter(f"style-{number}", f"/loras/{number}", residency="Resident")).status_code == 200
+    answer = await edge.put_adapter("one-more", "/loras/one-more", residency="Resident")
     assert (answer.status_code, answer.json()["code"]) == (409, "CapacityExceeded")
     assert "style-0" in answer.json()["message"]
 
@@ -362,15 +376,34 @@ async def test_a_name_that_no_adapter_can_have_is_refused(edge: Edge, name: str)
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"source": {}}, "source.path"),
+        ({"source": {}}, "source"),
         ({"source": {"path": ""}}, "source.path"),
         ({"source": {"path": "/x", "uri": "s3://x"}}, "source.uri"),
+        ({"source": {"path": "/x", "s3": {"uri": "s3://bucket/key"}}}, "source"),
         ({"source": "/x"}, "source"),
+        ({"source": {"huggingFace": {"repo": "no-owner"}}}, "source.huggingFace.repo"),
+        ({"source": {"huggingFace": {"repo": "a/b", "file": "a.bin"}}}, "source.huggingFace.file"),
+        ({"source": {"huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "../x"}}}}, "source.huggingFace.tokenSecretRef.name"),
+        (
+            {"source": {"huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "x", "key": ".."}}}},
+            "source.huggingFace.tokenSecretRef.key",
+        ),
+        ({"source": {"s3": {"uri": "http://bucket/key"}}}, "source.s3.uri"),
+        ({"source": {"s3": {"uri": "s3://bucket/key", "secret": "x"}}}, "source.s3.secret"),
+        ({"source": {"pvc": {"claimName": "c"}}}, "source.pvc.path"),
+        ({"source": {"http": {"url": "file:///etc/passwd", "sha256": "0" * 64}}}, "source.http.url"),
+        ({"source": {"http": {"url": "https://host/file", "sha256": "sha256:" + "0" * 64}}}, "source.http.sha256"),
         ({"digest": "md5:abc"}, "digest"),
         ({"scale": 5}, "scale"),
         ({"scale": "1"}, "scale"),
         ({"deadlineSeconds": -1}, "deadlineSeconds"),
-        ({"components": []}, "components"),
+        ({"components": "transformer"}, "components"),
+        ({"components": ["../unet"]}, "components[0]"),
+        ({"format": "dora"}, "format"),
+        ({"expectedRank": 0}, "expectedRank"),
+        ({"residency": "Pinned"}, "residency"),
+        ({"priority": 2**31}, "priority"),
+        ({"pinned": True}, "pinned"),
     ],
 )
 async def test_a_wrong_field_of_an_adapter_is_refused_by_name(edge: Edge, body: dict[str, Any], field: str) -> None:

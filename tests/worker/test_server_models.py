@@ -70,6 +70,7 @@ async def test_a_card_lists_tasks_limits_and_defaults() -> None:
         "max_pixels": 4096,
         "max_prompt_characters": 10,
         "max_partial_images": 3,
+        "max_adapters": 4,
         "max_input_images": 0,
         "size_multiple": 8,
     }

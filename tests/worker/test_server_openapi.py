@@ -60,7 +60,15 @@ async def test_allow_names_every_method_of_a_path(edge: Edge) -> None:
 
 async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edge) -> None:
     document = (await edge.control.get("/openapi.json")).json()
-    assert sorted(document["paths"]) == ["/v1/adapters/{name}", "/v1/profile", "/v1/sleep", "/v1/state", "/v1/wake"]
+    assert sorted(document["paths"]) == [
+        "/v1/adapters/{name}",
+        "/v1/load_lora_adapter",
+        "/v1/profile",
+        "/v1/sleep",
+        "/v1/state",
+        "/v1/unload_lora_adapter",
+        "/v1/wake",
+    ]
     schemas = document["components"]["schemas"]
     assert set(schemas["SleepBody"]["properties"]) == {"operationId", "bootId", "level", "mode", "deadlineSeconds"}
     assert schemas["AdapterBody"]["additionalProperties"] is False
@@ -80,5 +88,5 @@ async def test_there_are_no_pages_that_load_scripts_from_elsewhere(edge: Edge) -
 
 
 def test_a_spec_of_the_wire_has_the_fields_that_a_request_may_set() -> None:
-    wanted = {"prompt", "negative_prompt", "seed", "height", "width", "steps", "guidance_scale", "lora"}
+    wanted = {"prompt", "negative_prompt", "seed", "height", "width", "steps", "guidance_scale", "loras"}
     assert wanted < set(RequestSpec.__struct_fields__)

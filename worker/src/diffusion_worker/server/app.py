@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI, params
 from fastapi.security import HTTPBearer
 
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.server import control, edits, images, probes
+from diffusion_worker.server import control, edits, images, lora_routes, probes
 from diffusion_worker.server.bearer_token import RequireToken, TokenFile
 from diffusion_worker.server.body_limit import BodyLimit
 from diffusion_worker.server.encoding_threads import EncodingThreads
@@ -55,12 +55,12 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
         ConfigError: the token file is missing or empty.
     """
     app = _app(engine, title="diffusion-worker control")
-    if token_path is None:
-        app.include_router(control.router)
-        return app
-    # The API's description is no secret.
-    secured = _require(app, TokenFile(token_path, "--control-token-file"), "the control token", lambda path: path != "/openapi.json")
-    app.include_router(control.router, dependencies=secured)
+    secured = []
+    if token_path is not None:
+        # The API's description is no secret.
+        secured = _require(app, TokenFile(token_path, "--control-token-file"), "the control token", lambda path: path != "/openapi.json")
+    for router in (control.router, lora_routes.router):
+        app.include_router(router, dependencies=secured)
     return app
 
 

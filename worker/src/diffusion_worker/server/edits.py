@@ -25,6 +25,7 @@ from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.generation import answer_generation
 from diffusion_worker.server.image_schemas import PICTURE_ANSWERS, Finite, PictureRequest
 from diffusion_worker.server.input_pictures import MAX_FILE_BYTES, DecodedPicture, decode
+from diffusion_worker.server.lora_schemas import LoRAText, require_own_paths
 from diffusion_worker.server.problems import shortened
 from diffusion_worker.server.schemas import ERRORS
 
@@ -43,6 +44,7 @@ class EditRequest(PictureRequest):
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
+    lora: LoRAText = None
     strength: Annotated[Finite | None, Field(gt=0, le=1, description="How far to go from the picture, for models that start from it.")] = (
         None
     )
@@ -88,6 +90,7 @@ async def edit_images(request: Request) -> Response:
     try:
         fields = _fields(form.texts)
         options = msgspec.structs.replace(fields.options(), events="image_edit")
+        require_own_paths(request.app.state.engine, fields.adapters())
         params = await _with_pictures(request, form, fields.params(), fields.strength)
     finally:
         for file in [form.mask, *(sent for _, sent in form.pictures)]:
@@ -136,6 +139,8 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
             mask = value
         elif isinstance(value, UploadFile):
             raise refused(shortened(name), "a text, as files are for image, image[] and mask", "a file")
+        elif root == "lora" and name != root:  # what an SDK makes of an object in a form
+            raise refused(root, "one text of JSON, as a form has no objects", f"the field {shortened(name)}")
         elif root == "svg":  # svg[model] and the like
             texts[root] = value
         elif name in texts:

@@ -17,17 +17,8 @@ from diffusion_worker.server.metric_families import PREFIX, by_state, counter, g
 OK = "OK"
 # One request's own faults leave the group as it is: the codes of `requests` tell of those.
 GROUP_FAULTS = [fault for fault in Fault if fault is not Fault.REQUEST]
-# What a load of an adapter can end with.
-LOAD_CODES = (
-    OK,
-    ErrorCode.INVALID_ADAPTER,
-    ErrorCode.DIGEST_MISMATCH,
-    ErrorCode.CAPACITY_EXCEEDED,
-    ErrorCode.CONFLICT,
-    ErrorCode.INSUFFICIENT_MEMORY,
-    ErrorCode.RANK_FAILED,
-    ErrorCode.TIMEOUT,
-)
+# What a load of an adapter can end with: its source, its file and the ranks have codes of their own.
+LOAD_CODES = (OK, *ErrorCode)
 RANK_MEMORY = {
     "rank_weights_bytes": ("Size of a rank's weights.", "weights_bytes"),
     "rank_weights_resident_bytes": ("Part of a rank's weights that is in memory.", "weights_resident_bytes"),
@@ -76,10 +67,17 @@ class EngineCollector(Collector):
     def _adapters(self, document: StateDocument) -> Iterator[Metric]:
         adapters, loads = document.adapters, self._engine.adapter_loads
         yield by_state("adapters", "Adapters by state.", AdapterState, Tally[str](adapter.state for adapter in adapters))
+        yield gauge("adapters_registered", "Adapters that the ranks have in host memory.", self._engine.registered_adapters)
+        yield gauge("adapters_registered_max", "Adapters that they may have there.", self._engine.config.max_cached_loras)
+        yield gauge("adapters_active", "Adapters that pictures in the batch use.", self._engine.active_adapters)
+        yield gauge("adapter_slots", "Adapters that pictures in the batch can use at once.", self._engine.config.max_loras)
+        yield counter("adapter_evictions", "Adapters that went from memory for others.", loads.evictions)
         yield gauge("adapters_in_use", "Adapters that a request uses now.", sum(adapter.refs > 0 for adapter in adapters))
         yield gauge("adapter_bytes", "Size of the files of all adapters that are loaded.", sum(each.size_bytes or 0 for each in adapters))
         yield labelled("adapter_loads", "Loads of adapters, by error code or OK.", "code", {code: loads.codes[code] for code in LOAD_CODES})
         yield histogram("adapter_load_seconds", "Time of the loads of adapters that succeeded.", {"": loads.durations})
+        yield histogram("adapter_fetch_seconds", "Time of the fetches of adapters from their sources.", {"": loads.fetch_durations})
+        yield counter("adapter_fetched_bytes", "Bytes of adapters that were fetched from their sources.", loads.fetched_bytes)
 
     def _operations(self) -> Iterator[Metric]:
         done = self._engine.operations_done

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffusion_worker.engine.admission import MAX_SEED, GenerationParams
+from diffusion_worker.engine.admission import MAX_LORA_SCALE, MAX_SEED, GenerationParams
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
 from diffusion_worker.server.answers import ZIP_MEDIA_TYPE, AnswerOptions
 from diffusion_worker.server.encoding import OutputFormat
+from diffusion_worker.server.lora_schemas import AskedAdapter, LoRAObjects, asked_adapters
 
 MAX_PARTIAL_IMAGES = 3
 
@@ -59,7 +60,10 @@ class PictureRequest(BaseModel):
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
     negative_prompt: Annotated[Text | None, Field(description="What the picture does not show.")] = None
-    lora_scale: Annotated[Finite | None, Field(ge=-4, le=4, description="Strength of the adapter that model names; else its own.")] = None
+    lora: LoRAObjects = None
+    lora_scale: Annotated[
+        Finite | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; else its own.")
+    ] = None
     exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits whoever else is served.")] = (
         None
     )
@@ -86,11 +90,15 @@ class PictureRequest(BaseModel):
     frame_count: Annotated[None, Field(description="Refused: " + REFUSED["frame_count"])] = None
     frame_duration_ms: Annotated[None, Field(description="Refused: " + REFUSED["frame_duration_ms"])] = None
 
+    def adapters(self) -> list[AskedAdapter]:
+        """The adapters of `lora`; raises RequestError (InvalidRequest) for an object that names none."""
+        return asked_adapters(self.lora)
+
     def params(self) -> GenerationParams:
         """The request as the engine takes it.
 
         Raises:
-            RequestError: previews were asked for without a stream to send them in.
+            RequestError: previews were asked for without a stream to send them in, or an adapter without its name.
         """
         if self.partial_images and not self.stream:
             raise refused("partial_images", "0 without stream", self.partial_images)
@@ -105,6 +113,7 @@ class PictureRequest(BaseModel):
             width=width,
             steps=self.num_inference_steps,
             guidance_scale=self.guidance_scale,
+            loras=[asked.choice for asked in self.adapters()],
             lora_scale=self.lora_scale,
             exact=bool(self.exact),
             accelerated=_accelerated(self.quality),
@@ -168,6 +177,8 @@ class ProvenanceBody(BaseModel):
     adapters: list[AdapterUse]
     steps: int | None
     guidance_scale: float | None
+    sigmas: list[float] | None
+    shift: float | None
     accelerated: bool
     exact: bool
     engine: str

@@ -7,8 +7,8 @@ from starlette.responses import Response
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.generation import answer_generation
 from diffusion_worker.server.image_schemas import PICTURE_ANSWERS, ImagesRequest
-from diffusion_worker.server.model_cards import ModelCard, ModelList, model_cards
-from diffusion_worker.server.problems import shortened
+from diffusion_worker.server.lora_schemas import require_own_paths
+from diffusion_worker.server.model_cards import ModelCard, ModelList, model_card, model_cards
 from diffusion_worker.server.running_requests import RunningRequests
 from diffusion_worker.server.schemas import ERRORS
 
@@ -18,6 +18,7 @@ router = APIRouter()
 @router.post("/v1/images/generations", response_model=None, responses=PICTURE_ANSWERS | ERRORS)
 async def generate_images(body: ImagesRequest, request: Request) -> Response:
     """Make `n` pictures of one prompt. Their seeds follow each other and are in the answer."""
+    require_own_paths(request.app.state.engine, body.adapters())
     return await answer_generation(request, body.params(), body.options())
 
 
@@ -31,17 +32,11 @@ async def cancel_request(request_id: str, request: Request) -> None:
 
 @router.get("/v1/models", response_model_exclude_none=True)
 async def list_models(request: Request) -> ModelList:
-    """The base model first, then the adapters that are loaded; answered in every state."""
+    """The base model first, then the adapters that a request would be served by; answered in every state."""
     return ModelList(data=model_cards(request.app.state.engine, created=request.app.state.started_at))
 
 
 @router.get("/v1/models/{model}", response_model_exclude_none=True, responses=ERRORS)
 async def retrieve_model(model: str, request: Request) -> ModelCard:
-    """One of them."""
-    cards = model_cards(request.app.state.engine, created=request.app.state.started_at)
-    found = next((card for card in cards if card.id == model), None)
-    if found is None:
-        raise RequestError(
-            ErrorCode.NOT_FOUND, f"model: expected one of {', '.join(card.id for card in cards)}, found {shortened(model)!r}"
-        )
-    return found
+    """One of them; one that would not be served is an error, the same as of a request for it."""
+    return model_card(request.app.state.engine, model, created=request.app.state.started_at)

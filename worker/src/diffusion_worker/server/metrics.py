@@ -51,6 +51,10 @@ class Metrics:
         self._phases = {phase: phases.labels(phase) for phase in PHASES}
         self._peak_bytes = histograms(PREFIX + "picture_peak_bytes", "Memory of a picture's steps.", buckets=MEMORY_BUCKETS)
         self._with_adapter = counters(PREFIX + "adapter_images", "Pictures made with an adapter and answered.")
+        by_adapters = counters(
+            PREFIX + "requests_with_adapters", "Requests answered with pictures, by how many adapters they had.", ["adapters"]
+        )
+        self._by_adapters = [by_adapters.labels(str(count)) for count in range(engine.config.max_loras_per_request + 1)]
         info = Gauge(PREFIX + "info", "Always 1; tells the worker's version.", ["version"], registry=self.registry)
         info.labels(engine.version).set(1)
         self.registry.register(EncodingCollector(encoding))
@@ -65,7 +69,8 @@ class Metrics:
             self._seconds[path].observe(seconds)
 
     def observe_generation(self, made: Generation) -> None:
-        """The phases of every picture of an answered request, its memory, and whether it has an adapter."""
+        """The phases of every picture of an answered request, its memory, and how many adapters it has."""
+        self._by_adapters[len(made.provenance.adapters)].inc()
         for picture in made.pictures:
             for phase, seconds in self._phases.items():
                 seconds.observe(getattr(picture.timings, phase))

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from diffusion_worker.engine.documents import EngineState
+from diffusion_worker.engine.documents import AdapterDocument, AdapterState, EngineState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.messages import ModelInfo, Task
 from diffusion_worker.server.image_schemas import MAX_PARTIAL_IMAGES
@@ -19,6 +19,7 @@ class LimitsCard(BaseModel):
     max_pixels: int
     max_prompt_characters: int
     max_partial_images: int
+    max_adapters: int
     max_input_images: int | None = None
     size_multiple: int | None = None
 
@@ -31,8 +32,20 @@ class DefaultsCard(BaseModel):
     guidance_scale: float | None = None
 
 
+class RecipeCard(BaseModel):
+    """What a request with an adapter gets, and may not contradict; absent where the adapter leaves it open."""
+
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    sigmas: list[float] | None = None
+    shift: float | None = None
+
+
 class ModelCard(BaseModel):
-    """The base model, or an adapter with the `parent` it belongs to. `tasks` and `pipeline` are known once it is loaded."""
+    """The base model, or an adapter with the `parent` it belongs to. `tasks` and `pipeline` are known once it is loaded.
+
+    `state` is the worker's for the base model; an adapter is `Loaded`, or `Cached` where a request for it waits for its load.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -40,7 +53,11 @@ class ModelCard(BaseModel):
     owned_by: Literal["diffusion-worker"] = "diffusion-worker"
     parent: str | None = None
     digest: str | None = None
-    state: EngineState
+    state: EngineState | AdapterState
+    # Of an adapter: the strength it has unless a request says another one, its largest rank, how it wants to be used.
+    scale: float | None = None
+    rank: int | None = None
+    recipe: RecipeCard | None = None
     pipeline: str | None = None
     tasks: list[Task] | None = None
     # What was made of the options that speed up or shrink the model.
@@ -50,7 +67,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """What this worker serves now; an adapter is in it once it is loaded."""
+    """What this worker serves now; an adapter is in it where a request for it would be served."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -58,8 +75,20 @@ class ModelList(BaseModel):
 
 def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
     """The base model, then the adapters; all have the same limits."""
+    base = _base(engine, created)
+    return [base, *(_of_adapter(base, adapter) for _, adapter in engine.served_models() if adapter is not None)]
+
+
+def model_card(engine: Engine, name: str, *, created: int) -> ModelCard:
+    """One of them; raises the RequestError that a request for it would get where it would not be served."""
+    adapter = engine.model_document(name)
+    base = _base(engine, created)
+    return base if adapter is None else _of_adapter(base, adapter)
+
+
+def _base(engine: Engine, created: int) -> ModelCard:
     model = engine.model
-    base = ModelCard(
+    return ModelCard(
         id=engine.config.served_name,
         created=created,
         state=engine.state,
@@ -69,8 +98,19 @@ def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
         limits=_limits(engine, model),
         defaults=_defaults(engine, model),
     )
-    adapters = [(name, adapter) for name, adapter in engine.served_models() if adapter is not None]
-    return [base] + [base.model_copy(update={"id": name, "parent": base.id, "digest": adapter.digest}) for name, adapter in adapters]
+
+
+def _of_adapter(base: ModelCard, adapter: AdapterDocument) -> ModelCard:
+    """An adapter can what its base model can; its recipe goes before the defaults of that."""
+    told = adapter.recipe
+    recipe, defaults = None, base.defaults
+    if told is not None:
+        recipe = RecipeCard(num_inference_steps=told.steps, guidance_scale=told.guidance_scale, sigmas=told.sigmas, shift=told.shift)
+        defaults = defaults.model_copy(
+            update={name: value for name, value in recipe if value is not None and name in DefaultsCard.model_fields}
+        )
+    own = {"id": adapter.name, "parent": base.id, "digest": adapter.digest, "state": adapter.state, "scale": adapter.scale}
+    return base.model_copy(update=own | {"rank": adapter.rank, "recipe": recipe, "defaults": defaults})
 
 
 def _limits(engine: Engine, model: ModelInfo | None) -> LimitsCard:
@@ -81,6 +121,7 @@ def _limits(engine: Engine, model: ModelInfo | None) -> LimitsCard:
         max_pixels=limits.max_pixels,
         max_prompt_characters=limits.max_prompt_chars,
         max_partial_images=MAX_PARTIAL_IMAGES,
+        max_adapters=min(engine.config.max_loras_per_request, engine.config.max_loras),
         max_input_images=model.max_input_images if model else None,
         size_multiple=model.size_multiple if model else None,
     )

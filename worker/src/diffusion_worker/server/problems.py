@@ -17,7 +17,8 @@ from starlette.routing import Match
 
 from diffusion_worker.errors import RETRYABLE, ErrorCode, GroupFailed, RequestError
 from diffusion_worker.server.image_schemas import REFUSED, SIZE_PATTERN
-from diffusion_worker.server.schemas import ADAPTER_NAME_PATTERN
+from diffusion_worker.server.schemas import ADAPTER_NAME_PATTERN, COMPONENT_PATTERN
+from diffusion_worker.server.source_schemas import SOURCE_FORMS
 
 # What a user wrote is theirs: it goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
@@ -28,7 +29,12 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # Errors of the framework and of the body's arrival; all others are InvalidRequest.
 HTTP_CODES: dict[int, ErrorCode] = {HTTPStatus.NOT_FOUND: ErrorCode.NOT_FOUND, HTTPStatus.REQUEST_TIMEOUT: ErrorCode.TIMEOUT}
 # Patterns in the words of their readers.
-FORMS = {SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'", ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'"}
+FORMS = {
+    SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'",
+    ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'",
+    COMPONENT_PATTERN: "a component's name as the model's folder has it, as transformer or text_encoder",
+    **SOURCE_FORMS,
+}
 
 
 def install_error_answers(app: FastAPI) -> None:
@@ -92,15 +98,17 @@ def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
         return field, f"{field}: required, found nothing" if field != "body" else "the body: expected a JSON object, found nothing"
     if kind == "model_attributes_type":
         return field, f"{'the body' if field == 'body' else field}: expected a JSON object, sent as application/json"
+    if kind == "one_source":
+        return field, f"{field}: {problem['msg']}"
     why = f"; {REFUSED[field]}" if kind == "literal_error" and field in REFUSED else ""
     return field, f"{field}: {_expected(problem)}; found {_shown(field, problem.get('input'))}{why}"
 
 
 def _field_name(location: Sequence[str | int]) -> str:
-    """`("body", "source", "path")` as `source.path`; a key that a client made up is shortened."""
+    """`("body", "lora", 1, "scale")` as `lora[1].scale`; a key that a client made up is shortened."""
     if len(location) == 1:
         return str(location[0])
-    return shortened(".".join(str(part) for part in location[1:]))
+    return shortened("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:]).removeprefix("."))
 
 
 def _expected(problem: Mapping[str, Any]) -> str:

@@ -10,19 +10,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from diffusion_worker.engine.documents import AdapterCall, OperationCall, ProfileCall, SleepCall, SleepMode
+from diffusion_worker.engine.admission import MAX_LORA_SCALE
+from diffusion_worker.engine.documents import AdapterCall, OperationCall, ProfileCall, Residency, SleepCall, SleepMode
 from diffusion_worker.server.image_schemas import Finite
-from diffusion_worker.sources.source import Source
+from diffusion_worker.server.source_schemas import ControlBody, SourceBody
 
 # An operation that takes longer than a day is a mistake of the caller.
 MAX_DEADLINE_S = 86_400.0
 
 ADAPTER_NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
+COMPONENT_PATTERN = r"^[a-z][a-z0-9_]*$"
+MAX_RANK = 4096
 
 Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
 OperationId = Annotated[str, Field(min_length=1, max_length=128)]
 BootId = Annotated[str, Field(min_length=1, max_length=128)]
 AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
+ComponentName = Annotated[str, Field(pattern=COMPONENT_PATTERN, max_length=64)]
 
 
 class ErrorBody(BaseModel):
@@ -37,12 +41,6 @@ class ErrorBody(BaseModel):
 
 # For `responses` of every route: one form for all errors, and no mention of the framework's own.
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Any error."}}
-
-
-class ControlBody(BaseModel):
-    """Base of the control port's bodies: camelCase on the wire, nothing unknown, no conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
 
 
 class WakeBody(ControlBody):
@@ -77,12 +75,6 @@ class SleepBody(ControlBody):
         )
 
 
-class SourceBody(ControlBody):
-    """A peft folder that the worker can read."""
-
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
-
-
 class AdapterBody(ControlBody):
     """Body of `PUT /v1/adapters/{name}`."""
 
@@ -91,7 +83,14 @@ class AdapterBody(ControlBody):
     deadline_seconds: Deadline = 120.0
     source: SourceBody
     digest: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
-    scale: Annotated[Finite, Field(ge=-4, le=4)] = 1.0
+    scale: Annotated[Finite, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE)] = 1.0
+    components: Annotated[
+        list[ComponentName], Field(default_factory=list, max_length=8, description="Only these of the file; all that it has if empty.")
+    ]
+    format: Annotated[Literal["peft", "diffusers", "kohya"] | None, Field(description="How the file must be written.")] = None
+    expected_rank: Annotated[int | None, Field(ge=1, le=MAX_RANK, description="The rank that it must have.")] = None
+    residency: Literal["Resident", "Cached", "OnDemand"] = "Cached"
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Of those that may be evicted the lowest goes first.")] = 0
 
     def call(self) -> AdapterCall:
         """The body as the engine takes it."""
@@ -99,9 +98,14 @@ class AdapterBody(ControlBody):
             operation_id=self.operation_id,
             boot_id=self.boot_id,
             deadline_seconds=self.deadline_seconds,
-            source=Source(path=self.source.path),
+            source=self.source.source(),
             digest=self.digest,
             scale=self.scale,
+            components=self.components,
+            format=self.format,
+            expected_rank=self.expected_rank,
+            residency=Residency(self.residency),
+            priority=self.priority,
         )
 
 

@@ -11,7 +11,7 @@ const SMALL_PX = 256;
 
 const byId = (id) => document.getElementById(id);
 const NUMBERS = ["num_inference_steps", "guidance_scale"];
-const FIELDS = ["prompt", "negative_prompt", "model", "size", "seed", "quality", "output_format", ...NUMBERS];
+const FIELDS = ["prompt", "negative_prompt", "size", "seed", "quality", "output_format", ...NUMBERS];
 
 const STATES = {
   starting: ["wait", "the model is loading"],
@@ -111,7 +111,7 @@ function withWholeSeeds(name, value, context) {
 /** What the form asks for: what was left empty is left to the worker. */
 function wanted() {
   const body = { prompt: byId("prompt").value, stream: true, partial_images: PREVIEWS, n: 1, timings: true };
-  for (const name of ["negative_prompt", "model", "quality", "output_format"]) {
+  for (const name of ["negative_prompt", "quality", "output_format"]) {
     if (byId(name).value) body[name] = byId(name).value;
   }
   for (const name of NUMBERS) {
@@ -119,6 +119,7 @@ function wanted() {
     if (field.validity.badInput) throw refused(name, `${name}: expected a number`);
     if (field.value) body[name] = Number(field.value);
   }
+  if (adapterRows().length) body.lora = adapterRows().map(wantedAdapter);
   const seed = byId("seed").value.trim();
   if (seed && !/^\d{1,19}$/.test(seed)) throw refused("seed", "seed: expected a whole number from 0");
   const [width, height] = [byId("width"), byId("height")];
@@ -126,6 +127,12 @@ function wanted() {
   if (width.value || height.value) body.size = [width, height].map((side) => side.value || side.placeholder || "auto").join("x");
   const text = JSON.stringify(body);
   return seed ? `${text.slice(0, -1)},"seed":${BigInt(seed)}}` : text;
+}
+
+function wantedAdapter(row, index) {
+  const strength = row.querySelector("input");
+  if (strength.validity.badInput) throw refused(`lora[${index}].scale`, `strength of ${row.dataset.name}: expected a number`);
+  return strength.value ? { name: row.dataset.name, scale: Number(strength.value) } : { name: row.dataset.name };
 }
 
 function refused(field, message) {
@@ -164,7 +171,7 @@ async function make() {
 }
 
 function begin() {
-  for (const id of FIELDS) byId(id).removeAttribute("aria-invalid");
+  for (const field of document.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
   byId("error").hidden = true;
   byId("empty").hidden = true;
   byId("figure").hidden = true;
@@ -245,24 +252,70 @@ function fail(error) {
   byId("error-code").textContent = problem.code;
   byId("error").hidden = false;
   if (problem.code === "NotFound") loadModels();
-  if (FIELDS.includes(problem.field)) {
-    const field = byId(problem.field);
-    field.setAttribute("aria-invalid", "true");
-    (problem.field === "size" ? byId("width") : field).focus();
-  }
+  const field = fieldOf(problem.field ?? "");
+  field?.setAttribute("aria-invalid", "true");
+  (problem.field === "size" ? byId("width") : field)?.focus();
+}
+
+/** The field that the API means by its name; null where the page has none. */
+function fieldOf(name) {
+  const adapter = /^lora\[(\d+)\]/.exec(name);
+  if (adapter) return adapterRows()[adapter[1]]?.querySelector("input") ?? null;
+  if (name.startsWith("lora")) return byId("add_adapter");
+  return FIELDS.includes(name) ? byId(name) : null;
+}
+
+// --- adapters ---
+
+let adapters = [];
+let mostAdapters = 0;
+
+function adapterRows() {
+  return [...byId("adapters").children];
+}
+
+/** Use an adapter, with a strength that is its own while the field is empty. */
+function addAdapter({ id, scale }) {
+  const row = element("li", "");
+  row.dataset.name = id;
+  const label = element("label", id);
+  label.htmlFor = `strength-${id}`;
+  const strength = element("input", "");
+  Object.assign(strength, { id: label.htmlFor, type: "number", inputMode: "decimal", step: "any", min: -4, max: 4, placeholder: scale ?? 1 });
+  const remove = element("button", "Remove");
+  remove.type = "button";
+  remove.setAttribute("aria-label", `Remove ${id}`);
+  remove.addEventListener("click", () => {
+    row.remove();
+    offerAdapters();
+    byId("add_adapter").focus();
+  });
+  row.append(label, strength, remove);
+  byId("adapters").append(row);
+  offerAdapters();
+}
+
+/** What can still be added; what is no longer served is taken out. */
+function offerAdapters() {
+  for (const row of adapterRows()) if (!adapters.some(({ id }) => id === row.dataset.name)) row.remove();
+  const chosen = adapterRows().map((row) => row.dataset.name);
+  const free = adapters.filter(({ id }) => !chosen.includes(id));
+  const options = free.map(({ id, state }) => new Option(state === "Cached" ? `${id} (is loaded first)` : id, id));
+  const list = byId("add_adapter");
+  list.replaceChildren(new Option(chosen.length ? "add another one …" : "none, the base model", ""), ...options);
+  list.disabled = !free.length || chosen.length >= mostAdapters;
 }
 
 // --- the worker ---
 
 async function loadModels() {
   const { data } = await (await call("v1/models")).json();
-  const [base, ...adapters] = data;
+  const base = data[0];
   document.title = byId("title").textContent = base.id;
-  const list = byId("model");
-  const chosen = list.value;
-  list.replaceChildren(new Option("none, the base model", ""), ...adapters.map(({ id }) => new Option(id, id)));
-  list.value = adapters.some(({ id }) => id === chosen) ? chosen : "";
   const { defaults, limits } = base;
+  adapters = data.slice(1);
+  mostAdapters = limits.max_adapters;
+  offerAdapters();
   const [width, height] = (defaults.size ?? "x").split("x");
   byId("width").placeholder = width;
   byId("height").placeholder = height;
@@ -317,6 +370,10 @@ byId("request").addEventListener("submit", (event) => {
 });
 byId("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("request").requestSubmit();
+});
+byId("add_adapter").addEventListener("change", ({ target }) => {
+  const adapter = adapters.find(({ id }) => id === target.value);
+  if (adapter) addAdapter(adapter);
 });
 byId("cancel").addEventListener("click", () => running?.abort());
 byId("again").addEventListener("click", ({ target }) => {
