@@ -72,7 +72,7 @@ async def test_less_compression_makes_larger_files(edge: Edge, output_format: st
         ({"response_format": "file", "stream": True}, "response_format", "b64_json with stream"),
         ({"response_format": "url"}, "response_format", "none is kept to be fetched"),
         ({"stream": "yes"}, "stream", "found 'yes'"),
-        ({"lora_scale": 0.5}, "lora_scale", "the name of an adapter as model"),
+        ({"lora_scale": 0.5}, "lora_scale", "no adapter, only the base model"),
         ({"lora_scale": 5.0}, "lora_scale", "found 5.0"),
     ],
 )
