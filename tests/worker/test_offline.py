@@ -17,13 +17,14 @@ import pytest
 from PIL import Image
 
 import diffusion_worker
-from diffusion_worker import ConfigError, DiffusionEngine, ErrorCode, GroupFailed, RequestError
+from diffusion_worker import ConfigError, DiffusionEngine, ErrorCode, GroupFailed, LoRARequest, RequestError
 from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.results import AppliedAdapter
 from diffusion_worker.messages import ErrorReport, Task
 from diffusion_worker.offline import engine as offline_engine
 from diffusion_worker.offline.inputs import picture_fields
 from diffusion_worker.offline.progress import StepCounts
-from fake_rank_group import FakeRankGroup
+from fake_rank_group import FakeRankGroup, fake_digest
 from worker_process import DIGITS, DIGITS_MODEL
 
 STRIPES = DIGITS / "loras" / "stripes"
@@ -39,6 +40,7 @@ class Groups:
 
     def make(self, config: WorkerConfig) -> FakeRankGroup:
         group = FakeRankGroup(config.ranks, **self.settings)
+        group.max_cached = config.max_cached_loras
         if self.broken_adapter is not None:
             group.adapter_errors[self.broken_adapter] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json")
         self.made.append(group)
@@ -58,6 +60,15 @@ def engine(groups: Groups) -> Iterator[DiffusionEngine]:
         yield engine
 
 
+@pytest.fixture
+def loras(tmp_path: Path) -> Path:
+    """A folder of adapters, which the fake ranks do not read."""
+    for name in ("style", "one", "two", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
+    return tmp_path
+
+
 def engine_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "diffusion-engine"]
 
@@ -74,6 +85,7 @@ def test_the_public_names_are_sorted_and_all_there() -> None:
         "ErrorCode",
         "GeneratedPicture",
         "GroupFailed",
+        "LoRARequest",
         "RequestError",
         "WorkerError",
     ]
@@ -97,8 +109,59 @@ def test_pictures_come_in_the_order_of_their_prompts_with_seeds_that_follow_each
     assert again[0].image.tobytes() == pictures[3].image.tobytes()
 
 
+def test_an_adapter_that_a_call_brings_is_loaded_once_and_used_at_its_strength(
+    engine: DiffusionEngine, groups: Groups, loras: Path
+) -> None:
+    style = LoRARequest("style", 7, str(loras / "style"))
+    for _ in range(2):
+        (picture,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request=style, lora_scale=0.8)
+        assert picture.provenance.adapters == [AppliedAdapter("style", fake_digest(style.lora_path), 0.8)]
+    assert groups.made[0].calls.count("add_lora") == 2  # that of the construction, and this one
+    (base,) = engine.generate("a red digit seven", seed=5, steps=2)
+    assert base.provenance.adapters == [] and base.image.tobytes() != picture.image.tobytes()
+
+
+def test_several_adapters_of_a_call_have_a_strength_each_for_every_prompt(engine: DiffusionEngine, loras: Path) -> None:
+    asked: Any = ["stripes", LoRARequest("style", 1, loras / "style")]  # type: ignore[arg-type]
+    pictures = engine.generate(["a red one", "a blue one"], steps=2, lora_request=asked, lora_scale=[0.8, -1])
+    uses = [AppliedAdapter("stripes", fake_digest(str(STRIPES)), 0.8), AppliedAdapter("style", fake_digest(str(loras / "style")), -1.0)]
+    assert [picture.provenance.adapters for picture in pictures] == [uses, uses]
+
+
+def test_another_path_under_a_name_replaces_its_adapter_and_another_id_does_not(
+    engine: DiffusionEngine, groups: Groups, loras: Path
+) -> None:
+    digests = []
+    for number, name in ((1, "one"), (2, "one"), (1, "two"), (1, "two")):
+        (picture,) = engine.generate("a red digit seven", steps=1, lora_request=LoRARequest("style", number, str(loras / name)))
+        digests += [adapter.digest for adapter in picture.provenance.adapters]
+    one, two = fake_digest(str(loras / "one")), fake_digest(str(loras / "two"))
+    assert digests == [one, one, two, two] and groups.made[0].calls.count("add_lora") == 3
+
+
+def test_an_adapter_that_a_call_brings_and_that_cannot_be_loaded_is_an_error_with_its_code(
+    engine: DiffusionEngine, groups: Groups, loras: Path
+) -> None:
+    path = str(loras / "broken")
+    groups.made[0].adapter_errors[path] = ErrorReport(ErrorCode.INVALID_ADAPTER, "tensor x has no layer")
+    with pytest.raises(RequestError, match="tensor x has no layer") as raised:
+        engine.generate("a red digit seven", lora_request=LoRARequest("broken", 1, path))
+    assert raised.value.code is ErrorCode.INVALID_ADAPTER
+    # Mended, the next call has it.
+    del groups.made[0].adapter_errors[path]
+    assert len(engine.generate("a red digit seven", steps=1, lora_request=LoRARequest("broken", 1, path))) == 1
+
+
+def test_adapters_that_went_from_memory_are_loaded_again_for_the_call_that_needs_them(groups: Groups, loras: Path) -> None:
+    with DiffusionEngine(DIGITS_MODEL, served_name="digits", loras={"stripes": STRIPES}, max_loras=1, max_cached_loras=1) as engine:
+        for name in ("one", "two"):
+            engine.generate("a red digit seven", steps=1, lora_request=LoRARequest(name, 1, str(loras / name)))
+        (picture,) = engine.generate("a red digit seven", steps=1, lora_request="stripes")
+        assert picture.provenance.adapters[0].digest == fake_digest(str(STRIPES))
+
+
 def test_a_picture_says_what_made_it(engine: DiffusionEngine) -> None:
-    (picture,) = engine.generate("a red digit seven", seed=5, steps=2, adapter="stripes", guidance_scale=3.0)
+    (picture,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request="stripes", guidance_scale=3.0)
     assert (picture.provenance.model, picture.provenance.steps, picture.provenance.guidance_scale) == ("digits", 2, 3.0)
     assert [adapter.name for adapter in picture.provenance.adapters] == ["stripes"]
     assert picture.metadata["seed"] == 5 and "seven" not in repr(picture.metadata)
@@ -133,7 +196,16 @@ def test_a_name_or_quality_that_cannot_be_saved_is_refused(engine: DiffusionEngi
         ({"size": "60x60"}, "size: expected width and height that are multiples of 8"),
         ({"size": "64x64", "width": 8}, "size: expected either size or height and width"),
         ({"steps": 0}, "num_inference_steps: expected 1 to 200"),
-        ({"adapter": "nobody"}, "nobody"),
+        ({"lora_request": "nobody"}, "nobody"),
+        ({"lora_request": 7}, "lora_request: expected the name of an adapter"),
+        ({"lora_request": [7]}, "lora_request: expected the name of an adapter, a LoRARequest, or a list of them, found int"),
+        ({"lora_request": LoRARequest("Style", 1, "/x")}, "lora_request: expected a lora_name of a-z.*, found 'Style'"),
+        ({"lora_request": LoRARequest("style", 1, None)}, "lora_request: expected a lora_path for 'style', found NoneType"),
+        ({"lora_request": LoRARequest("style", 1, "ftp://x/y")}, "lora_request: expected a lora_path that can be read, found .*'ftp'"),
+        ({"lora_request": "stripes", "lora_scale": 5}, "lora_scale: expected a number from -4 to 4, found 5"),
+        ({"lora_request": "stripes", "lora_scale": "1"}, "lora_scale: expected"),
+        ({"lora_request": "stripes", "lora_scale": [1, 2]}, "lora_scale: expected one number for each of 1 adapters, found 2"),
+        ({"lora_scale": 0.5}, "lora_scale: expected"),
         ({"image": "seven.png"}, "image: expected a picture of Pillow, found str"),
         ({"image": []}, "model: expected one that serves edit"),
         ({"image": Image.new("RGB", (8, 8)), "mask": 7}, "mask: expected a picture of Pillow, found int"),

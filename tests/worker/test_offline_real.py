@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from worker_process import REPOSITORY, WorkerProcess, decode_image, descendants
+from diffusion_worker import DiffusionEngine, ErrorCode, GeneratedPicture, LoRARequest, RequestError
+from worker_process import DIGITS, DIGITS_MODEL, REPOSITORY, WorkerProcess, decode_image, descendants
 
 # Every engine loads the model in processes of its own.
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 200.0
+LORAS = DIGITS / "loras"
 EXAMPLES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Read from standard input, in a running event loop as in a notebook, and closed by nobody.
 INTERRUPTED = """
@@ -86,7 +89,7 @@ def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, 
     ran = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ran.returncode == 0, ran.stderr
     first, striped, config, *refused = ran.stdout.splitlines()
-    assert (first, striped) == ("once", "['stripes'] (64, 64) 4")
+    assert (first, striped) == ("once", "['stripes x 0.8', 'frame x 1.0'] (64, 64) 4")
     assert config == "--lora stripes=examples/digits/loras/nothing: expected a peft folder, found nothing there"
     assert refused == [
         "InvalidRequest size: expected width and height that are multiples of 8, found 60x60",
@@ -108,6 +111,35 @@ def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, 
             assert blue.tobytes() == expected.tobytes() != seven.tobytes()
         assert json.loads(seven.info["provenance"])["seed"] == 1
     assert "%|" not in ran.stderr, "a progress bar where stderr is no terminal"
+
+
+def test_adapters_of_calls_make_the_pictures_that_a_server_makes_with_them(tmp_path: Path, worker: WorkerProcess) -> None:
+    request = {"seed": 3, "steps": 4, "guidance_scale": 3.0}
+    asked = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0}
+    own = tmp_path / "own"
+    shutil.copytree(LORAS / "stripes", own)
+    with DiffusionEngine(DIGITS_MODEL, loras={"stripes": LORAS / "stripes"}, max_batch_size=1) as engine:
+
+        def made(*loras: str | LoRARequest, scale: float | list[float] | None = None) -> GeneratedPicture:
+            (picture,) = engine.generate("a red digit seven", lora_request=list(loras), lora_scale=scale, **request)
+            return picture
+
+        stripes, frame = LoRARequest("stripes", 1, str(LORAS / "stripes")), LoRARequest("frame", 2, str(LORAS / "frame"))
+        assert made(stripes).image.tobytes() == made("stripes").image.tobytes() == worker.image(**asked, model="stripes").tobytes()
+        assert made(stripes, scale=0.5).image.tobytes() == worker.image(**asked, model="stripes", lora_scale=0.5).tobytes()
+        both = [{"name": "stripes", "scale": 0.5}, {"name": "frame"}]
+        assert made("stripes", frame, scale=[0.5, 1.0]).image.tobytes() == worker.image(**asked, lora=both).tobytes()
+        # The same name and path with other bytes is another adapter.
+        before = made(LoRARequest("own", 3, str(own)))
+        shutil.copytree(LORAS / "frame", own, dirs_exist_ok=True)
+        after = made(LoRARequest("own", 3, str(own)))
+        assert before.image.tobytes() == worker.image(**asked, model="stripes").tobytes()
+        assert after.image.tobytes() == worker.image(**asked, model="frame").tobytes()
+        assert after.metadata["adapters"] == [{"name": "own", "digest": made("frame").provenance.adapters[0].digest, "scale": 1.0}]
+        assert made().image.tobytes() == worker.image(**asked).tobytes()
+        with pytest.raises(RequestError) as raised:
+            made(LoRARequest("nothing", 4, str(tmp_path / "nothing")))
+        assert raised.value.code is ErrorCode.SOURCE_NOT_FOUND
 
 
 def test_ctrl_c_in_a_script_from_standard_input_ends_it_and_its_ranks(folder: Path) -> None:

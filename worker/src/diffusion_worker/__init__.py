@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError, WorkerError
+    from diffusion_worker.lora.request import LoRARequest
     from diffusion_worker.offline.engine import DiffusionEngine
     from diffusion_worker.offline.picture import GeneratedPicture
 
-__all__ = ["ConfigError", "DiffusionEngine", "ErrorCode", "GeneratedPicture", "GroupFailed", "RequestError", "WorkerError"]
+__all__ = ["ConfigError", "DiffusionEngine", "ErrorCode", "GeneratedPicture", "GroupFailed", "LoRARequest", "RequestError", "WorkerError"]
 
-_HOMES = {"DiffusionEngine": "diffusion_worker.offline.engine", "GeneratedPicture": "diffusion_worker.offline.picture"}
+_HOMES = {
+    "DiffusionEngine": "diffusion_worker.offline.engine",
+    "GeneratedPicture": "diffusion_worker.offline.picture",
+    "LoRARequest": "diffusion_worker.lora.request",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from diffusion_worker.engine.documents import AdapterState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.results import Generation, RequestEvent
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError, refused
+from diffusion_worker.offline.adapters import RequestedAdapters, Scales, Wanted, WantedAdapter, wanted_adapters
 from diffusion_worker.offline.engine_thread import EngineThread
 from diffusion_worker.offline.inputs import picture_fields
 from diffusion_worker.offline.options import described, worker_config
@@ -28,8 +29,9 @@ from diffusion_worker.ranks.executor import RankExecutor
 class DiffusionEngine:
     """One model on rank processes of its own, for a script.
 
-        with DiffusionEngine("models/digits", loras={"stripes": "loras/stripes"}) as engine:
-            picture, = engine.generate("a red digit seven", seed=1)
+        with DiffusionEngine("models/digits") as engine:
+            stripes = LoRARequest("stripes", 1, "loras/stripes")
+            picture, = engine.generate("a red digit seven", seed=1, lora_request=stripes, lora_scale=0.8)
             picture.save("seven.png")
 
     Any thread may call it, several at once share the model's steps. It ends with `close`, with its `with` block, when nothing
@@ -47,15 +49,16 @@ class DiffusionEngine:
     ) -> None:
         """Start `ranks` processes and load the model and its adapters; returns when pictures can be made.
 
-        `loras` has the folders of adapters by name. `options` are those of the program, named as fields of `WorkerConfig`
-        (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` draws progress bars here and in
-        every call; by default where stderr is a terminal.
+        `loras` has adapters by name: their folders, files, or sources of other kinds. `options` are those of the program, named
+        as fields of `WorkerConfig` (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` draws
+        progress bars here and in every call; by default where stderr is a terminal.
 
         Raises:
             ConfigError: an option, the model or an adapter is wrong. GroupFailed: the ranks did not come up, or died.
         """
         config = worker_config(model, ranks, loras or {}, options)
         self._progress = progress
+        self._adapters = RequestedAdapters()
         self._thread = EngineThread(config, lambda: RankExecutor(config))
         # It must not refer to `self`; it also runs when the interpreter ends.
         weakref.finalize(self, self._thread.close)
@@ -89,7 +92,8 @@ class DiffusionEngine:
         steps: int | None = None,
         guidance_scale: float | None = None,
         negative_prompt: str | None = None,
-        adapter: str | None = None,
+        lora_request: Wanted = None,
+        lora_scale: Scales = None,
         image: Image | Sequence[Image] | None = None,
         mask: Image | None = None,
         strength: float | None = None,
@@ -101,29 +105,41 @@ class DiffusionEngine:
         """Make `n` pictures of each prompt, in the prompts' order; several share the model's steps as far as that pays.
 
         Their seeds are `seed`, `seed + 1`, … for every prompt, or random. What is not said is the engine's or the model's
-        default. `size` is `"WIDTHxHEIGHT"`. With `image` they are made of that picture, or those, where the model can: `mask` is
-        white where it is made anew, `strength` is how far to go from it, up to 1. A call that is interrupted, or takes longer
-        than `timeout_s`, makes nothing more.
+        default. `size` is `"WIDTHxHEIGHT"`. `lora_request` is an adapter or a list of them: the name of one of `loras`, or a
+        `LoRARequest`, which is loaded from its path when it is first used; `lora_scale` is its strength, or a list with one for
+        each. With `image` they are made of that picture, or those, where the model can: `mask` is white where it is made anew,
+        `strength` is how far to go from it, up to 1. A call that is interrupted, or takes longer than `timeout_s`, makes
+        nothing more.
 
         Raises:
-            RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), the call took
-                too long (Timeout), the engine is closed (Terminating), or making it failed. GroupFailed: the ranks are lost.
+            RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), it cannot be
+                loaded (InvalidAdapter and the like), the call took too long (Timeout), the engine is closed (Terminating), or
+                making it failed. GroupFailed: the ranks are lost.
         """
         prompts = _prompts(prompt)
         if size is not None:
             width, height = _sides(size, height, width)
         fields = picture_fields(image, mask, strength) | {"n": n, "seed": seed, "height": height, "width": width, "steps": steps}
-        fields |= {"guidance_scale": guidance_scale, "negative_prompt": negative_prompt, "model": adapter}
-        fields |= {"exact": exact, "accelerated": accelerated}
+        adapters = wanted_adapters(lora_request, lora_scale)
+        fields |= {"guidance_scale": guidance_scale, "negative_prompt": negative_prompt, "exact": exact, "accelerated": accelerated}
+        fields |= {"loras": [{"name": each.name, "scale": each.scale} for each in adapters]}
+        fields |= {"lora_scale": None if isinstance(lora_scale, Sequence) else lora_scale}
         wanted = [_params({**fields, "prompt": text}) for text in prompts]
-        return self._generate(wanted, self._progress if progress is None else progress, timeout_s)
+        return self._generate(wanted, adapters, self._progress if progress is None else progress, timeout_s)
 
-    def _generate(self, wanted: list[GenerationParams], progress: bool | None, timeout_s: float | None) -> list[GeneratedPicture]:
+    def _generate(
+        self, wanted: list[GenerationParams], adapters: list[WantedAdapter], progress: bool | None, timeout_s: float | None
+    ) -> list[GeneratedPicture]:
         engine = self._thread.engine
         counts = StepCounts(sum(params.n for params in wanted))
+
+        async def make() -> list[Generation]:
+            await self._adapters.load(engine, adapters)
+            return await _make(engine, wanted, counts.listener)
+
         with step_bar(counts, progress) as draw:
             try:
-                made = self._thread.run(_make(engine, wanted, counts.listener), meanwhile=draw, timeout_s=timeout_s)
+                made = self._thread.run(make(), meanwhile=draw, timeout_s=timeout_s)
             except TimeoutError:
                 raise RequestError(ErrorCode.TIMEOUT, f"the pictures were not made within {timeout_s:g} s") from None
         return [
@@ -149,7 +165,7 @@ async def _make(
 def _require_adapters(engine: Engine) -> None:
     """A server tells of an adapter that it could not load and goes on; a script has nobody to mend it."""
     for adapter in engine.state_document().adapters:
-        if adapter.state is not AdapterState.LOADED:
+        if adapter.state not in (AdapterState.LOADED, AdapterState.CACHED):
             why = adapter.error.message if adapter.error else f"it is {adapter.state}"
             raise ConfigError(f"loras: adapter {adapter.name!r} was not loaded: {why}")
 

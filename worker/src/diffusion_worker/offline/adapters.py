@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters that a call of a script names, or brings: a `LoRARequest` is loaded under its name when it is first used.
+
+A name stands for one adapter at a time. Another path, or other bytes at the same path, is another adapter, which then has the
+name; an integer id means nothing here, as an adapter's identity is its content.
+"""
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import NamedTuple
+
+from diffusion_worker.cli import ADAPTER_NAME
+from diffusion_worker.engine.admission import MAX_LORA_SCALE
+from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.errors import ConfigError, RequestError, refused
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.sources.parsing import parse_source
+from diffusion_worker.sources.source import Source
+
+Wanted = str | LoRARequest | Sequence[str | LoRARequest] | None
+Scales = float | Sequence[float] | None
+# What a folder of an adapter is read from.
+READ = ("*.safetensors", "adapter_config.json")
+
+# Names, sizes and times of files; what changes when they are written.
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+
+
+class WantedAdapter(NamedTuple):
+    """An adapter of one call; without a path it must have been loaded before."""
+
+    name: str
+    source: Source | None
+    scale: float | None
+
+
+def wanted_adapters(lora_request: Wanted, lora_scale: Scales) -> list[WantedAdapter]:
+    """The adapters of a call; one number for several of them is left to the engine to judge.
+
+    Raises:
+        RequestError: InvalidRequest that names the argument.
+    """
+    asked = list(lora_request) if isinstance(lora_request, list | tuple) else [] if lora_request is None else [lora_request]
+    scales: list[float | None] = [None] * len(asked)
+    if isinstance(lora_scale, Sequence):
+        scales = list(lora_scale)
+        if len(scales) != len(asked):
+            raise refused("lora_scale", f"one number for each of {len(asked)} adapters", len(scales))
+    for scale in [*scales, *([] if isinstance(lora_scale, Sequence) else [lora_scale])]:
+        if scale is not None and not (isinstance(scale, int | float) and abs(scale) <= MAX_LORA_SCALE):
+            raise refused("lora_scale", f"a number from {-MAX_LORA_SCALE:g} to {MAX_LORA_SCALE:g}", repr(scale))
+    return [_wanted(each, scale) for each, scale in zip(asked, scales, strict=True)]
+
+
+def _wanted(asked: object, scale: float | None) -> WantedAdapter:
+    if isinstance(asked, str):
+        return WantedAdapter(asked, None, scale)
+    if not isinstance(asked, LoRARequest):
+        raise refused("lora_request", "the name of an adapter, a LoRARequest, or a list of them", type(asked).__name__)
+    if not isinstance(asked.lora_name, str) or not ADAPTER_NAME.fullmatch(asked.lora_name):
+        raise refused("lora_request", "a lora_name of a-z, 0-9, '.', '_' and '-', at most 63 long", repr(asked.lora_name))
+    if not isinstance(asked.lora_path, str | PathLike):
+        raise refused("lora_request", f"a lora_path for {asked.lora_name!r}", type(asked.lora_path).__name__)
+    try:
+        return WantedAdapter(asked.lora_name, parse_source(fspath(asked.lora_path)), scale)
+    except ConfigError as error:
+        raise refused("lora_request", "a lora_path that can be read", str(error)) from None
+
+
+class RequestedAdapters:
+    """What was loaded by the calls of one engine; used on its loop only."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Source, Fingerprint]] = {}
+
+    async def load(self, engine: Engine, wanted: Sequence[WantedAdapter]) -> None:
+        """Have every adapter that came with a path loaded; raises the RequestError of a load that failed."""
+        for adapter in wanted:
+            if adapter.source is not None:
+                await self._load(engine, adapter.name, adapter.source)
+
+    async def _load(self, engine: Engine, name: str, source: Source) -> None:
+        found = await asyncio.to_thread(_fingerprint, source)
+        there = _document(engine, name)
+        digest = None
+        if there is not None and there.source == source:
+            if self._seen.get(name) == (source, found) and there.state is AdapterState.LOADED:
+                return
+            # The engine takes the same source for the same adapter, unless it is told what it must find there.
+            digest = await asyncio.to_thread(_digest, source)
+        call = AdapterCall(operation_id=uuid.uuid4().hex, source=source, digest=digest, deadline_seconds=engine.config.lora_load_timeout_s)
+        await engine.put_adapter(name, call)
+        self._seen[name] = source, found
+
+
+def _document(engine: Engine, name: str) -> AdapterDocument | None:
+    """The adapter that a name stands for, where a request could have it."""
+    try:
+        return engine.model_document(name)
+    except RequestError:
+        return None
+
+
+def _files(source: Source) -> list[Path]:
+    """What an adapter at a path is read from; nothing where it is elsewhere, or not there."""
+    if source.path is None:
+        return []
+    path = Path(source.path)
+    return sorted(file for pattern in READ for file in path.glob(pattern)) if path.is_dir() else [path] if path.exists() else []
+
+
+def _fingerprint(source: Source) -> Fingerprint:
+    """In a thread: a network file system may hang. Empty where the files cannot be read; the load then says why."""
+    try:
+        stats = [(file.name, file.stat()) for file in _files(source)]
+    except OSError:
+        return ()
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _digest(source: Source) -> str | None:
+    """Of the weights file at a path, where there is one that can be read; in a thread."""
+    try:
+        (weights,) = (file for file in _files(source) if file.suffix == ".safetensors")
+        with weights.open("rb") as file:
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    except (OSError, ValueError):
+        return None
