@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters a deployment takes, by tables over the pure decision: specs and what replicas hold on the left, the reason on the right."""
+"""Which adapters a deployment takes, by tables over the pure decision: what is asked for on the left, the reason on the right."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ TAKEN: list[tuple[str, LoRAAdapter, tuple[LoRAAdapter, ...], dict[str, Any]]] = 
     ("a rank that just fits", made(expectedRank=64), (), {}),
     ("any number of Cached ones", made(age=2), (made("y", age=1, residency="Resident"),), {"maxLoaded": 1}),
     ("OnDemand ones beside", made(age=2, residency="OnDemand"), (made("y", age=1, residency="Resident"),), {"maxLoaded": 1}),
-    ("a suspended Resident counts for nothing", made(age=2, residency="Resident"), (made("y", residency="Resident", suspend=True),), {"maxLoaded": 1}),
+    ("one beside a suspended one", made(age=2, residency="Resident"), (made("y", residency="Resident", suspend=True),), {"maxLoaded": 1}),
     ("a rank of another deployment's time", made(status=PINNED | {"deploymentUID": "older"}), (), {}),
 ]  # fmt: skip
 

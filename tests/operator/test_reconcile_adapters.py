@@ -3,26 +3,10 @@
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import WireError, WorkerPhase
-from operator_rig import Rig, adapter, deployment
+from operator_rig import Rig, adapter, deployment, serving, with_adapter
 
 INVALID = WireError(code="InvalidAdapter", message="adapter folder '/loras/x': no adapter_config.json")
 NO_MEMORY = WireError(code="InsufficientMemory", message="no room", retryable=True)
-
-
-async def serving(replicas: int = 1, **spec: object) -> Rig:
-    rig = Rig()
-    rig.cluster.put(deployment(replicas=replicas, **spec))
-    await rig.run()
-    rig.start_all()
-    await rig.run()
-    return rig
-
-
-async def with_adapter(replicas: int = 1, **spec: object) -> Rig:
-    rig = await serving(replicas)
-    rig.cluster.put(adapter(**spec))
-    await rig.run()
-    return rig
 
 
 async def test_an_adapter_is_pushed_to_every_replica_and_its_digest_pinned() -> None:

@@ -6,16 +6,7 @@ from typing import Any
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, EVENT, POD, SECRET, SERVICE
 from diffusion_operator.api.worker_state import LoadReport, LossReport, WireError, WorkerPhase
 from diffusion_operator.errors import ClusterUnavailable
-from operator_rig import Rig, deployment
-
-
-async def serving(replicas: int = 1, **spec: Any) -> Rig:
-    rig = Rig()
-    rig.cluster.put(deployment(replicas=replicas, **spec))
-    await rig.run()
-    rig.start_all()
-    await rig.run()
-    return rig
+from operator_rig import Rig, deployment, serving
 
 
 async def events(rig: Rig, reason: str) -> list[Any]:

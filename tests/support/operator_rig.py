@@ -169,5 +169,23 @@ class Rig:
         return [pod["metadata"]["name"] for pod in pods if pod and pod["metadata"]["labels"].get(LABEL_ROUTABLE) == "true"]
 
 
+async def serving(replicas: int = 1, **spec: object) -> Rig:
+    """A deployment whose replicas are awake."""
+    rig = Rig()
+    rig.cluster.put(deployment(replicas=replicas, **spec))
+    await rig.run()
+    rig.start_all()
+    await rig.run()
+    return rig
+
+
+async def with_adapter(replicas: int = 1, **spec: object) -> Rig:
+    """With an adapter, pushed to all of them."""
+    rig = await serving(replicas)
+    rig.cluster.put(adapter(**spec))
+    await rig.run()
+    return rig
+
+
 def _condition(status: dict[str, Any], type_: str) -> tuple[str, str]:
     return next(((one["status"], one["reason"]) for one in status.get("conditions", []) if one["type"] == type_), ("", ""))

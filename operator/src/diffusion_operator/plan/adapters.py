@@ -77,6 +77,11 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     """With what the replicas say now."""
 
     @property
+    def calls(self) -> tuple[PutAdapter | RemoveAdapter, ...]:
+        """What goes first makes room."""
+        return (*self.removals, *self.pushes)
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         return tuple(view.decision for view in self.views)
 

@@ -16,7 +16,7 @@ from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapter_codes import FINAL, RELOAD_LOOP
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Attempt, AttemptKey
-from diffusion_operator.plan.records import IN_PROGRESS, current_record, in_memory, in_place
+from diffusion_operator.plan.records import current_record, error_of, in_memory, in_place, is_coming
 
 BACKOFF_FIRST_S = 10.0
 BACKOFF_MAX_S = 600.0
@@ -82,12 +82,13 @@ def _learned(before: Attempt | None, record: AdapterRecord | None, desired: Desi
         return _evicted(attempt, now)
     if record is not None and in_place(record, desired):  # out of memory where it may be
         return msgspec.structs.replace(attempt, loaded=False, in_progress=False, error=None)
-    if record is not None and record.state in IN_PROGRESS:
+    if record is not None and is_coming(record, desired):
         return _watched(attempt, desired, now)
     attempt = msgspec.structs.replace(attempt, loaded=False)
     tried = attempt.count > 0 or attempt.in_progress  # what failed before anybody looked is tried once more at once
-    if record is not None and record.error is not None and tried and attempt.error is None:
-        return failed(attempt, record.error, now=now)
+    error = error_of(record, desired) if record is not None else None
+    if error is not None and tried and attempt.error is None:
+        return failed(attempt, error, now=now)
     return attempt if before is not None else None
 
 

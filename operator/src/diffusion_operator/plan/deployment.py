@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one pass over a DiffusionDeployment, in the order of reconcile.md 3: a table of contents."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 import msgspec
 
 from diffusion_operator.api.deployment import DeploymentStatus, GroupState
-from diffusion_operator.api.worker_state import RecordState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters
@@ -16,18 +15,13 @@ from diffusion_operator.plan.departures import Told, depart
 from diffusion_operator.plan.deployment_status import deployment_status
 from diffusion_operator.plan.groups import Group, observe_groups
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Observed
-from diffusion_operator.plan.records import IN_PROGRESS
+from diffusion_operator.plan.polling import look_again
 from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.revision import Template, template_of
 from diffusion_operator.plan.routing import plan_routing
 from diffusion_operator.plan.sleeping import plan_sleep
 
-MOVING_POLL_S = 0.5
-LOADING_POLL_S = 1.0
-FAILING_POLL_S = 5.0
 UNROUTE_BEFORE_DELETE = timedelta(seconds=2)
-
-_MOVING = (GroupState.VERIFYING, GroupState.DRAINING, GroupState.SLEEPING, GroupState.WAKING)
 
 
 class DeploymentPlan(msgspec.Struct, frozen=True):
@@ -54,15 +48,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     adapters = plan_adapters(observed, observe_groups(observed), now)
     groups = adapters.groups
     departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
-    replicas = plan_replicas(
-        groups,
-        replicas=deployment.spec.replicas,
-        revision=template.revision,
-        taken=observed.foreign_incarnations,
-        pods=observed.pods,
-        recorded=deployment.status.groups,
-        now=now,
-    )
+    replicas = _replicas(observed, groups, revision=template.revision, now=now)
     retiring = frozenset(action.uid for action in replicas.retire)
     routing = plan_routing(groups, retiring=retiring)
     staying = [group for group in groups if group.pod.uid not in retiring]
@@ -75,8 +61,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         refusal=observed.refusal,
     )
     left_alone = retiring | {call.worker.pod_uid for call in sleep}
-    changes: tuple[WorkerAction, ...] = (*adapters.removals, *adapters.pushes)
-    calls: tuple[WorkerAction, ...] = (*sleep, *(call for call in changes if call.worker.pod_uid not in left_alone))
+    calls: tuple[WorkerAction, ...] = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
     pods: tuple[PodAction, ...] = (*replicas.create, *routing, *_deletions(replicas, routing, observed, now))
     return DeploymentPlan(
         template=template,
@@ -88,7 +73,19 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         attempts=adapters.attempts,
         departures=departures,
         told=told,
-        look_again_s=_look_again(groups, observed, acting=bool(calls or pods or retiring), attempts=adapters.attempts.values(), now=now),
+        look_again_s=look_again(observed, adapters, acting=bool(calls or pods or retiring), now=now),
+    )
+
+
+def _replicas(observed: Observed, groups: Sequence[Group], *, revision: str, now: datetime) -> ReplicaPlan:
+    return plan_replicas(
+        groups,
+        replicas=observed.deployment.spec.replicas,
+        revision=revision,
+        taken=observed.foreign_incarnations,
+        pods=observed.pods,
+        recorded=observed.deployment.status.groups,
+        now=now,
     )
 
 
@@ -97,22 +94,3 @@ def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable], observed: 
     unrouted_now = {action.uid for action in routing}
     recently = {uid for uid, when in observed.unrouted_at.items() if now - when < UNROUTE_BEFORE_DELETE}
     return [action for action in replicas.retire if action.uid not in unrouted_now | recently]
-
-
-def _look_again(groups: Sequence[Group], observed: Observed, *, acting: bool, attempts: Iterable[Attempt], now: datetime) -> float | None:
-    if observed.refusal:
-        return FAILING_POLL_S
-    if acting or any(group.state in _MOVING and not group.poll.failures for group in groups) or _adapters_loading(groups):
-        return MOVING_POLL_S
-    if any(group.state is GroupState.STARTING and group.pod.container.running for group in groups):
-        return LOADING_POLL_S
-    waits = [FAILING_POLL_S for group in groups if group.poll.failures or group.pod.finished]
-    times = [one.next_retry for one in attempts if one.error is not None and one.error.retryable]
-    times += [when for when in observed.operation_not_before.values() if when > now]
-    waits += [max(MOVING_POLL_S, (when - now).total_seconds()) for when in times]
-    return min(waits, default=None)
-
-
-def _adapters_loading(groups: Sequence[Group]) -> bool:
-    moving = IN_PROGRESS | {RecordState.DRAINING}
-    return any(record.state in moving for group in groups if group.document for record in group.document.adapters)

@@ -20,7 +20,7 @@ from diffusion_operator.plan.adapter_codes import FINAL
 from diffusion_operator.plan.attempts import attempt_key
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Attempt, AttemptKey
-from diffusion_operator.plan.records import IN_PROGRESS, comes_from, current_record, in_place, is_told, other_version
+from diffusion_operator.plan.records import comes_from, current_record, error_of, in_place, is_coming, is_told, other_version
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[Atte
     key = attempt_key(group, desired)
     record, attempt, other = current_record(document, desired), attempts.get(key), other_version(document, desired)
     state = _state(record, desired, attempt)
-    error = _error(record, attempt) if state is InstanceState.FAILED else None
+    error = _error(record, desired, attempt) if state is InstanceState.FAILED else None
     due = _due(record, desired, attempt, state=state, now=now)
     return Instance(
         status=_status(group, state, record=record, attempt=attempt, error=error),
@@ -119,27 +119,27 @@ def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attem
     if record is not None:
         if _is_wanted(record, desired, attempt):
             return InstanceState(record.state.value)
-        if record.state in IN_PROGRESS:
+        if is_coming(record, desired):
             return InstanceState(record.state.value)
-    if _error(record, attempt) is not None:
+    if _error(record, desired, attempt) is not None:
         return InstanceState.FAILED
     tried = record is not None or (attempt is not None and attempt.count > 0)
     return InstanceState.LOADING if tried else InstanceState.PENDING
 
 
-def _error(record: AdapterRecord | None, attempt: Attempt | None) -> WireError | None:
+def _error(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> WireError | None:
+    """Ours, if there was a try since; else what a worker says that tried by itself."""
     if attempt is not None and attempt.error is not None:
         return attempt.error
-    if record is None or record.state is not RecordState.FAILED or record.error is None:
-        return None
-    return msgspec.structs.replace(record.error, retryable=record.error.code not in FINAL)
+    error = error_of(record, desired) if record is not None and record.state is RecordState.FAILED else None
+    return msgspec.structs.replace(error, retryable=error.code not in FINAL) if error is not None else None
 
 
 def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, *, state: InstanceState, now: datetime) -> bool:
     if record is not None and state in (InstanceState.LOADED, InstanceState.CACHED) and is_told(record, desired):
         return False
     if attempt is None:
-        return record is None or record.state not in IN_PROGRESS
+        return record is None or not is_coming(record, desired)
     return (attempt.error is None or attempt.error.retryable) and now >= attempt.next_retry
 
 

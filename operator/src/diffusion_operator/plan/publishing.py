@@ -29,8 +29,8 @@ def _without_counts(view: AdapterView) -> AdapterView:
     instances = tuple(
         msgspec.structs.replace(
             one,
-            status=msgspec.structs.replace(one.status, fetched_bytes=None, total_bytes=None),
-            record=msgspec.structs.replace(one.record, fetched_bytes=None, total_bytes=None) if one.record is not None else None,
+            status=msgspec.structs.replace(one.status, fetched_bytes=None),
+            record=msgspec.structs.replace(one.record, fetched_bytes=None) if one.record is not None else None,
         )
         for one in view.instances
     )

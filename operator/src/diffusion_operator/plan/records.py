@@ -6,7 +6,7 @@ The digest is what an adapter is: where one is known, a record with it is the ad
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.source import identity
-from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WorkerState
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 
 SCALE_TOLERANCE = 1e-6
@@ -45,6 +45,16 @@ def in_place(record: AdapterRecord, desired: DesiredAdapter) -> bool:
     """Where it should be: in memory, or out of it where that is allowed."""
     may_leave = desired.load.residency is not Residency.RESIDENT
     return in_memory(record, desired) or (may_leave and record.state is RecordState.CACHED and has_content(record, desired))
+
+
+def is_coming(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """At work on what is asked for now, and not on what was asked for before."""
+    return record.state in IN_PROGRESS and comes_from(record, desired)
+
+
+def error_of(record: AdapterRecord, desired: DesiredAdapter) -> WireError | None:
+    """Why the wanted one is not there: its own error, or the one of a load that should have replaced what serves."""
+    return record.error if record.state is RecordState.LOADED or comes_from(record, desired) else None
 
 
 def is_told(record: AdapterRecord, desired: DesiredAdapter) -> bool:

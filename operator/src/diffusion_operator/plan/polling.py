@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a deployment is to be looked at again: the more moves, the sooner."""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from diffusion_operator.api.adapter import InstanceState
+from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.worker_state import RecordState
+from diffusion_operator.plan.adapters import AdapterPlan
+from diffusion_operator.plan.groups import Group
+from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.records import IN_PROGRESS
+
+MOVING_POLL_S = 0.5
+LOADING_POLL_S = 1.0
+FAILING_POLL_S = 5.0
+
+_MOVING = (GroupState.VERIFYING, GroupState.DRAINING, GroupState.SLEEPING, GroupState.WAKING)
+
+
+def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: datetime) -> float | None:
+    """Seconds; None: nothing moves, the steady poll is soon enough."""
+    groups = adapters.groups
+    if observed.refusal:
+        return FAILING_POLL_S
+    if acting or any(group.state in _MOVING and not group.poll.failures for group in groups) or _adapters_move(groups):
+        return MOVING_POLL_S
+    if any(group.state is GroupState.STARTING and group.pod.container.running for group in groups) or _push_unanswered(adapters):
+        return LOADING_POLL_S
+    return min(_waits(observed, adapters, now), default=None)
+
+
+def _waits(observed: Observed, adapters: AdapterPlan, now: datetime) -> Iterator[float]:
+    yield from (FAILING_POLL_S for group in adapters.groups if group.poll.failures or group.pod.finished)
+    times = [one.next_retry for one in adapters.attempts.values() if one.error is not None and one.error.retryable]
+    times += [when for when in observed.operation_not_before.values() if when > now]
+    yield from (max(MOVING_POLL_S, (when - now).total_seconds()) for when in times)
+
+
+def _adapters_move(groups: Sequence[Group]) -> bool:
+    moving = IN_PROGRESS | {RecordState.DRAINING}
+    return any(record.state in moving for group in groups if group.document for record in group.document.adapters)
+
+
+def _push_unanswered(adapters: AdapterPlan) -> bool:
+    """Its worker shows nothing of it yet."""
+    return any(view.count(InstanceState.LOADING, InstanceState.PENDING) for view in adapters.views)
