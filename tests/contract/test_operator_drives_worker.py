@@ -15,8 +15,10 @@ import click
 import msgspec
 import pytest
 
+from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode
+from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
@@ -47,6 +49,7 @@ class Driver:
         self.client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=30, port=port)
         self.address = WorkerAddress(pod_uid="pod-1", ip=IP, boot_id=boot_id or worker.boot_id)
         self.token = token
+        self._folder = worker.folder / "loras"
         self._calls = 0
 
     async def state(self) -> WorkerState:
@@ -60,9 +63,16 @@ class Driver:
         call = WakeWorker(worker=self.address, operation_id=operation_id or self._id(), attempt=1, deadline_s=30)
         await self.client.wake(call, token=self.token)
 
-    async def put(self, name: str, path: str, *, digest: str | None = None, scale: float = 1.0, deadline_s: int = 30) -> None:
+    def lora(self, name: str) -> str:
+        """A folder that looks like an adapter's, for ranks that read none."""
+        folder = self._folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_model.safetensors").touch()
+        return str(folder)
+
+    async def put(self, name: str, path: str, *, deadline_s: int = 30, **said: Any) -> None:
         key = AttemptKey(adapter_uid="u", generation=1, boot_id=self.address.boot_id)
-        load = AdapterLoad(source=AdapterSource(path=path), digest=digest, scale=scale)
+        load = AdapterLoad(source=AdapterSource(path=path), **said)
         call = PutAdapter(worker=self.address, key=key, operation_id=self._id(), name=name, load=load, deadline_s=deadline_s)
         await self.client.put_adapter(call, token=self.token)
 
@@ -131,24 +141,41 @@ def test_the_codes_that_the_operator_takes_for_races_are_codes_of_the_worker() -
     [
         {},
         {"lora": {"maxLoaded": 0}},
+        {"lora": {"enabled": False, "maxPerRequest": 4}},
         {
             "model": {"source": {"path": str(DIGITS_MODEL)}, "dtype": "BFloat16"},
             "engine": {"maxBatchSize": 64},
             "parallelism": {"ranksPerReplica": 64},
-            "lora": {"maxLoaded": 64, "maxRank": 256},
+            "lora": {
+                "maxLoaded": 64,
+                "maxCached": 1024,
+                "maxRank": 256,
+                "maxPerRequest": 16,
+                "targetModules": ["to_q", "to_k"],
+                "onMissing": "Load",
+                "loadTimeoutSeconds": 3600,
+            },
             "startup": {"timeoutSeconds": 86400},
         },
+        {"model": {"source": {"s3": {"uri": "s3://bucket/m/"}}, "cache": {"emptyDir": {"sizeLimit": "5Gi"}}}},
     ],
-    ids=["defaults", "no adapters", "all at their largest"],
+    ids=["defaults", "no room for adapters", "no adapters", "all at their largest", "from elsewhere"],
 )
-def test_the_arguments_that_the_operator_gives_a_pod_are_options_of_the_worker(spec: dict[str, Any]) -> None:
+def test_the_arguments_that_the_operator_gives_a_pod_are_options_of_the_worker(spec: dict[str, Any], tmp_path: Path) -> None:
     metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
-    document = {"metadata": metadata, "spec": {"model": {"source": {"path": str(DIGITS_MODEL)}}, **spec}}
+    document: dict[str, Any] = {"metadata": metadata, "spec": {"model": {"source": {"path": str(DIGITS_MODEL)}}, **spec}}
     arguments = worker_arguments(msgspec.convert(document, DiffusionDeployment))
     command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
     assert command is not None
     context = command.make_context("serve", arguments[1:])
-    assert context.params["model"] == str(DIGITS_MODEL)
+    config = cli.config_of({name: value for name, value in context.params.items() if name not in ("host", "port", "control_port")})
+    cli.check(msgspec.structs.replace(config, cache_dir=str(tmp_path), desired_path=None, control_token_path=None))
+    source = document["spec"]["model"]["source"]
+    assert (json.loads(config.model_source) if config.model_source else {"path": config.model}) == source
+    lora = spec.get("lora", {})
+    assert config.lora_target_modules == lora.get("targetModules", [])
+    assert config.lora_on_missing.value == lora.get("onMissing", "Reject").lower()
+    assert (config.secrets_dir, config.claims_dir, config.cache_dir) == (SECRETS_DIR, CLAIMS_DIR, CACHE_DIR)
 
 
 def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_path: Path) -> None:
@@ -169,15 +196,15 @@ def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_pat
 
 
 async def test_the_operator_reads_the_state_document(driver: Driver) -> None:
-    await driver.put("stripes", "/loras/stripes", scale=0.5)
+    await driver.put("stripes", driver.lora("stripes"), scale=0.5)
     state = await driver.state()
     assert (state.boot_id, state.state, state.generation) == (driver.address.boot_id, WorkerPhase.READY, 1)
     assert (state.load.stage, state.load.bytes_done, state.load.bytes_total) == ("Done", 1_000_000, 1_000_000)
     assert (state.model.pipeline, state.model.size_bytes) == ("FakePipeline", 1_000_000)
     assert [(rank.rank, rank.state) for rank in state.ranks] == [(0, "ready"), (1, "ready")]
     [adapter] = state.adapters
-    assert (adapter.name, adapter.state, adapter.digest, adapter.scale) == ("stripes", "Loaded", fake_digest("/loras/stripes"), 0.5)
-    assert (adapter.source.path, adapter.ranks_loaded, adapter.ranks_total, adapter.rank) == ("/loras/stripes", 2, 2, 8)
+    assert (adapter.name, adapter.state, adapter.digest, adapter.scale) == ("stripes", "Loaded", fake_digest(driver.lora("stripes")), 0.5)
+    assert (adapter.source.path, adapter.ranks_loaded, adapter.ranks_total, adapter.rank) == (driver.lora("stripes"), 2, 2, 8)
 
 
 async def test_the_state_document_is_read_while_the_worker_starts() -> None:
@@ -208,11 +235,11 @@ async def test_every_drain_mode_of_the_operator_is_one_of_the_worker(driver: Dri
 
 
 async def test_adapters_come_change_and_go(driver: Driver) -> None:
-    await driver.put("style", "/loras/one", digest=fake_digest("/loras/one"))
-    await driver.put("style", "/loras/one", scale=-0.25)
-    await driver.put("style", "/loras/two")
+    await driver.put("style", driver.lora("one"), digest=fake_digest(driver.lora("one")))
+    await driver.put("style", driver.lora("one"), scale=-0.25)
+    await driver.put("style", driver.lora("two"))
     [adapter] = [one for one in (await driver.state()).adapters if one.state != "Draining"]
-    assert (adapter.digest, adapter.scale) == (fake_digest("/loras/two"), 1.0)
+    assert (adapter.digest, adapter.scale) == (fake_digest(driver.lora("two")), 1.0)
     await driver.remove("style")
     assert (await driver.state()).adapters == ()
 
@@ -222,7 +249,7 @@ async def test_removing_what_is_not_there_is_no_error(driver: Driver) -> None:
 
 
 async def test_a_refused_adapter_is_an_error_that_is_not_tried_again_and_a_record(driver: Driver) -> None:
-    error = await refusal(driver.put("bad", "/loras/broken"))
+    error = await refusal(driver.put("bad", driver.lora("broken")))
     assert (error.code, error.retryable, error.status) == ("InvalidAdapter", False, 400)
     [record] = (await driver.state()).adapters
     assert record.state == "Failed" and record.error is not None
@@ -230,31 +257,39 @@ async def test_a_refused_adapter_is_an_error_that_is_not_tried_again_and_a_recor
 
 
 async def test_another_digest_is_an_error_that_is_not_tried_again(driver: Driver) -> None:
-    error = await refusal(driver.put("style", "/loras/one", digest="sha256:" + "0" * 64))
+    error = await refusal(driver.put("style", driver.lora("one"), digest="sha256:" + "0" * 64))
     assert (error.code, error.retryable, error.status) == ("DigestMismatch", False, 409)
 
 
 async def test_a_load_over_its_deadline_may_be_tried_again(driver: Driver) -> None:
-    error = await refusal(driver.put("slow", "/loras/slow", deadline_s=1))
+    error = await refusal(driver.put("slow", driver.lora("slow"), deadline_s=1))
     assert (error.code, error.retryable, error.status) == ("Timeout", True, 504)
 
 
-async def test_adapters_over_the_limit_are_refused(driver: Driver) -> None:
+async def test_more_resident_adapters_than_are_in_use_at_once_are_refused(driver: Driver) -> None:
     for number in range(4):
-        await driver.put(f"style-{number}", f"/loras/{number}")
-    error = await refusal(driver.put("one-more", "/loras/one-more"))
+        await driver.put(f"style-{number}", driver.lora(str(number)), residency=Residency.RESIDENT)
+    error = await refusal(driver.put("one-more", driver.lora("one-more"), residency=Residency.RESIDENT))
     assert (error.code, error.status) == ("CapacityExceeded", 409)
+    await driver.put("one-more", driver.lora("one-more"))
+
+
+async def test_the_record_of_an_adapter_has_what_its_status_is_made_of(driver: Driver) -> None:
+    await driver.put("style", driver.lora("one"), residency=Residency.RESIDENT, priority=7)
+    [record] = (await driver.state()).adapters
+    assert (record.format, record.residency, record.priority, record.requests_total) == ("peft", Residency.RESIDENT, 7, 0)
+    assert record.last_request_age_seconds is None
 
 
 async def test_an_adapter_for_a_sleeping_worker_is_a_race(driver: Driver) -> None:
     await driver.sleep()
     await driver.wait_for(WorkerPhase.ASLEEP)
-    assert (await refusal(driver.put("style", "/loras/one"))).code in RACES
+    assert (await refusal(driver.put("style", driver.lora("one")))).code in RACES
 
 
 async def test_calls_for_an_earlier_boot_change_nothing(fake_worker: WorkerProcess, driver: Driver) -> None:
     stale = Driver(fake_worker, boot_id="an-earlier-boot")
-    for call in (stale.put("x", "/loras/x"), stale.remove("x"), stale.sleep(), stale.wake()):
+    for call in (stale.put("x", stale.lora("x")), stale.remove("x"), stale.sleep(), stale.wake()):
         error = await refusal(call)
         assert (error.code, error.status, error.retryable) == ("WrongBoot", 409, False)
     assert (await driver.state()).state is WorkerPhase.READY

@@ -11,7 +11,7 @@ import pytest
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import DEPLOYMENT
-from diffusion_operator.api.source import AdapterSource
+from diffusion_operator.api.source import AdapterSource, S3Source, SecretRef
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.events import EventType, PlannedEvent
 from diffusion_operator.plan.revision import template_of
@@ -50,6 +50,8 @@ RICH = {
     "parallelism": {"ranksPerReplica": 2},
     "resources": {"requests": {"cpu": "500m"}, "limits": {"memory": "1Gi"}, "sharedMemory": "64Mi"},
     "service": {"type": "NodePort", "port": 8080},
+    "model": {"source": {"pvc": {"claimName": "models", "path": "sd3"}}, "cache": {"claim": {"claimName": "models"}}},
+    "lora": {"secrets": ["hub.token", "models"], "claims": ["hub.token", "models"]},
 }
 
 
@@ -104,14 +106,108 @@ def test_the_worker_is_started_as_the_spec_says() -> None:
         model={"source": {"path": "/models/x"}, "dtype": "BFloat16"},
         engine={"maxBatchSize": 3},
         parallelism={"ranksPerReplica": 2},
-        lora={"maxLoaded": 5, "maxRank": 32},
+        lora={"maxLoaded": 5, "maxRank": 32, "targetModules": ["to_q", "to_k"], "onMissing": "Load", "loadTimeoutSeconds": 7},
         startup={"timeoutSeconds": 60},
     )["args"]
     assert arguments == [
         "serve", "--model=/models/x", "--served-name=sd", "--dtype=bfloat16", "--ranks=2", "--host=0.0.0.0", "--port=8000",
         "--control-port=8001", "--control-token-file=/etc/diffusion/control/token", "--desired=/etc/diffusion/desired/desired.json",
-        "--max-batch-size=3", "--max-loras=5", "--max-lora-rank=32", "--startup-timeout-seconds=60", "--drain-timeout-seconds=45",
+        "--max-batch-size=3", "--max-loras=5", "--max-cached-loras=16", "--max-lora-rank=32", "--max-loras-per-request=4",
+        "--lora-on-missing=load", "--lora-load-timeout-seconds=7", "--cache-dir=/var/cache/diffusion-operator",
+        "--secrets-dir=/var/run/diffusion-operator/secrets", "--claims-dir=/var/run/diffusion-operator/claims",
+        "--startup-timeout-seconds=60", "--drain-timeout-seconds=45", "--lora-target-module=to_q", "--lora-target-module=to_k",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lora", "slots", "cached", "per_request"),
+    [
+        ({}, 4, 16, 4),
+        ({"maxLoaded": 2}, 2, 16, 2),
+        ({"maxLoaded": 40}, 40, 40, 4),
+        ({"maxLoaded": 8, "maxCached": 9, "maxPerRequest": 8}, 8, 9, 8),
+        ({"maxLoaded": 8, "maxPerRequest": 8, "enabled": False}, 0, 16, 1),
+    ],
+    ids=["defaults", "few", "many", "all said", "switched off"],
+)
+def test_limits_of_adapters_that_nobody_gave_follow_those_that_are_given(
+    lora: dict[str, Any], slots: int, cached: int, per_request: int
+) -> None:
+    limits = {f"--max-loras={slots}", f"--max-cached-loras={cached}", f"--max-loras-per-request={per_request}"}
+    assert limits <= set(worker(lora=lora)["args"])
+
+
+def test_a_model_from_elsewhere_is_given_as_its_source_that_the_kubelet_leaves_as_it_is() -> None:
+    source = {"huggingFace": {"repo": "org/sd3", "revision": "v1", "allowPatterns": ["$(HOME)/*"], "tokenSecretRef": {"name": "hub"}}}
+    (argument,) = [one for one in worker(model={"source": source})["args"] if one.startswith("--model=")]
+    given = json.loads(argument.removeprefix("--model=").replace("$$(", "$("))
+    assert given == source
+    assert "$$(HOME)" in argument
+
+
+def mounts(**spec: Any) -> dict[str, tuple[dict[str, Any], bool]]:
+    """What is mounted where, and whether read-only."""
+    found = rendered_pod(**spec)["spec"]
+    volumes = {one["name"]: {key: value for key, value in one.items() if key != "name"} for one in found["volumes"]}
+    assert len(volumes) == len(found["volumes"])
+    return {one["mountPath"]: (volumes[one["name"]], one.get("readOnly", False)) for one in found["containers"][0]["volumeMounts"]}
+
+
+def test_the_secrets_that_sources_may_use_are_mounted_read_only_and_need_not_be_there() -> None:
+    source = {"s3": {"uri": "s3://b/m/", "credentialsSecretRef": {"name": "model.keys"}}}
+    found = mounts(lora={"secrets": ["b", "a"]}, model={"source": source})
+    folder = "/var/run/diffusion-operator/secrets"
+    for name in ("a", "b", "model.keys"):
+        assert found[f"{folder}/{name}"] == ({"secret": {"secretName": name, "optional": True, "defaultMode": 0o440}}, True)
+    assert sum(path.startswith(folder) for path in found) == 3
+
+
+def test_the_claims_that_sources_may_lie_on_are_mounted_read_only() -> None:
+    found = mounts(lora={"claims": ["styles"]}, model={"source": {"pvc": {"claimName": "models", "path": "sd3"}}})
+    for name in ("styles", "models"):
+        assert found[f"/var/run/diffusion-operator/claims/{name}"] == (
+            {"persistentVolumeClaim": {"claimName": name, "readOnly": True}},
+            True,
+        )
+
+
+def test_what_the_operator_is_told_of_secrets_is_their_names() -> None:
+    """A user's Secret reaches the pod by its name alone: nothing of ours says what is in it, and no role lets the operator ask."""
+    source = AdapterSource(s3=S3Source(uri="s3://b/x.safetensors", credentials_secret_ref=SecretRef(name="keys")))
+    content = desired_config(made(lora={"secrets": ["keys"]}), [wanted("x", AdapterLoad(source=source))])["data"]["desired.json"]
+    assert json.loads(content)["adapters"][0]["source"] == {"s3": {"uri": "s3://b/x.safetensors", "credentialsSecretRef": {"name": "keys"}}}
+
+
+def test_a_deployment_without_adapters_mounts_nothing_for_them() -> None:
+    found = mounts(lora={"enabled": False, "secrets": ["a"], "claims": ["b"]})
+    assert not [path for path in found if path.startswith("/var/run/")]
+
+
+def test_the_volumes_of_a_secret_and_of_a_claim_with_one_name_do_not_meet() -> None:
+    found = mounts(**RICH)
+    assert found["/var/run/diffusion-operator/secrets/hub.token"][0]["secret"]["secretName"] == "hub.token"
+    assert found["/var/run/diffusion-operator/claims/hub.token"][0]["persistentVolumeClaim"]["claimName"] == "hub.token"
+
+
+@pytest.mark.parametrize(
+    ("cache", "volume"),
+    [
+        (None, {"emptyDir": {}}),
+        ({"emptyDir": {"sizeLimit": "5Gi"}}, {"emptyDir": {"sizeLimit": "5Gi"}}),
+        ({"claim": {"claimName": "cache"}}, {"persistentVolumeClaim": {"claimName": "cache"}}),
+    ],
+    ids=["by default", "with a limit", "on a claim"],
+)
+def test_the_cache_is_a_volume_that_the_worker_may_write_to(cache: dict[str, Any] | None, volume: dict[str, Any]) -> None:
+    model = {"source": {"path": "/m"}} | ({"cache": cache} if cache else {})
+    assert mounts(model=model)["/var/cache/diffusion-operator"] == (volume, False)
+
+
+@pytest.mark.parametrize(("size", "limit"), [("10Gi", 9 * 1024**3), ("1.5M", 1_350_000), (1000, 900), ("1", 1), ("2000m", 1)])
+def test_the_worker_keeps_less_than_the_size_at_which_its_pod_would_be_evicted(size: int | str, limit: int) -> None:
+    model = {"source": {"path": "/m"}, "cache": {"emptyDir": {"sizeLimit": size}}}
+    assert f"--cache-size-bytes={limit}" in worker(model=model)["args"]
+    assert not [one for one in worker()["args"] if one.startswith("--cache-size")]
 
 
 def test_the_number_of_gpus_is_the_number_of_ranks() -> None:

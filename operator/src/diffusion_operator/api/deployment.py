@@ -142,7 +142,8 @@ class Lora(_Spec, frozen=True):
 
     @property
     def per_request(self) -> int:
-        return self.max_per_request or max(1, min(4, self.max_loaded))
+        """Adapters that one request may mix."""
+        return max(1, min(self.max_per_request or 4, self.slots))
 
 
 class Sleep(_Spec, frozen=True):

@@ -4,8 +4,12 @@
 import math
 from typing import Any
 
-from diffusion_operator.api.deployment import DeploymentSpec, DiffusionDeployment
+import msgspec
+
+from diffusion_operator.api.deployment import Cache, DeploymentSpec, DiffusionDeployment, Lora
 from diffusion_operator.api.names import (
+    CACHE_DIR,
+    CLAIMS_DIR,
     CONTAINER,
     CONTROL_DIR,
     CONTROL_PORT,
@@ -17,21 +21,22 @@ from diffusion_operator.api.names import (
     LABEL_INCARNATION,
     LABEL_REVISION,
     NO_GPU_RESOURCE,
+    SECRETS_DIR,
     TOKEN_KEY,
-    control_secret_name,
-    desired_config_name,
     pod_name,
 )
+from diffusion_operator.api.source import ModelSource
 from diffusion_operator.plan.revision import Template
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata
+from diffusion_operator.render.quantity import quantity_bytes
+from diffusion_operator.render.volumes import pod_volumes
 
 WORKER_UID = 65532
 TERMINATION_GRACE_S = 60  # a drain finishes running pictures; more than that is cut off, as a node's shutdown would
 STOP_MARGIN_S = 15  # from the end of a worker's drain to the end of its ranks
 PROBE_PERIOD_S = 2
 STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the kubelet only if it hangs
-SECRET_MODE = 0o440  # readable through fsGroup alone
 
 
 def pod(deployment: DiffusionDeployment, template: Template, *, index: int, incarnation: int) -> Manifest:
@@ -51,10 +56,11 @@ def pod(deployment: DiffusionDeployment, template: Template, *, index: int, inca
                 "runAsUser": WORKER_UID,
                 "runAsGroup": WORKER_UID,
                 "fsGroup": WORKER_UID,
+                "fsGroupChangePolicy": "OnRootMismatch",  # or each start walks through a cache of many models
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [_container(deployment, template)],
-            "volumes": _volumes(deployment),
+            "volumes": [one.volume for one in pod_volumes(deployment)],
         },
     }
 
@@ -65,7 +71,7 @@ def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
         "name": CONTAINER,
         "image": template.image,
         "imagePullPolicy": spec.engine.pull_policy.value,
-        "args": worker_arguments(deployment),
+        "args": [one.replace("$(", "$$(") for one in worker_arguments(deployment)],  # the kubelet would expand it
         "env": [*_OWN_ENV, *({"name": one.name, "value": one.value} for one in spec.engine.env if one.name not in _OWN_NAMES)],
         "ports": [{"name": "http", "containerPort": DATA_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
         "resources": _resources(spec),
@@ -81,7 +87,7 @@ def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
             "capabilities": {"drop": ["ALL"]},
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": _mounts(spec),
+        "volumeMounts": [one.mount for one in pod_volumes(deployment)],
     }
 
 
@@ -93,7 +99,7 @@ _OWN_NAMES = frozenset(one["name"] for one in _OWN_ENV)
 def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
     spec = deployment.spec
     options: dict[str, Any] = {
-        "model": spec.model.source.path,
+        "model": _model(spec.model.source),
         "served-name": deployment.served_name,
         "dtype": spec.model.dtype.value.lower(),
         "ranks": spec.parallelism.ranks_per_replica,
@@ -103,12 +109,38 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
         "control-token-file": f"{CONTROL_DIR}/{TOKEN_KEY}",
         "desired": f"{DESIRED_DIR}/{DESIRED_KEY}",
         "max-batch-size": spec.engine.max_batch_size,
-        "max-loras": spec.lora.max_loaded,
-        "max-lora-rank": spec.lora.max_rank,
+        **_lora_options(spec.lora),
+        "cache-dir": CACHE_DIR,
+        **_cache_limit(spec.model.cache),
+        "secrets-dir": SECRETS_DIR,
+        "claims-dir": CLAIMS_DIR,
         "startup-timeout-seconds": spec.startup.timeout_seconds,
         "drain-timeout-seconds": TERMINATION_GRACE_S - STOP_MARGIN_S,
     }
-    return ["serve", *(f"--{name}={value}" for name, value in options.items())]
+    targets = (f"--lora-target-module={name}" for name in spec.lora.target_modules)
+    return ["serve", *(f"--{name}={value}" for name, value in options.items()), *targets]
+
+
+def _model(source: ModelSource) -> str:
+    """A folder, or what a worker fetches it from; its JSON has no Secret, only the names of some."""
+    return source.path if source.path is not None else msgspec.json.encode(source).decode()
+
+
+def _cache_limit(cache: Cache) -> dict[str, int]:
+    """The worker evicts from its cache before the kubelet would evict the pod; the tenth is for what is being fetched."""
+    limit = cache.empty_dir.size_limit if cache.empty_dir is not None else None
+    return {} if limit is None else {"cache-size-bytes": max(1, quantity_bytes(limit) * 9 // 10)}
+
+
+def _lora_options(lora: Lora) -> dict[str, Any]:
+    return {
+        "max-loras": lora.slots,
+        "max-cached-loras": lora.cached,
+        "max-lora-rank": lora.max_rank,
+        "max-loras-per-request": lora.per_request,
+        "lora-on-missing": lora.on_missing.value.lower(),
+        "lora-load-timeout-seconds": lora.load_timeout_seconds,
+    }
 
 
 def _resources(spec: DeploymentSpec) -> Manifest:
@@ -127,26 +159,3 @@ def _quantities(given: dict[str, int | str]) -> dict[str, str]:
 def _probe(path: str, *, period_s: int) -> Manifest:
     # 5 s: on a busy CPU node the server shares its cores with the ranks.
     return {"httpGet": {"path": path, "port": DATA_PORT}, "periodSeconds": period_s, "timeoutSeconds": 5}
-
-
-def _mounts(spec: DeploymentSpec) -> list[Manifest]:
-    mounts: list[Manifest] = [
-        {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "control", "mountPath": CONTROL_DIR, "readOnly": True},
-        {"name": "desired", "mountPath": DESIRED_DIR, "readOnly": True},
-    ]
-    if spec.parallelism.ranks_per_replica > 1:
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    return mounts
-
-
-def _volumes(deployment: DiffusionDeployment) -> list[Manifest]:
-    name, spec = deployment.metadata.name, deployment.spec
-    volumes: list[Manifest] = [
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "control", "secret": {"secretName": control_secret_name(name), "defaultMode": SECRET_MODE}},
-        {"name": "desired", "configMap": {"name": desired_config_name(name)}},
-    ]
-    if spec.parallelism.ranks_per_replica > 1:
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}})
-    return volumes

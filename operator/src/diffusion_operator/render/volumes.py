@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The volumes of a replica's pod, each with where it is mounted: our own, the cache, and the Secrets and claims that sources name.
+
+A user's names are no volume names: a Secret may be called as a claim is, or have a dot. So their volumes are numbered.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from diffusion_operator.api.deployment import Cache, DeploymentSpec, DiffusionDeployment
+from diffusion_operator.api.names import (
+    CACHE_DIR,
+    CLAIMS_DIR,
+    CONTROL_DIR,
+    DESIRED_DIR,
+    SECRETS_DIR,
+    control_secret_name,
+    desired_config_name,
+)
+from diffusion_operator.api.source import claim_of, secret_of
+from diffusion_operator.render import Manifest
+
+SECRET_MODE = 0o440  # readable through fsGroup alone
+
+
+class Volume(msgspec.Struct, frozen=True):
+    name: str
+    path: str
+    content: Manifest
+    read_only: bool = False
+
+    @property
+    def volume(self) -> Manifest:
+        return {"name": self.name, **self.content}
+
+    @property
+    def mount(self) -> Manifest:
+        return {"name": self.name, "mountPath": self.path} | ({"readOnly": True} if self.read_only else {})
+
+
+def pod_volumes(deployment: DiffusionDeployment) -> list[Volume]:
+    return [*_own(deployment), _cache(deployment.spec.model.cache), *_secrets(deployment.spec), *_claims(deployment.spec)]
+
+
+def _own(deployment: DiffusionDeployment) -> Iterator[Volume]:
+    name, spec = deployment.metadata.name, deployment.spec
+    control = {"secret": {"secretName": control_secret_name(name), "defaultMode": SECRET_MODE}}
+    yield Volume(name="tmp", path="/tmp", content={"emptyDir": {}})
+    yield Volume(name="control", path=CONTROL_DIR, content=control, read_only=True)
+    yield Volume(name="desired", path=DESIRED_DIR, content={"configMap": {"name": desired_config_name(name)}}, read_only=True)
+    if spec.parallelism.ranks_per_replica > 1:
+        memory = {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}
+        yield Volume(name="shm", path="/dev/shm", content={"emptyDir": memory})
+
+
+def _cache(cache: Cache) -> Volume:
+    if cache.claim is not None:
+        return Volume(name="cache", path=CACHE_DIR, content={"persistentVolumeClaim": {"claimName": cache.claim.claim_name}})
+    limit = cache.empty_dir.size_limit if cache.empty_dir is not None else None
+    return Volume(name="cache", path=CACHE_DIR, content={"emptyDir": {} if limit is None else {"sizeLimit": str(limit)}})
+
+
+def _secrets(spec: DeploymentSpec) -> Iterator[Volume]:
+    """Optional, so that a missing one keeps no pod from starting and appears in it as soon as it is made."""
+    own = secret_of(spec.model.source)
+    names = {*spec.lora.mounted_secrets, *([own] if own is not None else [])}
+    for index, name in enumerate(sorted(names)):
+        content = {"secret": {"secretName": name, "optional": True, "defaultMode": SECRET_MODE}}
+        yield Volume(name=f"secret-{index}", path=f"{SECRETS_DIR}/{name}", content=content, read_only=True)
+
+
+def _claims(spec: DeploymentSpec) -> Iterator[Volume]:
+    own = claim_of(spec.model.source)
+    names = {*spec.lora.mounted_claims, *([own] if own is not None else [])}
+    for index, name in enumerate(sorted(names)):
+        content = {"persistentVolumeClaim": {"claimName": name, "readOnly": True}}
+        yield Volume(name=f"claim-{index}", path=f"{CLAIMS_DIR}/{name}", content=content, read_only=True)
