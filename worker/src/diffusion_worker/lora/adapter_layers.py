@@ -64,6 +64,7 @@ class AdapterLayers:
         self._model = ModelLayers(components, part_of)
         self._envelope = Envelope(target_modules, self._model)
         self._wrapped: dict[ModelLayer, tuple[LoRALayer, Segment, list[Columns]]] = {}
+        self._segments: list[Segment] = []
         self._holder = RowAdaptersHolder()
         self._layout = BankLayout([0] * slots, max_rank, device)
         self._active: dict[int, HostAdapter] = {}
@@ -79,7 +80,7 @@ class AdapterLayers:
     @property
     def nbytes(self) -> int:
         """Memory of all slots on the device."""
-        return sum(segment.nbytes for segment in {segment for _, segment, _ in self._wrapped.values()})
+        return sum(segment.nbytes for segment in self._segments)
 
     def make_static(self, regions: Iterable[nn.Module]) -> None:
         """Give every layer inside of these its slots now: what is compiled then knows them, whoever uses them later."""
@@ -103,10 +104,9 @@ class AdapterLayers:
     def write(self, slot: int, adapter: HostAdapter) -> None:
         """Put an adapter into a slot, in the place of whatever is there."""
         self.clear(slot)
-        runs = sorted(adapter.runs, key=lambda run: id(run.segment))
-        written = {segment: list(group) for segment, group in itertools.groupby(runs, key=lambda run: run.segment)}
-        for segment, own in written.items():
-            segment.write(slot, own)
+        # Also where it has nothing: compiled code looks there all the same.
+        for segment in self._segments:
+            segment.write(slot, [run for run in adapter.runs if run.segment is segment])
         for layer, part in adapter.parts:
             layer.parts[part].named |= 1 << slot
         self._layout.ranks[slot] = adapter.rank
@@ -139,6 +139,18 @@ class AdapterLayers:
             self._require_told_apart(call)
         finally:
             self._holder.current = self._holder.compiled = None
+
+    def deltas(self, slot: int, component: str) -> list[tuple[nn.Module, torch.Tensor]] | None:
+        """What the adapter of a slot adds to the weights of a component's layers, at strength 1: the base layer, and a float32 tensor.
+
+        None where one of them has no plain weight of its own to add to: a part of several ranks, a quantised one, one that
+        another component shares.
+        """
+        changed = [layer for layer in self._wrapped if self._wrapped[layer][0].named_by(1 << slot) and component in layer.components]
+        if not all(layer.mergeable for layer in changed):
+            return None
+        rows = slice(slot * self._max_rank, slot * self._max_rank + self._layout.ranks[slot])
+        return [(layer.base, self._wrapped[layer][0].delta(rows)) for layer in changed]
 
     def _call(self, uses: tuple[tuple[SlotUse, ...], ...]) -> tuple[RowAdapters, CompiledRows | None]:
         if uses not in self._calls:
@@ -199,6 +211,7 @@ class AdapterLayers:
         for dtype, group in alike.items():
             widths = [Widths(layer.widths[0], out) for layer in group for out in layer.widths[1]]
             segment = Segment(widths, slots=self._slots, max_rank=self._max_rank, dtype=dtype, device=self._device)
+            self._segments.append(segment)
             columns = iter(segment.columns)
             for layer in group:
                 self._replace(layer, segment, list(itertools.islice(columns, len(layer.widths[1]))))

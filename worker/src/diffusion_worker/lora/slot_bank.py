@@ -128,7 +128,7 @@ def _copy(target: torch.Tensor, run: Run) -> None:
         for scaling in run.scalings:
             target[:, scaling.start : scaling.stop].mul_(scaling.factor)
         return
-    scaled = run.values.float()
+    scaled = run.values.to(torch.float32, copy=True)
     for scaling in run.scalings:
         scaled[:, scaling.start : scaling.stop].mul_(scaling.factor)
     target.copy_(scaled)
