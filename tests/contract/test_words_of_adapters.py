@@ -15,6 +15,8 @@ from diffusion_operator.api.adapter_load import AdapterLoad, adapter_load, forma
 from diffusion_operator.api.deployment import DiffusionDeployment, OnMissing
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, WorkerAddress
+from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, FINAL, RELOAD_LOOP, SOURCE_REASONS
+from diffusion_operator.plan.attempts import RACES
 from diffusion_operator.plan.observed import AttemptKey
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.pod import worker_arguments
@@ -22,6 +24,7 @@ from diffusion_operator.worker_client import adapter_body
 from diffusion_worker import config
 from diffusion_worker.engine import documents
 from diffusion_worker.engine.operations import read_desired
+from diffusion_worker.errors import RETRYABLE, ErrorCode
 from diffusion_worker.server.schemas import AdapterBody
 from diffusion_worker.sources import source as worker_source
 from diffusion_worker.sources.parsing import parse_source
@@ -49,6 +52,12 @@ PAIRS = [
     (operator_source.SecretKeyRef, worker_source.SecretKey),
     (operator_source.SecretRef, worker_source.SecretName),
 ]
+
+
+# Of the load and not of the source: the adapter is Failed with them, and tried again.
+LOAD_CODES = {"CapacityExceeded", "InsufficientMemory", "RankFailed", "Timeout", "CacheFull", "EngineFailed"}
+# Of a call that the operator never makes, or of a request.
+OTHER_CODES = {"InvalidRequest", "Unauthorized", "Managed", "AdapterNotLoaded", "AdapterRemoved", "Cancelled"}
 
 
 def names(struct: type[msgspec.Struct]) -> set[str]:
@@ -142,3 +151,15 @@ def test_words_of_adapters_are_the_same_on_both_sides() -> None:
 
 def test_every_field_that_the_operator_reads_of_an_adapter_is_one_that_the_worker_writes() -> None:
     assert names(worker_state.AdapterRecord) <= names(documents.AdapterDocument)
+
+
+def test_every_code_of_the_worker_is_of_a_source_of_the_deployments_bounds_of_a_load_or_a_race() -> None:
+    codes = {code.value for code in ErrorCode}
+    known = set(SOURCE_REASONS) | DEPLOYMENT_REASONS | RACES
+    assert known <= codes
+    assert not known & (LOAD_CODES | OTHER_CODES)
+    assert codes == known | LOAD_CODES | OTHER_CODES
+
+
+def test_what_the_worker_may_do_later_is_never_final() -> None:
+    assert FINAL - {RELOAD_LOOP} <= {code.value for code in ErrorCode} - {code.value for code in RETRYABLE}
