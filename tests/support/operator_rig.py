@@ -169,7 +169,7 @@ class Rig:
         return [pod["metadata"]["name"] for pod in pods if pod and pod["metadata"]["labels"].get(LABEL_ROUTABLE) == "true"]
 
 
-async def serving(replicas: int = 1, **spec: object) -> Rig:
+async def serving(replicas: int = 1, **spec: Any) -> Rig:
     """A deployment whose replicas are awake."""
     rig = Rig()
     rig.cluster.put(deployment(replicas=replicas, **spec))
@@ -179,7 +179,7 @@ async def serving(replicas: int = 1, **spec: object) -> Rig:
     return rig
 
 
-async def with_adapter(replicas: int = 1, **spec: object) -> Rig:
+async def with_adapter(replicas: int = 1, **spec: Any) -> Rig:
     """With an adapter, pushed to all of them."""
     rig = await serving(replicas)
     rig.cluster.put(adapter(**spec))
