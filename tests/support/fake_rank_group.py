@@ -90,6 +90,8 @@ class FakeRankGroup:
         # Errors that a load of the adapter in this folder, or a method, answers with.
         self.adapter_errors: dict[str, ErrorReport] = {}
         self.method_errors: dict[str, ErrorReport] = {}
+        # The same, of the last rank alone.
+        self.adapter_errors_of_one: dict[str, ErrorReport] = {}
         # What a load of the adapter in this folder says beside its digest.
         self.adapter_recipes: dict[str, Recipe] = {}
         # Copies that the ranks keep of adapters; one more while one replaces another.
@@ -124,6 +126,15 @@ class FakeRankGroup:
         self._adapters: dict[int, str] = {}
         self._prompt_cache: set[str] = set()
         self._prompt_hits = self._prompt_misses = 0
+
+    @property
+    def registered(self) -> dict[int, str]:
+        """The folders of the adapters that the ranks hold, by their ids."""
+        return dict(self._adapters)
+
+    def evict(self, lora_int_id: int) -> None:
+        """An adapter is gone from the ranks' memory, as after a load that came late."""
+        del self._adapters[lora_int_id]
 
     @property
     def loss(self) -> Loss | None:
@@ -274,6 +285,9 @@ class FakeRankGroup:
         if len(set(kept.values())) > self.max_cached + 1:
             return self._replies(error=ErrorReport(ErrorCode.CAPACITY_EXCEEDED, f"{len(kept)} adapters"))
         self._adapters = kept
+        if request.lora_path in self.adapter_errors_of_one:
+            failed = RpcReply(1, len(self._state) - 1, None, self.adapter_errors_of_one[request.lora_path])
+            return [*self._replies(LoadedLoRA(found, 8, 24, 4096))[:-1], failed]
         recipe = self.adapter_recipes.get(request.lora_path)
         return self._replies(LoadedLoRA(found, 8, 24, 4096, recipe=recipe, evicted=evicted))
 

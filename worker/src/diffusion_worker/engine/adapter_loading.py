@@ -343,9 +343,11 @@ class AdapterLoader:
         return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {what} within its deadline")
 
     async def _load_again(self, adapter: Adapter) -> None:
+        started = time.monotonic()
         try:
             await self._add(adapter, [], timeout_s=RELOAD_TIMEOUT_S)
             self.loads.codes["OK"] += 1
+            self.loads.durations.observe(time.monotonic() - started)
         except RequestError as error:
             log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
             self._in_background(self._undo(adapter, adapter.lora_int_id))
