@@ -230,6 +230,19 @@ async def test_an_adapter_on_demand_is_ready_before_anybody_has_fetched_it() -> 
     assert worker.calls == ["put x"]
 
 
+async def test_an_adapter_on_demand_whose_last_request_could_not_load_it_is_not_ready() -> None:
+    rig = await with_adapter(residency="OnDemand")
+    worker = worker_of(rig)
+    worker.evict("x", error=WireError(code="NetworkError", message="connection refused", retryable=True))
+    await rig.run(60)
+    assert rig.adapter_condition("Ready") == ("False", "SourceError")
+    assert rig.adapter_condition("SourceResolved") == ("False", "NetworkError")
+    assert worker.calls == ["put x"], "the next request tries it again, a put would not"
+    worker.evict("x")
+    await rig.run(30)
+    assert rig.adapter_condition("Ready") == ("True", "CachedOnDemand")
+
+
 async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)

@@ -98,7 +98,7 @@ class ScriptedWorker:
         present = self.adapters.get(name)
         if present is not None and present.state in (RecordState.LOADED, RecordState.CACHED) and self._same(present, load):
             self.adapters[name] = _told(present, load)
-            if present.state is RecordState.LOADED or load.residency is not Residency.RESIDENT:
+            if present.state is RecordState.LOADED or load.residency is Residency.ON_DEMAND:
                 return
         if load.residency is Residency.ON_DEMAND:
             self.adapters[name] = _told(AdapterRecord(name=name, state=RecordState.CACHED, ranks_total=1), load)
@@ -119,8 +119,9 @@ class ScriptedWorker:
         del self.loading[name]
         self._load(name, self._asked.pop(name))
 
-    def evict(self, name: str) -> None:
-        self.adapters[name] = msgspec.structs.replace(self.adapters[name], state=RecordState.CACHED, ranks_loaded=0)
+    def evict(self, name: str, *, error: WireError | None = None) -> None:
+        """Out of memory; with an error, which the last request met that wanted it back."""
+        self.adapters[name] = msgspec.structs.replace(self.adapters[name], state=RecordState.CACHED, ranks_loaded=0, error=error)
 
     def use(self, name: str, *, requests: int, age_s: float, running: int = 0) -> None:
         record = self.adapters[name]

@@ -60,7 +60,7 @@ def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[Atte
     record, attempt, other = current_record(document, desired), attempts.get(key), other_version(document, desired)
     state = _state(record, desired, attempt)
     error = _error(record, desired, attempt) if state is InstanceState.FAILED else None
-    due = _due(record, desired, attempt, state=state, now=now)
+    due = _due(record, desired, attempt, now=now)
     return Instance(
         status=_status(group, state, record=record, attempt=attempt, error=error),
         record=_steady(record) if record is not None else None,
@@ -118,7 +118,9 @@ def _is_wanted(record: AdapterRecord, desired: DesiredAdapter, attempt: Attempt 
 def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
     if record is not None:
         if _is_wanted(record, desired, attempt):
-            return InstanceState(record.state.value)
+            # One that the last request for it could not load: the next one tries again, and may fare no better.
+            stranded = record.state is RecordState.CACHED and record.error is not None
+            return InstanceState.FAILED if stranded else InstanceState(record.state.value)
         if is_coming(record, desired):
             return InstanceState(record.state.value)
     if _error(record, desired, attempt) is not None:
@@ -131,12 +133,13 @@ def _error(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attem
     """Ours, if there was a try since; else what a worker says that tried by itself."""
     if attempt is not None and attempt.error is not None:
         return attempt.error
-    error = error_of(record, desired) if record is not None and record.state is RecordState.FAILED else None
+    idle = record is not None and record.state in (RecordState.FAILED, RecordState.CACHED)
+    error = error_of(record, desired) if record is not None and idle else None
     return msgspec.structs.replace(error, retryable=error.code not in FINAL) if error is not None else None
 
 
-def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, *, state: InstanceState, now: datetime) -> bool:
-    if record is not None and state in (InstanceState.LOADED, InstanceState.CACHED) and is_told(record, desired):
+def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, *, now: datetime) -> bool:
+    if record is not None and _is_wanted(record, desired, attempt) and is_told(record, desired):
         return False
     if attempt is None:
         return record is None or not is_coming(record, desired)
