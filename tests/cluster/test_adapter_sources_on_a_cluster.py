@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters from a bucket and from a claim on a real cluster, with Secrets that are there, come late, or may not be used.
+
+The bucket is a fake in a pod, with a certificate of its own authority; the claim lies in the node's /tmp.
+"""
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import bucket_server
+import digit_judge
+from cluster_rig import ADAPTER_READY, SERVING, ClusterRig
+from tools.demo.kubectl import Document, Wanted
+from tools.devcluster.certs import Authority
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+NAME, BUCKET, KEYS, CLAIM = "styled", "bucket", "bucket-keys", "styles"
+DD = f"dd/{NAME}"
+TRUST, TLS = "bucket-ca", "bucket-tls"
+ACCESS_KEY = "AKTESTS"
+SECRETS_DIR = "/var/run/diffusion-operator/secrets"
+WEIGHTS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "loras" / "stripes" / "adapter_model.safetensors"
+
+
+def apply(rig: ClusterRig, *documents: Document) -> None:
+    rig.kubectl.text("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
+
+
+def secret(name: str, **data: bytes) -> Document:
+    encoded = {key.replace("_", "."): base64.b64encode(value).decode() for key, value in data.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": encoded}
+
+
+def store_pod(image: str) -> Document:
+    """The bucket; and what fills the claim, which is written to nowhere else."""
+    script = "/script/bucket_server.py"
+    fill = f"cp -r /models/loras/frame /claim/{CLAIM} && exec python3 {script} /models/loras /tls/tls.crt /tls/tls.key {ACCESS_KEY}"
+    container = {
+        "name": BUCKET,
+        "image": image,
+        "command": ["sh", "-c", f"rm -rf /claim/{CLAIM} && {fill}"],
+        "readinessProbe": {"tcpSocket": {"port": bucket_server.PORT}, "periodSeconds": 1},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("script", "tls", "claim")],
+    }
+    volumes: list[Document] = [
+        {"name": "script", "configMap": {"name": BUCKET}},
+        {"name": "tls", "secret": {"secretName": TLS, "defaultMode": 0o440}},
+        {"name": "claim", "persistentVolumeClaim": {"claimName": CLAIM}},
+    ]
+    security = {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {"containers": [container], "volumes": volumes, "securityContext": security, "terminationGracePeriodSeconds": 0}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": BUCKET, "labels": {"app": BUCKET}}, "spec": spec}
+
+
+def claim_on_the_node(namespace: str) -> list[Document]:
+    """Bound to each other by name, so that it needs no provisioner. /tmp is where a pod without root may write on any node."""
+    size, names = {"storage": "1Gi"}, {"name": CLAIM, "namespace": namespace}
+    volume = {
+        "capacity": size, "accessModes": ["ReadWriteMany"], "hostPath": {"path": "/tmp"}, "storageClassName": "",
+        "persistentVolumeReclaimPolicy": "Retain", "claimRef": names,
+    }  # fmt: skip
+    claim = {"accessModes": ["ReadWriteMany"], "storageClassName": "", "volumeName": CLAIM, "resources": {"requests": size}}
+    return [
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": CLAIM}, "spec": volume},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": claim},
+    ]
+
+
+@pytest.fixture(scope="module")
+def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
+    """A deployment that may use one Secret and one claim; the Secret with the bucket's keys is not there yet."""
+    authority = Authority(tmp_path_factory.mktemp("bucket"))
+    host = f"{BUCKET}.{rig.kubectl.namespace}.svc"
+    authority.issue("server", user=BUCKET, group="tests", addresses=(f"DNS:{host}",))
+    files = {name: authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}
+    ports = [{"port": 443, "targetPort": bucket_server.PORT}]
+    apply(
+        rig,
+        *claim_on_the_node(rig.kubectl.namespace),
+        secret(TRUST, ca_crt=files["ca.crt"]),
+        secret(TLS, tls_crt=files["server.crt"], tls_key=files["server.key"]),
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": BUCKET},
+            "data": {"bucket_server.py": Path(bucket_server.__file__).read_text()},
+        },
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": BUCKET}, "spec": {"selector": {"app": BUCKET}, "ports": ports}},
+        store_pod(rig.worker_image),
+    )
+    rig.deploy(
+        NAME,
+        engine={"env": [{"name": "SSL_CERT_FILE", "value": f"{SECRETS_DIR}/{TRUST}/ca.crt"}]},
+        lora={"secrets": [KEYS, TRUST], "claims": [CLAIM]},
+    )
+    rig.wait(DD, SERVING)
+    rig.kubectl.text("wait", f"pod/{BUCKET}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
+    yield rig
+    rig.kubectl.text("exec", BUCKET, "--", "rm", "-rf", f"/claim/{CLAIM}")
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", "lora", "--all", deadline_s=10)
+    mine = [f"{kind}/{BUCKET}" for kind in ("pod", "service", "configmap")] + [f"secret/{name}" for name in (TRUST, TLS, KEYS)]
+    rig.kubectl.text("delete", *mine, "--ignore-not-found", deadline_s=30)
+    rig.eventually("no pod has the claim", lambda: not rig.pods(NAME))
+    rig.kubectl.text("delete", f"pvc/{CLAIM}", f"pv/{CLAIM}", deadline_s=60)
+
+
+def from_bucket(rig: ClusterRig, name: str, key: str, secret_name: str) -> None:
+    source = {
+        "uri": f"s3://styles/{key}",
+        "endpoint": f"https://{BUCKET}.{rig.kubectl.namespace}.svc",
+        "credentialsSecretRef": {"name": secret_name},
+    }
+    rig.apply("LoRAAdapter", name, {"deploymentRef": {"name": NAME}, "source": {"s3": source}})
+
+
+def resolved(rig: ClusterRig, resource: str) -> dict[str, Any]:
+    return dict(rig.kubectl.get(resource)["status"]["resolved"])
+
+
+def style_of(rig: ClusterRig, model: str) -> Image.Image:
+    return Image.open(io.BytesIO(rig.picture(NAME, model).png)).convert("RGB")
+
+
+def test_a_secret_that_is_not_in_the_deployments_list_is_not_used(rig_with_sources: ClusterRig) -> None:
+    rig = rig_with_sources
+    from_bucket(rig, "stranger", "stripes/adapter_model.safetensors", "hub-token")
+    rig.wait("lora/stranger", Wanted("Accepted", "False", ["SecretNotMounted"]), deadline_s=30)
+    message = rig.condition("lora/stranger", "Accepted")["message"]
+    assert "hub-token" in message and "spec.lora.secrets" in message
+    assert rig.condition(DD, "Ready")["status"] == "True"
+    rig.kubectl.text("delete", "lora/stranger", deadline_s=10)
+
+
+def test_an_adapter_on_a_claim_is_read_where_it_lies(rig_with_sources: ClusterRig) -> None:
+    rig = rig_with_sources
+    rig.apply("LoRAAdapter", "frame", {"deploymentRef": {"name": NAME}, "source": {"pvc": {"claimName": CLAIM, "path": CLAIM}}})
+    rig.wait("lora/frame", ADAPTER_READY, deadline_s=60)
+    assert resolved(rig, "lora/frame")["source"] == f"pvc://{CLAIM}/{CLAIM}"
+    assert digit_judge.has_style(style_of(rig, "frame"), "frame")
+
+
+def test_an_adapter_in_a_bucket_waits_for_its_secret_and_is_served_when_it_is_there(rig_with_sources: ClusterRig) -> None:
+    rig = rig_with_sources
+    from_bucket(rig, "stripes", "stripes/adapter_model.safetensors", KEYS)
+    rig.wait("lora/stripes", Wanted("SourceResolved", "False", ["SecretMissing"]), deadline_s=60)
+    assert KEYS in rig.condition("lora/stripes", "SourceResolved")["message"]
+    assert rig.refusal(NAME, "stripes").code == "AdapterNotLoaded"
+    apply(rig, secret(KEYS, accessKeyId=ACCESS_KEY.encode(), secretAccessKey=b"not looked at"))
+    # The kubelet looks at a pod's volumes once a minute, and at once where the pod itself changes.
+    rig.kubectl.text("annotate", "pod", rig.pod(NAME), "diffusion-tests/look-again=now")
+    rig.wait("lora/stripes", ADAPTER_READY, deadline_s=120)
+    found = resolved(rig, "lora/stripes")
+    assert found["digest"] == f"sha256:{hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()}"
+    assert (found["source"], found["rank"]) == (
+        f"s3://styles/stripes/adapter_model.safetensors at https://{BUCKET}.{rig.kubectl.namespace}.svc", 8,
+    )  # fmt: skip
+    assert digit_judge.has_style(style_of(rig, "stripes"), "stripes")
+    everything = rig.kubectl.text("get", "lora,dd,configmaps,events", "-o", "yaml") + rig.kubectl.text("logs", rig.pod(NAME))
+    assert ACCESS_KEY not in everything and "not looked at" not in everything

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket for cluster tests, run in a pod by the worker image's own Python: it serves one folder over TLS to whoever knows its access key.
+
+A fake of S3 as far as a signed read of a file goes: it does not check the signature. Arguments: folder, certificate, key, access key.
+"""
+
+import http.server
+import ssl
+import sys
+from pathlib import Path
+
+PORT = 9000
+
+
+class FakeBucket(http.server.BaseHTTPRequestHandler):
+    """`GET` and `HEAD` of `/BUCKET/KEY`, whole or from an offset."""
+
+    protocol_version = "HTTP/1.1"
+    folder: Path
+    access_key: str
+
+    def do_GET(self) -> None:
+        """Answer with a file, from the offset that is asked for."""
+        path, _, query = self.path.partition("?")
+        content = self._read(path)
+        if self.access_key not in query and self.access_key not in self.headers.get("Authorization", ""):
+            self._answer(403, b"")
+        elif content is None:
+            self._answer(404, b"")
+        else:
+            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+            self._answer(206 if "Range" in self.headers else 200, content[start:], f"bytes {start}-{len(content) - 1}/{len(content)}")
+
+    do_HEAD = do_GET
+
+    def _read(self, path: str) -> bytes | None:
+        file = self.folder.joinpath(*path.split("/")[2:])
+        return file.read_bytes() if ".." not in path and file.is_file() else None
+
+    def _answer(self, status: int, body: bytes, content_range: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"one"')
+        if status == 206:
+            self.send_header("Content-Range", content_range)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def serve(folder: str, certificate: str, key: str, access_key: str) -> None:
+    """Until the pod ends."""
+    FakeBucket.folder, FakeBucket.access_key = Path(folder), access_key
+    server = http.server.ThreadingHTTPServer(("", PORT), FakeBucket)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
