@@ -90,11 +90,11 @@ def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, 
     assert ran.returncode == 0, ran.stderr
     first, striped, config, *refused = ran.stdout.splitlines()
     assert (first, striped) == ("once", "['stripes x 0.8', 'frame x 1.0'] (64, 64) 4")
-    assert config == "--lora stripes=examples/digits/loras/nothing: expected a peft folder, found nothing there"
+    assert config == "--lora stripes=examples/digits/loras/nothing: expected an adapter's folder or *.safetensors file, found nothing there"
     assert refused == [
         "InvalidRequest size: expected width and height that are multiples of 8, found 60x60",
         "InvalidRequest num_inference_steps: expected 1 to 50, found 100",
-        "NotFound model 'stripes' is not known here; loaded adapters: none",
+        "NotFound model 'stripes' is not known here: expected 'model' or an adapter of it, which are: none",
     ]
     assert sorted(path.name for path in folder.glob("*.*g")) == [
         "blue.png",

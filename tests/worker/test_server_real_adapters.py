@@ -3,12 +3,14 @@
 
 import concurrent.futures
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from worker_process import DIGITS, WorkerProcess
+from worker_process import DIGITS, WorkerProcess, decode_image
 
 # A start of a real worker imports torch for ten seconds.
 pytestmark = pytest.mark.slow
@@ -75,25 +77,26 @@ def test_the_scale_of_an_adapter_counts_and_zero_is_the_base(worker: WorkerProce
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "code", "says"),
     [
-        ("missing", "missing"),
-        ("empty", "adapter_config.json"),
-        ("no-config", "adapter_config.json"),
-        ("no-weights", "adapter_model.safetensors"),
-        ("garbage", "adapter_model.safetensors"),
-        ("cut", "adapter_model.safetensors"),
-        ("other-modules", "layers"),
-        ("other-shapes", "expected"),
-        ("huge-rank", "128"),
+        ("missing", "SourceNotFound", "missing"),
+        ("empty", "InvalidAdapter", "*.safetensors"),
+        ("no-config", "InvalidAdapter", "adapter_config.json"),
+        ("no-weights", "InvalidAdapter", "*.safetensors"),
+        ("garbage", "InvalidAdapter", "adapter_model.safetensors"),
+        ("cut", "InvalidAdapter", "adapter_model.safetensors"),
+        ("other-modules", "NoMatchingModules", "transformer.layers"),
+        ("other-shapes", "InvalidAdapter", "expected"),
+        ("huge-rank", "RankTooLarge", "128"),
     ],
 )
 def test_a_lora_that_is_none_or_does_not_match_is_refused_and_changes_nothing(
-    worker: WorkerProcess, bad_adapters: dict[str, Path], kind: str, says: str
+    worker: WorkerProcess, bad_adapters: dict[str, Path], kind: str, code: str, says: str
 ) -> None:
     before = worker.image(**REQUEST).tobytes(), worker.image(**REQUEST, model="stripes").tobytes()
     answer = worker.put_adapter("bad", bad_adapters[kind])
-    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (400, "InvalidAdapter", False), answer.text
+    status = 404 if code == "SourceNotFound" else 400
+    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (status, code, False), answer.text
     assert says in answer.json()["message"]
     assert worker.images(**REQUEST, model="bad").json()["code"] == "AdapterNotLoaded"
     assert before == (worker.image(**REQUEST).tobytes(), worker.image(**REQUEST, model="stripes").tobytes())
@@ -111,11 +114,48 @@ def test_refused_adapters_take_no_slots(worker: WorkerProcess, bad_adapters: dic
     assert worker.put_adapter("put", STRIPES).status_code == 200
 
 
-def test_adapters_over_the_limit_are_refused_by_name(worker: WorkerProcess) -> None:
-    assert [worker.put_adapter(f"put-{number}", STRIPES).status_code for number in range(3)] == [200, 200, 409]
-    assert worker.put_adapter("put-3", STRIPES).json()["code"] == "CapacityExceeded"
-    worker.delete_adapter("put-0")
-    assert worker.put_adapter("put-3", STRIPES).status_code == 200
+def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker: WorkerProcess) -> None:
+    asked = {"seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0}
+
+    def made(**body: Any) -> tuple[bytes, list[dict[str, Any]]]:
+        answer = worker.openai().images.generate(model="digits", prompt="a red digit seven", extra_body={**asked, **body})
+        assert answer.data is not None and answer.data[0].model_extra is not None
+        picture = decode_image(str(answer.data[0].b64_json))
+        found = answer.data[0].model_extra["provenance"]
+        # The same is in the picture's file.
+        assert json.loads(picture.info["provenance"]) == found
+        return picture.tobytes(), found["adapters"]
+
+    uses = [
+        {"name": name, "digest": digest_of(DIGITS / "loras" / name), "scale": scale} for name, scale in (("stripes", 0.5), ("frame", 1.0))
+    ]
+    both, adapters = made(lora=[{"name": "stripes", "scale": 0.5}, {"lora_name": "frame", "lora_path": str(DIGITS / "loras" / "frame")}])
+    assert adapters == uses
+    other_order, _ = made(lora=[{"adapter": "frame"}, {"name": "stripes", "lora_scale": 0.5}])
+    assert max(abs(one - other) for one, other in zip(both, other_order, strict=True)) <= 3
+    one, adapters = made(lora={"name": "stripes", "scale": 0.5})
+    assert adapters == uses[:1] and one == worker.image(**REQUEST, model="stripes", lora_scale=0.5).tobytes()
+    nothing, _ = made(lora={"name": "stripes", "scale": 0})
+    base, adapters = made()
+    assert adapters == [] and nothing == base
+    assert len({both, one, base}) == 3
+
+
+def test_a_request_for_what_is_no_adapter_here_never_reads_its_path(worker: WorkerProcess) -> None:
+    answer = worker.images(**REQUEST, lora={"name": "stripes", "path": str(DIGITS / "loras" / "frame")})
+    assert (answer.status_code, answer.json()["details"]) == (400, {"field": "lora[0].path"})
+    assert worker.images(**REQUEST, lora={"name": "mine", "path": str(STRIPES)}).json()["code"] == "NotFound"
+
+
+def test_vllms_routes_load_and_unload(worker: WorkerProcess) -> None:
+    told = {"lora_name": "put", "lora_path": str(STRIPES)}
+    answer = worker.control("POST", "/v1/load_lora_adapter", json=told)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'put' added successfully.")
+    assert worker.image(**REQUEST, model="put").tobytes() == worker.image(**REQUEST, model="stripes").tobytes()
+    assert worker.control("POST", "/v1/load_lora_adapter", json=told).status_code == 400
+    answer = worker.control("POST", "/v1/unload_lora_adapter", json={"lora_name": "put"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'put' removed successfully.")
+    assert worker.images(**REQUEST, model="put").json()["code"] == "NotFound"
 
 
 def test_different_adapters_and_the_base_at_once_equal_each_alone(worker: WorkerProcess) -> None:
