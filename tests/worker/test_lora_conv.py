@@ -160,8 +160,8 @@ def test_parts_of_unequal_size_are_those_of_the_separate_layers_or_of_the_attent
     load(layers, 0, factors)
     expected = merged(copy.deepcopy(model), factors)
     together = torch.cat([expected.get_submodule(name).weight for name in names])
-    [(base, delta)] = layers.deltas(0, "transformer") or []
-    torch.testing.assert_close(base.weight + delta, together, **TIGHT)
+    [(weight, compute)] = layers.deltas(0, "transformer") or []
+    torch.testing.assert_close(weight + compute(), together, **TIGHT)
     own: Any = fused.attn
     for name in ("to_q", "to_k", "to_v"):
         delattr(own, name)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_layers import AdapterLayers, HostAdapter, SlotUse
+from diffusion_worker.lora.adapter_layers import AdapterLayers, Delta, HostAdapter, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.naming import Model
@@ -188,6 +188,16 @@ class DiffusionLoRAManager:
         changing = [(known.copy, use.scale) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
         parts = [f"{self._effects[copy]} x {scale}" for copy, scale in changing if component in self._components_of(copy)]
         return " + ".join(sorted(parts)) or None
+
+    def identity_of(self, use: LoRAUse) -> str | None:
+        """An adapter with its strength, the same for two that do the same; None for an unknown one."""
+        known = self._known.get(use.lora_int_id)
+        return None if known is None else f"{self._effects[known.copy]} x {use.scale}"
+
+    def deltas(self, use: LoRAUse, component: str) -> list[Delta] | None:
+        """What an active adapter adds to the weights of a component at strength 1; None where that cannot be added."""
+        slot = self._copies.slot_of(self._copy_of(use))
+        return None if slot is None else self._layers.deltas(slot, component)
 
     @contextmanager
     def rows(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> Iterator[None]:

@@ -115,6 +115,19 @@ class ModelWeights:
         assert placed is not None, "whole_shape tells which tensors are in a slab"
         placed.replace(values)
 
+    def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether all of them are placed here."""
+        return {tensor.data_ptr() for tensor in tensors} <= {placed.view.data_ptr() for placed in self._placed}
+
+    def refill(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give placed tensors the contents of their mirrors again, bit by bit what they were placed with.
+
+        Raises:
+            ConfigError: a file was written to meanwhile; the tensors' contents are undefined then.
+        """
+        wanted = {tensor.data_ptr() for tensor in tensors}
+        _fill_again([placed for placed in self._placed if placed.view.data_ptr() in wanted])
+
     def _find(self, tensor: torch.Tensor) -> _Placed | None:
         """By the memory that it is in: after a sleep the slabs of an accelerator are elsewhere."""
         return next(
@@ -142,10 +155,7 @@ class ModelWeights:
         """Fill the slabs from their mirrors."""
         for slab in self._slabs:
             slab.restore()
-        fill_tensors(placed.fill for placed in self._placed if placed.fill is not None)
-        for placed in self._placed:
-            if placed.kept is not None:
-                placed.view.copy_(placed.kept)
+        _fill_again(self._placed)
 
     def report(self) -> MemoryReport:
         """Where the weights are now."""
@@ -175,6 +185,15 @@ def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportB
         else:
             report(_nbytes(tensor))
     fill_tensors(fills, report)
+
+
+def _fill_again(placed: Iterable[_Placed]) -> None:
+    """The contents of tensors from their mirrors: files first, then memory of our own."""
+    found = list(placed)
+    fill_tensors(each.fill for each in found if each.fill is not None)
+    for each in found:
+        if each.kept is not None:
+            each.view.copy_(each.kept)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

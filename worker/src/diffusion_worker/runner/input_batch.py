@@ -38,7 +38,7 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def loras(self) -> list[list[LoRAUse]]:
-        """The adapter of each row."""
+        """The adapters of each row."""
         return [item.state.spec.loras for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
 
     def merged(self) -> ModelCall:
@@ -48,6 +48,13 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
     def alone(self) -> list["InputBatch"]:
         """The same calls, each by itself."""
         return [InputBatch([item]) for item in self.items]
+
+    def by_adapters(self) -> list["InputBatch"]:
+        """The same calls, those together that use the same adapters alike."""
+        groups: dict[tuple[LoRAUse, ...], list[Pending]] = {}
+        for item in self.items:
+            groups.setdefault(tuple(item.state.spec.loras), []).append(item)
+        return list(map(InputBatch, groups.values()))
 
     def by_verdict(self) -> list["InputBatch"]:
         """The same calls, those together that the step cache makes alike."""

@@ -19,6 +19,7 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
 from diffusion_worker.messages import LoadedLoRA, LoRAUse, ModelInfo, RequestSpec, Tick
+from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
 from diffusion_worker.runner.adapters import add_on_all_ranks, make_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall
@@ -76,6 +77,7 @@ class DiffusionModelRunner:
         self._offloading = Offloading(Offload.NONE, device)
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
+        self._merging: AdapterMerging | None = None
 
     def load_model(self, report: ReportProgress) -> ModelInfo:
         """Load the pipeline and move its weights into slabs; `report` hears of bytes done and in all.
@@ -123,7 +125,11 @@ class DiffusionModelRunner:
             features["step_cache"] = str(self._config.step_cache)
         if self._config.quantization is not Quantization.NONE:
             features["quantization"] = str(self._config.quantization)
-        self._stepper.serve(modules, self.loras, cache=cache, compute=self._compute)
+        if self._config.lora_merge:
+            why = why_no_merging(self._config, self._device, dtype_of(self._config.dtype, self._device))
+            self._merging = AdapterMerging(self.loras, self.weights, modules) if why is None else None
+            features["lora_merge"] = "by measurement" if why is None else f"none: {why}"
+        self._stepper.serve(modules, self.loras, cache=cache, merging=self._merging, compute=self._compute)
         return msgspec.structs.replace(info, features=info.features | features)
 
     def warm_up(self) -> dict[str, str]:
@@ -178,6 +184,8 @@ class DiffusionModelRunner:
         if self._states:
             raise RequestError(ErrorCode.BUSY, f"weights cannot be replaced while {len(self._states)} requests run")
         self._offloading.send_home()
+        if self._merging is not None:
+            self._merging.restore()
         names = replace_weights(modules_of(self.pipeline), self.weights, weights)
         self.clear_prompt_embed_cache()
         forget_copies()
@@ -211,7 +219,7 @@ class DiffusionModelRunner:
         self.drop_all()
         self.clear_prompt_embed_cache()
         forget_copies()
-        self.pipeline = self.loras = self._tasks = None
+        self.pipeline = self.loras = self._tasks = self._merging = None
         self._stepper.serve({}, None)
         self._offloading = Offloading(Offload.NONE, self._device)
         self._compilation = Compilation(Compile.NONE, {})
@@ -356,6 +364,8 @@ class DiffusionModelRunner:
         self.clear_prompt_embed_cache()
         forget_copies()
         self.weights.release()
+        if self._merging is not None:
+            self._merging.released()
 
     def _drop(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)

@@ -6,6 +6,7 @@ those broke, so that no rank waits in a collective for a request that another ha
 that are pending then; the tick ends when every request is done or has finished its step.
 """
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,8 +16,10 @@ import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
+from diffusion_worker.lora.call_rows import RowsCannotBeToldApart
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
-from diffusion_worker.messages import ErrorReport, Progress, PromptCacheStats
+from diffusion_worker.messages import ErrorReport, LoRAUse, Progress, PromptCacheStats
+from diffusion_worker.runner.adapter_merging import AdapterMerging
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall, answer, execute, split
 from diffusion_worker.runner.faults import classify, require_usable_rank
@@ -81,9 +84,12 @@ class Stepper:
         self._modules: dict[str, torch.nn.Module] = {}
         self._loras: DiffusionLoRAManager | None = None
         self._cache: StepCache | None = None
+        self._merging: AdapterMerging | None = None
         self._compute: Compute = lambda module, call, plain: execute(module, call)
         # Calls whose output could not be split once are not merged again.
         self._indivisible: set[tuple[str, str]] = set()
+        # Calls in which some layer does not see the rows, so that each needs the same adapters for all of them.
+        self._same_adapters: set[tuple[str, str]] = set()
         # Learnt from what requests do: a pipeline without steps ends its ticks after each denoiser call.
         self._without_steps = False
         self._warned_of_previews = False
@@ -96,11 +102,14 @@ class Stepper:
         loras: DiffusionLoRAManager | None,
         *,
         cache: StepCache | None = None,
+        merging: AdapterMerging | None = None,
         compute: Compute = lambda module, call, plain: execute(module, call),
     ) -> None:
-        """From now on calls are made on these modules, by `compute`; `cache` is on some of them."""
+        """From now on calls are made on these modules, by `compute`; `cache` is on some of them, `merging` may change some."""
         self._modules, self._loras, self._cache, self._compute = modules, loras, cache, compute
+        self._merging = merging
         self._indivisible.clear()
+        self._same_adapters.clear()
         self._without_steps = False
 
     def advance(self, chosen: Iterable[DiffusionRequestState], output: StepOutput, meter: TickMeter) -> None:
@@ -142,8 +151,10 @@ class Stepper:
         return self._prompts.get(item.prompt, alone=item.state.exact or len(self._states) == 1)
 
     def _divided(self, batch: InputBatch) -> list[InputBatch]:
-        call = batch.items[0].call
-        return batch.alone() if len(batch.items) > 1 and (call.component, call.method) in self._indivisible else [batch]
+        kind = batch.items[0].call.component, batch.items[0].call.method
+        if len(batch.items) > 1 and kind in self._indivisible:
+            return batch.alone()
+        return batch.by_adapters() if kind in self._same_adapters else [batch]
 
     def _run(self, batch: InputBatch) -> list[Event]:
         """Call the module once for all; if that fails, once for each, so that only the guilty request sees its error."""
@@ -154,8 +165,12 @@ class Stepper:
         except (CallFailed, RequestError, TypeError, ValueError, torch.OutOfMemoryError) as error:
             if isinstance(error, torch.OutOfMemoryError) and self._parallel.world > 1:
                 raise  # merging failed here, and the other ranks are in the call already
-            log.warning(
-                "a call of %s with %d requests failed:\n%s", batch.items[0].call.component, len(batch.items), traceback.format_exc()
+            log.log(
+                logging.DEBUG if _adapters_mix(error) else logging.WARNING,
+                "a call of %s with %d requests failed:\n%s",
+                batch.items[0].call.component,
+                len(batch.items),
+                traceback.format_exc(),
             )
             failure = _without_frames(error)
         else:
@@ -165,6 +180,9 @@ class Stepper:
             torch.cuda.empty_cache()
         if len(batch.items) == 1:
             return [(batch.items[0].state, batch.items[0].state.fail(failure))]
+        if _adapters_mix(failure) and len(apart := batch.by_adapters()) > 1:
+            self._same_adapters.add((batch.items[0].call.component, batch.items[0].call.method))
+            return [event for part in apart for event in self._run(part)]
         self._output.split = True
         if isinstance(failure, TypeError):
             self._indivisible.add((batch.items[0].call.component, batch.items[0].call.method))
@@ -204,10 +222,14 @@ class Stepper:
             return plan.execute(lambda: self._execute(call, batch, rows, None), rows)
         module = call.module if call.module is not None else self._modules[call.component]
         plain = any(item.state.exact or item.state.whole for item in batch.items)
-        if self._loras is None or not any(item.state.spec.loras for item in batch.items):
+        with self._adapters(call, batch.loras[rows], plain=plain):
             return self._compute(module, call, plain)
-        with self._loras.rows(call.component, batch.loras[rows]):
-            return self._compute(module, call, plain)
+
+    def _adapters(self, call: ModelCall, uses: list[list[LoRAUse]], *, plain: bool) -> contextlib.AbstractContextManager[None]:
+        """What a call runs in, so that each of its rows has its adapters."""
+        if self._merging is not None:
+            return self._merging.rows(call.component, uses, call.shape, plain=plain)
+        return contextlib.nullcontext() if self._loras is None or not any(uses) else self._loras.rows(call.component, uses)
 
     def _remember(self, batch: InputBatch, parts: list[Any]) -> None:
         for item, part in zip(batch.items, parts, strict=True):
@@ -265,6 +287,11 @@ class Stepper:
 
 def _report(state: DiffusionRequestState, event: Broken) -> ErrorReport:
     return state.report(event.error) if isinstance(state, PreviewState) else report_of(event.error, asked=event.asked)
+
+
+def _adapters_mix(error: BaseException) -> bool:
+    """Whether a call failed, here or on another rank, since a layer cannot tell which row uses which adapters."""
+    return isinstance(error.__cause__, RowsCannotBeToldApart) or RowsCannotBeToldApart.__name__ in str(error)
 
 
 def _without_frames(error: Failure) -> Failure:
