@@ -14,7 +14,7 @@ from diffusion_worker.lora.formats import ORIGINAL_PREFIXES, Format, Part, forma
 from diffusion_worker.lora.header import shown
 
 if TYPE_CHECKING:
-    from diffusion_worker.lora.conversion import Convert
+    from diffusion_worker.lora.conversion import Convert, Converted
 
 
 class Model(NamedTuple):
@@ -148,12 +148,28 @@ def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
 def _converted(
     tensors: Mapping[str, torch.Tensor], written: Mapping[str, Written], scaling: Callable[[str], float], *, model: Model, label: str
 ) -> dict[str, Factors]:
-    """The factors as diffusers names and splits them. It is told alphas that scale nothing: scaling here rounds nothing."""
+    """The factors as diffusers names and splits them; scaling is applied here, exactly, and alphas that scale nothing are given."""
     assert model.convert is not None
-    given = {name: tensors[name] for module in written.values() for name in (module.a, module.b)}
-    given |= {f"{name}.alpha": torch.tensor(float(module.rank)) for name, module in written.items() if module.alpha is not None}
+    factors = {name: tensors[name] for module in written.values() for name in (module.a, module.b)}
+    neutral = {f"{module}.alpha": torch.tensor(float(names.rank)) for module, names in written.items()}
+    try:
+        # Some of its functions do not know alphas where others write them; some know a file only by them.
+        pairs = _pairs(model.convert(factors, label), written, scaling, model=model, label=label)
+        if any(model.has(module) for module in pairs):
+            return pairs
+    except RequestError as first:
+        try:
+            return _pairs(model.convert(factors | neutral, label), written, scaling, model=model, label=label)
+        except RequestError:
+            raise first from None
+    return _pairs(model.convert(factors | neutral, label), written, scaling, model=model, label=label)
+
+
+def _pairs(
+    found: Mapping[str, "Converted"], written: Mapping[str, Written], scaling: Callable[[str], float], *, model: Model, label: str
+) -> dict[str, Factors]:
+    """Converted tensors as pairs, each with the scaling of the module of the file that it came from."""
     module_of = {name: module for module, names in written.items() for name in (names.a, names.b)}
-    found = model.convert(given, label)
     pairs: dict[str, Factors] = {}
     for module, names in modules_of({name: converted.tensor for name, converted in found.items()}, label).items():
         sources = (found[names.a].sources | found[names.b].sources) & module_of.keys()
