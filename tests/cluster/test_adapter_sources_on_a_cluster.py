@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters from a bucket and from a claim on a real cluster, with Secrets that are there, come late, or may not be used.
+"""Adapters from a bucket, a hub and a claim on a real cluster, with Secrets that are there, come late, or may not be used.
 
-The bucket is a fake in a pod, with a certificate of its own authority; the claim lies in the node's /tmp.
+Bucket and hub are a fake in a pod, with a certificate of its own authority; the claim lies in the node's /tmp.
 """
 
 import base64
@@ -15,20 +15,24 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import bucket_server
 import digit_judge
+import store_server
 from cluster_rig import ADAPTER_READY, SERVING, ClusterRig
 from tools.demo.kubectl import Document, Wanted
 from tools.devcluster.certs import Authority
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-NAME, BUCKET, KEYS, CLAIM = "styled", "bucket", "bucket-keys", "styles"
+NAME, STORE, KEYS, CLAIM = "styled", "store", "store-keys", "styles"
 DD = f"dd/{NAME}"
-TRUST, TLS = "bucket-ca", "bucket-tls"
+TRUST, TLS = "store-ca", "store-tls"
 ACCESS_KEY = "AKTESTS"
 SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 WEIGHTS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "loras" / "stripes" / "adapter_model.safetensors"
+
+
+def host_of(rig: ClusterRig) -> str:
+    return f"{STORE}.{rig.kubectl.namespace}.svc"
 
 
 def apply(rig: ClusterRig, *documents: Document) -> None:
@@ -41,25 +45,25 @@ def secret(name: str, **data: bytes) -> Document:
 
 
 def store_pod(image: str) -> Document:
-    """The bucket; and what fills the claim, which is written to nowhere else."""
-    script = "/script/bucket_server.py"
+    """The bucket and the hub; and what fills the claim, which is written to nowhere else."""
+    script = "/script/store_server.py"
     fill = f"cp -r /models/loras/frame /claim/{CLAIM} && exec python3 {script} /models/loras /tls/tls.crt /tls/tls.key {ACCESS_KEY}"
     container = {
-        "name": BUCKET,
+        "name": STORE,
         "image": image,
         "command": ["sh", "-c", f"rm -rf /claim/{CLAIM} && {fill}"],
-        "readinessProbe": {"tcpSocket": {"port": bucket_server.PORT}, "periodSeconds": 1},
+        "readinessProbe": {"tcpSocket": {"port": store_server.PORT}, "periodSeconds": 1},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("script", "tls", "claim")],
     }
     volumes: list[Document] = [
-        {"name": "script", "configMap": {"name": BUCKET}},
+        {"name": "script", "configMap": {"name": STORE}},
         {"name": "tls", "secret": {"secretName": TLS, "defaultMode": 0o440}},
         {"name": "claim", "persistentVolumeClaim": {"claimName": CLAIM}},
     ]
     security = {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
     spec = {"containers": [container], "volumes": volumes, "securityContext": security, "terminationGracePeriodSeconds": 0}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": BUCKET, "labels": {"app": BUCKET}}, "spec": spec}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": STORE, "labels": {"app": STORE}}, "spec": spec}
 
 
 def claim_on_the_node(namespace: str) -> list[Document]:
@@ -78,12 +82,12 @@ def claim_on_the_node(namespace: str) -> list[Document]:
 
 @pytest.fixture(scope="module")
 def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
-    """A deployment that may use one Secret and one claim; the Secret with the bucket's keys is not there yet."""
-    authority = Authority(tmp_path_factory.mktemp("bucket"))
-    host = f"{BUCKET}.{rig.kubectl.namespace}.svc"
-    authority.issue("server", user=BUCKET, group="tests", addresses=(f"DNS:{host}",))
+    """A deployment that may use two Secrets and one claim; the Secret with the keys is not there yet."""
+    authority = Authority(tmp_path_factory.mktemp("store"))
+    host = host_of(rig)
+    authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host}",))
     files = {name: authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}
-    ports = [{"port": 443, "targetPort": bucket_server.PORT}]
+    ports = [{"port": 443, "targetPort": store_server.PORT}]
     apply(
         rig,
         *claim_on_the_node(rig.kubectl.namespace),
@@ -92,24 +96,25 @@ def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) 
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": {"name": BUCKET},
-            "data": {"bucket_server.py": Path(bucket_server.__file__).read_text()},
+            "metadata": {"name": STORE},
+            "data": {"store_server.py": Path(store_server.__file__).read_text()},
         },
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": BUCKET}, "spec": {"selector": {"app": BUCKET}, "ports": ports}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": STORE}, "spec": {"selector": {"app": STORE}, "ports": ports}},
         store_pod(rig.worker_image),
     )
+    environment = {"SSL_CERT_FILE": f"{SECRETS_DIR}/{TRUST}/ca.crt", "HF_ENDPOINT": f"https://{host}"}
     rig.deploy(
         NAME,
-        engine={"env": [{"name": "SSL_CERT_FILE", "value": f"{SECRETS_DIR}/{TRUST}/ca.crt"}]},
+        engine={"env": [{"name": name, "value": value} for name, value in environment.items()]},
         lora={"secrets": [KEYS, TRUST], "claims": [CLAIM]},
     )
     rig.wait(DD, SERVING)
-    rig.kubectl.text("wait", f"pod/{BUCKET}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
+    rig.kubectl.text("wait", f"pod/{STORE}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
     yield rig
-    rig.kubectl.text("exec", BUCKET, "--", "rm", "-rf", f"/claim/{CLAIM}")
+    rig.kubectl.text("exec", STORE, "--", "rm", "-rf", f"/claim/{CLAIM}")
     rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
     rig.kubectl.text("delete", "lora", "--all", deadline_s=10)
-    mine = [f"{kind}/{BUCKET}" for kind in ("pod", "service", "configmap")] + [f"secret/{name}" for name in (TRUST, TLS, KEYS)]
+    mine = [f"{kind}/{STORE}" for kind in ("pod", "service", "configmap")] + [f"secret/{name}" for name in (TRUST, TLS, KEYS)]
     rig.kubectl.text("delete", *mine, "--ignore-not-found", deadline_s=30)
     rig.eventually("no pod has the claim", lambda: not rig.pods(NAME))
     rig.kubectl.text("delete", f"pvc/{CLAIM}", f"pv/{CLAIM}", deadline_s=60)
@@ -118,7 +123,7 @@ def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) 
 def from_bucket(rig: ClusterRig, name: str, key: str, secret_name: str) -> None:
     source = {
         "uri": f"s3://styles/{key}",
-        "endpoint": f"https://{BUCKET}.{rig.kubectl.namespace}.svc",
+        "endpoint": f"https://{host_of(rig)}",
         "credentialsSecretRef": {"name": secret_name},
     }
     rig.apply("LoRAAdapter", name, {"deploymentRef": {"name": NAME}, "source": {"s3": source}})
@@ -156,15 +161,27 @@ def test_an_adapter_in_a_bucket_waits_for_its_secret_and_is_served_when_it_is_th
     rig.wait("lora/stripes", Wanted("SourceResolved", "False", ["SecretMissing"]), deadline_s=60)
     assert KEYS in rig.condition("lora/stripes", "SourceResolved")["message"]
     assert rig.refusal(NAME, "stripes").code == "AdapterNotLoaded"
-    apply(rig, secret(KEYS, accessKeyId=ACCESS_KEY.encode(), secretAccessKey=b"not looked at"))
+    apply(rig, secret(KEYS, accessKeyId=ACCESS_KEY.encode(), secretAccessKey=b"not looked at", token=ACCESS_KEY.encode()))
     # The kubelet looks at a pod's volumes once a minute, and at once where the pod itself changes.
     rig.kubectl.text("annotate", "pod", rig.pod(NAME), "diffusion-tests/look-again=now")
     rig.wait("lora/stripes", ADAPTER_READY, deadline_s=120)
     found = resolved(rig, "lora/stripes")
     assert found["digest"] == f"sha256:{hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()}"
     assert (found["source"], found["rank"]) == (
-        f"s3://styles/stripes/adapter_model.safetensors at https://{BUCKET}.{rig.kubectl.namespace}.svc", 8,
+        f"s3://styles/stripes/adapter_model.safetensors at https://{host_of(rig)}", 8,
     )  # fmt: skip
     assert digit_judge.has_style(style_of(rig, "stripes"), "stripes")
     everything = rig.kubectl.text("get", "lora,dd,configmaps,events", "-o", "yaml") + rig.kubectl.text("logs", rig.pod(NAME))
     assert ACCESS_KEY not in everything and "not looked at" not in everything
+
+
+def test_an_adapter_from_a_hub_says_which_commit_it_was(rig_with_sources: ClusterRig) -> None:
+    """With the Secret that the test before this one made."""
+    rig = rig_with_sources
+    source = {"repo": "styles/paper", "file": "adapter_model.safetensors", "tokenSecretRef": {"name": KEYS}}
+    rig.apply("LoRAAdapter", "paper", {"deploymentRef": {"name": NAME}, "source": {"huggingFace": source}})
+    rig.wait("lora/paper", ADAPTER_READY, deadline_s=60)
+    found = resolved(rig, "lora/paper")
+    assert (found["revision"], found["source"]) == (store_server.COMMIT, "hf://styles/paper@main/adapter_model.safetensors")
+    assert found["components"] == ["Transformer"]
+    assert digit_judge.has_style(style_of(rig, "paper"), "paper")

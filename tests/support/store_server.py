@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket for cluster tests, run in a pod by the worker image's own Python: it serves one folder over TLS to whoever knows its access key.
+"""A bucket and a hub for cluster tests, run in a pod by the worker image's own Python: one folder, over TLS, for whoever knows its key.
 
-A fake of S3 as far as a signed read of a file goes: it does not check the signature. Arguments: folder, certificate, key, access key.
+A fake as far as a fetch of one file goes: it checks no signature. Arguments: folder, certificate, key, the key that clients must know.
 """
 
 import http.server
+import json
 import ssl
 import sys
 from pathlib import Path
 
 PORT = 9000
+COMMIT = "c" * 40
 
 
-class FakeBucket(http.server.BaseHTTPRequestHandler):
-    """`GET` and `HEAD` of `/BUCKET/KEY`, whole or from an offset."""
+class FakeStore(http.server.BaseHTTPRequestHandler):
+    """`GET` and `HEAD` of `/BUCKET/KEY`, and of a hub's routes, whole or from an offset."""
 
     protocol_version = "HTTP/1.1"
     folder: Path
@@ -22,7 +24,7 @@ class FakeBucket(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with a file, from the offset that is asked for."""
         path, _, query = self.path.partition("?")
-        content = self._read(path)
+        content = self._repository(path) if path.startswith("/api/models/") else self._read(path.replace(f"/resolve/{COMMIT}", ""))
         if self.access_key not in query and self.access_key not in self.headers.get("Authorization", ""):
             self._answer(403, b"")
         elif content is None:
@@ -37,6 +39,12 @@ class FakeBucket(http.server.BaseHTTPRequestHandler):
         file = self.folder.joinpath(*path.split("/")[2:])
         return file.read_bytes() if ".." not in path and file.is_file() else None
 
+    def _repository(self, path: str) -> bytes | None:
+        """What the repository `OWNER/FOLDER` has, at its only commit."""
+        owner, name = path.split("/")[3:5]
+        files = [{"rfilename": file.name, "size": file.stat().st_size, "blobId": "b" * 40} for file in (self.folder / name).glob("*")]
+        return json.dumps({"id": f"{owner}/{name}", "sha": COMMIT, "siblings": files}).encode() if files else None
+
     def _answer(self, status: int, body: bytes, content_range: str = "") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -50,8 +58,8 @@ class FakeBucket(http.server.BaseHTTPRequestHandler):
 
 def serve(folder: str, certificate: str, key: str, access_key: str) -> None:
     """Until the pod ends."""
-    FakeBucket.folder, FakeBucket.access_key = Path(folder), access_key
-    server = http.server.ThreadingHTTPServer(("", PORT), FakeBucket)
+    FakeStore.folder, FakeStore.access_key = Path(folder), access_key
+    server = http.server.ThreadingHTTPServer(("", PORT), FakeStore)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
