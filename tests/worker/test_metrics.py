@@ -131,6 +131,51 @@ async def test_adapters_are_counted_by_state_use_and_the_codes_of_their_loads(ed
     assert found["adapters_in_use",] == 0
 
 
+async def test_where_adapters_are_is_told_with_what_there_is_room_for() -> None:
+    async with serving_edge(max_cached_loras=2, max_loras=1, max_loras_per_request=1) as edge:
+        for name in ("a", "b", "c"):
+            await edge.put_adapter(name, f"/loras/{name}")
+        found = await metrics(edge)
+        assert (found["adapters_registered",], found["adapters_registered_max",]) == (2, 2)
+        assert (found["adapter_evictions_total",], found["adapters", "Cached"], found["adapters", "Loaded"]) == (1, 1, 2)
+        assert (found["adapters_active",], found["adapter_slots",]) == (0, 1)
+        edge.ranks.stepping.clear()
+        running = asyncio.create_task(edge.images(prompt="p", model="c"))
+        await edge.wait_state(inFlight=1)
+        assert (await metrics(edge))["adapters_active",] == 1
+        edge.ranks.stepping.set()
+        assert (await running).status_code == 200
+
+
+async def test_fetches_are_counted_by_time_and_bytes_and_only_where_there_was_one(edge: Edge) -> None:
+    await edge.put_adapter("here", "/loras/here")
+    found = await metrics(edge)
+    assert (found["adapter_fetch_seconds_count",], found["adapter_fetched_bytes_total",]) == (0, 0)
+    await edge.put_adapter("far", "", source={"huggingFace": {"repo": "org/far"}})
+    found = await metrics(edge)
+    assert (found["adapter_fetch_seconds_count",], found["adapter_fetched_bytes_total",]) == (1, 4096)
+    assert found["adapter_load_seconds_count",] == 2
+
+
+async def test_requests_are_counted_by_how_many_adapters_they_had(edge: Edge) -> None:
+    for name in ("a", "b"):
+        await edge.put_adapter(name, f"/loras/{name}")
+    for body in ({}, {"model": "a"}, {"lora": [{"name": "a"}, {"name": "b"}]}, {"model": "a", "lora": {"name": "b"}, "n": 3}):
+        assert (await edge.images(prompt="p", **body)).status_code == 200
+    found = await metrics(edge)
+    assert [found["requests_with_adapters_total", str(count)] for count in range(5)] == [1, 1, 2, 0, 0]
+    assert found["adapter_images_total",] == 1 + 1 + 3
+
+
+async def test_loads_are_counted_by_every_code_that_a_source_or_a_file_can_have(edge: Edge) -> None:
+    codes = (ErrorCode.NO_MATCHING_MODULES, ErrorCode.RANK_TOO_LARGE, ErrorCode.NETWORK_ERROR)
+    for code in codes:
+        edge.ranks.adapter_errors[f"/loras/{code}"] = ErrorReport(code, "no")
+        await edge.put_adapter("a", f"/loras/{code}")
+    found = await metrics(edge)
+    assert [found["adapter_loads_total", code] for code in codes] == [1, 1, 1]
+
+
 async def test_an_adapter_is_in_use_while_a_request_needs_it(edge: Edge) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
     edge.ranks.stepping.clear()

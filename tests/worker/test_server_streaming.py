@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import RequestSpec
+from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.server import streaming
 from fake_rank_group import fake_pixels, fake_preview
 from server_edge import DEADLINE_S, Edge, serving_edge
@@ -218,6 +218,65 @@ async def test_a_request_in_the_queue_has_its_stream_soon_and_signs_of_life(edge
     assert events_of(text)[-1]["type"] == "image_generation.completed"
     await asking.end()
     assert (await running).status_code == 200
+
+
+async def a_rare_adapter(edge: Edge) -> None:
+    """An adapter whose first request waits until a test lets it come."""
+    edge.fetcher.arriving.clear()
+    source = {"huggingFace": {"repo": "org/rare"}}
+    call = {"operationId": "1", "source": source, "residency": "OnDemand"}
+    assert (await edge.control.put("/v1/adapters/rare", json=call)).status_code == 200
+
+
+async def test_a_request_whose_adapter_is_being_fetched_has_its_stream_soon_and_signs_of_life(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
+    await a_rare_adapter(edge)
+    asking = Asking(edge, model="rare")
+    assert (await asking.message())["status"] == 200
+    assert [await asking.body() for _ in range(3)] == [": keep-alive\n\n"] * 3
+    [adapter] = (await edge.wait_state(queued=1))["adapters"]
+    assert (adapter["state"], adapter["fetchedBytes"], adapter["totalBytes"]) == ("Fetching", 2048, 4096)
+    edge.fetcher.arriving.set()
+    text = ""
+    while (message := await asking.message())["more_body"]:
+        text += message["body"].decode()
+    completed = events_of(text)[-1]
+    assert completed["type"] == "image_generation.completed"
+    assert [adapter["name"] for adapter in completed["provenance"]["adapters"]] == ["rare"]
+    await asking.end()
+
+
+async def test_a_client_that_leaves_while_its_adapter_is_fetched_frees_its_place(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
+    await a_rare_adapter(edge)
+    asking = Asking(edge, model="rare")
+    assert (await asking.message())["status"] == 200
+    await edge.wait_state(queued=1)
+    asking.gone.set()
+    await asking.end()
+    [adapter] = (await edge.wait_state(inFlight=0, queued=0))["adapters"]
+    assert adapter["refs"] == 0
+
+
+async def test_an_adapter_that_cannot_be_had_ends_the_stream_that_waits_for_it_with_the_reason(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
+    await a_rare_adapter(edge)
+    edge.ranks.adapter_errors["/cache/org/rare"] = ErrorReport(ErrorCode.NO_MATCHING_MODULES, "made for another model")
+    asking = Asking(edge, model="rare")
+    assert (await asking.message())["status"] == 200
+    edge.fetcher.arriving.set()
+    text = ""
+    while (message := await asking.message())["more_body"]:
+        text += message["body"].decode()
+    error = events_of(text)[-1]["error"]
+    assert (error["code"], error["details"]) == ("AdapterNotLoaded", {"cause": "NoMatchingModules"})
+    assert "made for another model" in error["message"]
+    await asking.end()
 
 
 @pytest.mark.parametrize("steps_taken", [0, 1])
