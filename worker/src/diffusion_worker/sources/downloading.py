@@ -23,7 +23,7 @@ from diffusion_worker.sources.cache import Blob, Cache, Lease, Partial, Record, 
 PIECE_BYTES = 1 << 20
 # Tries in a row in which nothing arrived, and the pause after the first of them.
 MAX_VAIN_TRIES = 4
-FIRST_PAUSE_S = 0.2
+FIRST_PAUSE_S = 0.1
 # While somebody else fetches the file.
 LOOK_S = 0.05
 
@@ -54,20 +54,26 @@ class Interrupted(Exception):
 class Totals:
     """Bytes of all files of one fetch, told to `report` at most ten times a second."""
 
-    def __init__(self, report: Callable[[int, int | None], None], total: int | None) -> None:
+    def __init__(self, report: Callable[[int, int | None], None], sizes: Mapping[str, int | None]) -> None:
         self._report = report
-        self._total = total
+        self._sizes = dict(sizes)
         self._done: dict[str, int] = {}
         self._told_at = 0.0
         self._lock = threading.Lock()
 
-    def set(self, identity: str, done: int) -> None:
-        """So much of a file is here."""
+    @property
+    def total(self) -> int | None:
+        """Of all files, where the length of each is known."""
+        known = [size for size in self._sizes.values() if size is not None]
+        return sum(known) if len(known) == len(self._sizes) else None
+
+    def set(self, identity: str, done: int, size: int | None) -> None:
+        """So much of a file is here, of so much where that is known."""
         with self._lock:
-            self._done[identity] = done
-            if time.monotonic() - self._told_at >= 0.1:
+            self._done[identity], self._sizes[identity] = done, size
+            if time.monotonic() - self._told_at >= 0.1 or done == size:
                 self._told_at = time.monotonic()
-                self._report(sum(self._done.values()), self._total)
+                self._report(sum(self._done.values()), self.total)
 
 
 class Downloader:
@@ -92,12 +98,12 @@ class Downloader:
         key = key_of("file", file.identity)
         while True:
             if (found := self._find(file, key)) is not None:
-                self._totals.set(file.identity, found[0].size)
+                self._totals.set(file.identity, found[0].size, found[0].size)
                 return found
             self._require_wanted()
             partial = self._cache.open_partial(key)
             if partial is None:
-                self._totals.set(file.identity, self._cache.partial_size(key))
+                self._totals.set(file.identity, self._cache.partial_size(key), file.size)
                 self.stop.wait(LOOK_S)
                 continue
             with partial:
@@ -139,10 +145,10 @@ class Downloader:
                 partial.remove()
             raise
 
-    def _moved(self, file: RemoteFile) -> Callable[[int], None]:
-        def moved(done: int) -> None:
+    def _moved(self, file: RemoteFile) -> Callable[[int, int | None], None]:
+        def moved(done: int, size: int | None) -> None:
             self._require_wanted()
-            self._totals.set(file.identity, done)
+            self._totals.set(file.identity, done, size)
 
         return moved
 
@@ -154,7 +160,7 @@ class Downloader:
 class Transfer:
     """One file on its way: what of it is here, and its digest so far."""
 
-    def __init__(self, partial: Partial, file: RemoteFile, cache: Cache, max_bytes: int, moved: Callable[[int], None]) -> None:
+    def __init__(self, partial: Partial, file: RemoteFile, cache: Cache, max_bytes: int, moved: Callable[[int, int | None], None]) -> None:
         self._descriptor = partial.descriptor
         self._file = file
         self._cache = cache
@@ -191,7 +197,7 @@ class Transfer:
         while piece := os.read(self._descriptor, PIECE_BYTES):
             self._digest.update(piece)
             self._done += len(piece)
-            self._moved(self._done)
+            self._moved(self._done, self._size)
         if self._size is not None and self._done > self._size:
             self._restart()
 
@@ -271,7 +277,7 @@ class Transfer:
             view = view[self._write_some(view) :]
         self._digest.update(piece)
         self._done += len(piece)
-        self._moved(self._done)
+        self._moved(self._done, self._size)
 
     def _write_some(self, view: memoryview) -> int:
         try:

@@ -50,11 +50,9 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
             if job.wanted is not Wanted.MODEL or error.code not in UNREACHABLE or (last := _recorded(job, cache, "last", leases)) is None:
                 raise
             return msgspec.structs.replace(last, note=f"used as it was fetched last, at {last.revision}: {error.message}")
-        sizes = [file.size for file in resolved.files.values()]
-        total = sum(size for size in sizes if size is not None) if None not in sizes else None
-        if total is not None and total > job.max_bytes:
-            raise RequestError(ErrorCode.TOO_LARGE, f"{job.what}: expected at most {job.max_bytes} bytes, found {total}")
-        totals = Totals(report, total)
+        totals = Totals(report, {file.identity: file.size for file in resolved.files.values()})
+        if totals.total is not None and totals.total > job.max_bytes:
+            raise RequestError(ErrorCode.TOO_LARGE, f"{job.what}: expected at most {job.max_bytes} bytes, found {totals.total}")
         downloader = Downloader(client, cache, max_bytes=job.max_bytes, stall_s=job.limits.stall_s, totals=totals)
         blobs = bring_all(downloader, resolved.files, leases)
     return _finish(job, cache, resolved, blobs)

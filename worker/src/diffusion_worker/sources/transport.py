@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import httpcore2
 import httpx2
 
+from diffusion_worker.errors import ErrorCode
 from diffusion_worker.sources.transport_rules import allowed_addresses, require_scheme
 
 MAX_REDIRECTS = 5
@@ -48,7 +49,7 @@ class CheckedTransport(httpx2.HTTPTransport):
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Refuses before anything is sent."""
-        require_scheme(request.url.scheme, allow_http=self._allow_http)
+        require_scheme(request.url.scheme, allow_http=self._allow_http, code=ErrorCode.NETWORK_ERROR)
         return super().handle_request(request)
 
 

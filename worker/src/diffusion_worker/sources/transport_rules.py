@@ -49,7 +49,7 @@ def allowed_addresses(host: str, port: int) -> list[str]:
     return texts
 
 
-def require_scheme(scheme: str, *, allow_http: bool) -> None:
-    """Raises RequestError (InvalidRequest)."""
+def require_scheme(scheme: str, *, allow_http: bool, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> None:
+    """Raises RequestError with the code: another one where it is not what was asked for, but where that led."""
     if scheme != "https" and not (allow_http and scheme == "http"):
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"a source over {scheme!r}: refused, expected https")
+        raise RequestError(code, f"a source over {scheme!r}: refused, expected https")
