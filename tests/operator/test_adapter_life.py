@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of an adapter on its replicas, through real reconciles: fetched, replaced, evicted, drained, and who used it."""
 
+import pytest
+
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import RecordState, WireError
 from operator_rig import Rig, adapter, serving, with_adapter
@@ -413,6 +415,76 @@ async def test_usage_is_told_once_a_minute() -> None:
     before = rig.cluster.status_writes
     await rig.run(600)
     assert rig.cluster.status_writes == before, "without requests nothing changes"
+
+
+# What SourceResolved says of each code.
+PASSING = {
+    "RankFailed": "NotTried",
+    "CacheFull": "NotTried",
+    "Timeout": "NotTried",
+    "CapacityExceeded": "NotTried",
+    "SecretMissing": "SecretMissing",
+    "SourceUnauthorized": "Unauthorized",
+    "NetworkError": "NetworkError",
+    "SourceNotFound": "SourceNotFound",
+}
+LASTING = {
+    "InvalidAdapter": "InvalidAdapter",
+    "NoMatchingModules": "InvalidAdapter",
+    "UnsupportedFormat": "UnsupportedFormat",
+    "TooLarge": "TooLarge",
+    "RankTooLarge": "NotTried",
+    "ModulesOutsideEnvelope": "NotTried",
+}
+
+
+@pytest.mark.parametrize(("code", "reason"), PASSING.items())
+async def test_a_failure_that_may_pass_is_tried_again(code: str, reason: str) -> None:
+    rig = await serving()
+    worker = worker_of(rig)
+    worker.refusals["/loras/x"] = WireError(code=code, message="rank 1 says no")
+    rig.cluster.put(adapter())
+    await rig.run(25)
+    instance = rig.instance()
+    assert (instance["state"], instance["attempts"], instance["lastError"]["code"]) == ("Failed", 2, code)
+    assert rig.adapter_condition("SourceResolved")[1] == reason
+    assert rig.adapter_condition("Ready") == ("False", "Failed" if reason == "NotTried" else "SourceError")
+    worker.refusals.clear()
+    await rig.run(30)
+    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+
+
+@pytest.mark.parametrize(("code", "reason"), LASTING.items())
+async def test_a_failure_that_lasts_is_tried_again_when_the_spec_changes_or_a_new_process_comes(code: str, reason: str) -> None:
+    rig = await serving()
+    worker = worker_of(rig)
+    worker.refusals["/loras/x"] = WireError(code=code, message="the bytes are what they are", retryable=False)
+    rig.cluster.put(adapter())
+    await rig.run(1300)
+    assert worker.calls == ["put x"]
+    assert rig.adapter_condition("SourceResolved")[1] == reason
+    assert rig.adapter_condition("Ready") == ("False", "NotAccepted" if reason == "NotTried" else "SourceError")
+    assert rig.desired()["adapters"] != [], "declared still, so that a process with other settings tries it"
+    rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(expectedRank=8))
+    await rig.run()
+    assert worker.calls == ["put x"] * 2
+    rig.restart_container("d-0-0")
+    await rig.run()
+    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+
+
+async def test_a_rank_that_a_smaller_deployment_has_no_room_for_is_told_with_both_numbers() -> None:
+    rig = await serving(lora={"maxRank": 8})
+    rig.cluster.put(adapter())
+    await rig.run()
+    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+    worker_of(rig).rank = 16
+    worker_of(rig).refusals["/loras/y"] = WireError(code="RankTooLarge", message="rank 16, at most 8")
+    rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
+    await rig.run()
+    assert rig.adapter_condition("Accepted") == ("False", "RankTooLarge")
+    assert rig.adapter_message("Accepted") == "rank 16, at most 8"
+    assert "AdapterRejected" in rig.cluster.events()
 
 
 async def test_events_are_not_repeated_with_every_try() -> None:

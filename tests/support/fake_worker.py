@@ -2,13 +2,15 @@
 """The program `diffusion-worker` over `FakeRankGroup`: the real server, ports, signals and exit codes, without torch.
 
 `FAKE_WORKER` in the environment is a JSON object that says how the ranks behave: `loadSeconds`, `stepSeconds`, `configError`,
-`dieAfterSeconds`, `hangAtStop`. An adapter from a folder named `broken` is refused by the ranks, one from `slow` takes forever.
+`dieAfterSeconds`, `hangAtStop`. How an adapter goes is in the name of its folder: one of `REFUSED` is refused by the ranks, one
+named `slow` takes forever. The ranks keep as many adapters as the options say.
 """
 
 import asyncio
 import json
 import os
 import time
+from pathlib import Path
 
 from diffusion_worker import cli
 from diffusion_worker.config import WorkerConfig
@@ -18,6 +20,12 @@ from diffusion_worker.ranks import executor
 from fake_rank_group import FakeRankGroup
 
 BEHAVIOUR = json.loads(os.environ.get("FAKE_WORKER", "{}"))
+REFUSED = {
+    "broken": (ErrorCode.INVALID_ADAPTER, "no adapter_config.json"),
+    "too-wide": (ErrorCode.RANK_TOO_LARGE, "rank 128, at most 64"),
+    "elsewhere": (ErrorCode.MODULES_OUTSIDE_ENVELOPE, "changes norm_out.linear"),
+    "crowded": (ErrorCode.INSUFFICIENT_MEMORY, "no room"),
+}
 
 
 class ScriptedRankGroup(FakeRankGroup):
@@ -25,6 +33,7 @@ class ScriptedRankGroup(FakeRankGroup):
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config.ranks, config_error=BEHAVIOUR.get("configError"), step_s=BEHAVIOUR.get("stepSeconds", 0.0))
+        self.max_cached = config.max_cached_loras
 
     async def start(self) -> ModelInfo:
         """Load, slowly if told so."""
@@ -38,8 +47,10 @@ class ScriptedRankGroup(FakeRankGroup):
     ) -> list[RpcReply]:
         """Run a method; the folder of an adapter decides how its load goes."""
         path = str(getattr(kwargs.get("request"), "lora_path", None) or dict(_fields(kwargs.get("request"))).get("lora_path", ""))
-        if path.endswith("/broken"):
-            self.adapter_errors[path] = ErrorReport(ErrorCode.INVALID_ADAPTER, f"adapter folder {path!r}: no adapter_config.json")
+        refused = REFUSED.get(Path(path).name)
+        if refused is not None:
+            code, why = refused
+            self.adapter_errors[path] = ErrorReport(code, f"adapter folder {path!r}: {why}")
         (self.calling.clear if path.endswith("/slow") else self.calling.set)()
         return await super().call(method, timeout_s=timeout_s, **kwargs)
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's real reconciles against the worker's real server: what one decides, the other does and tells in words that are understood.
+
+The cluster is the fake one and its time virtual; the server is real, over fake ranks.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
+from diffusion_operator.render.control_secret import control_token
+from diffusion_operator.worker_client import HttpWorkerClient
+from operator_rig import Rig, adapter, deployment
+from worker_process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 20.0
+ONE_IN_MEMORY = ("--max-loras=1", "--max-cached-loras=1", "--max-loras-per-request=1")
+LORA = {"maxLoaded": 1, "maxCached": 1}
+
+
+class Story:
+    """One deployment of one replica, whose pod is a worker process."""
+
+    def __init__(self, rig: Rig, worker: WorkerProcess) -> None:
+        self.rig = rig
+        self.worker = worker
+
+    async def until(self, type_: str, *expected: str, name: str) -> str:
+        """Runs until a condition of an adapter has this status and reason; its message."""
+        await self.wait(lambda: self.rig.adapter_condition(type_, name) == expected, lambda: self.rig.adapter_status(name))
+        return self.rig.adapter_message(type_, name)
+
+    async def wait(self, check: Callable[[], Any], about: Callable[[], object]) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not check():
+                    await self.rig.run(1.0)
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"{about()}\n{self.worker.output[-2000:]}") from None
+
+    def records(self) -> dict[str, tuple[str, str]]:
+        """State and residency of what the worker has, by name."""
+        return {one["name"]: (one["state"], one["residency"]) for one in self.worker.state()["adapters"]}
+
+
+@asynccontextmanager
+async def story(*options: str, **spec: Any) -> AsyncIterator[Story]:
+    rig = Rig()
+    rig.cluster.put(deployment(**spec))
+    await rig.run()
+    metadata = msgspec.convert(rig.cluster.find(DEPLOYMENT, "d"), DiffusionDeployment).metadata
+    token = control_token(rig.runtime.settings.operator_key, metadata)
+    with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=token, options=options) as worker:
+        worker.wait_ready()
+        client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(worker.control_url.rpartition(":")[2]))
+        rig.runtime.workers = client
+        rig.cluster.running("d-0-0", "127.0.0.1", ready=True)
+        try:
+            yield Story(rig, worker)
+        finally:
+            await client.close()
+
+
+def lora(folder: Path, name: str) -> str:
+    """A peft folder of this name; the ranks are fake, so what is in it does not matter."""
+    shutil.copytree(DIGITS / "loras" / "frame", folder / name)
+    return str(folder / name)
+
+
+async def test_adapters_take_turns_in_memory_and_each_says_where_it_is(tmp_path: Path) -> None:
+    async with story(*ONE_IN_MEMORY, lora=LORA) as told:
+        rig = told.rig
+        rig.cluster.put(adapter("a", lora(tmp_path, "a")))
+        await told.until("Ready", "True", "LoadedEverywhere", name="a")
+        rig.cluster.put(adapter("b", lora(tmp_path, "b")))
+        await told.until("Ready", "True", "LoadedEverywhere", name="b")
+        message = await told.until("Ready", "False", "Evicted", name="a")
+        assert "replica 0" in message
+        assert rig.condition("AdaptersReady") == ("False", "CapacityExceeded")
+        rig.cluster.put(adapter("c", lora(tmp_path, "c"), residency="OnDemand"))
+        await told.until("Ready", "True", "CachedOnDemand", name="c")
+        assert told.records() == {"a": ("Cached", "Cached"), "b": ("Loaded", "Cached"), "c": ("Cached", "OnDemand")}
+
+        rig.cluster.change(ADAPTER, "a", lambda spec: spec.update(residency="Resident"))
+        await told.until("Ready", "True", "LoadedEverywhere", name="a")
+        await told.until("Ready", "False", "Evicted", name="b")
+        assert rig.adapter_condition("Degraded", "b") == ("False", "AsExpected")
+        rig.cluster.put(adapter("d2", lora(tmp_path, "d2"), residency="Resident"))
+        message = await told.until("Accepted", "False", "CapacityExceeded", name="d2")
+        assert "1 of 1" in message
+
+        for name in ("a", "b", "c"):
+            rig.cluster.remove(ADAPTER, name)
+        await told.until("Ready", "True", "LoadedEverywhere", name="d2")
+        assert told.records() == {"d2": ("Loaded", "Resident")}
+
+
+async def test_a_source_that_changes_a_scale_that_changes_and_a_source_that_is_broken(tmp_path: Path) -> None:
+    async with story() as told:
+        rig = told.rig
+        first, second = lora(tmp_path, "first"), lora(tmp_path, "second")
+        rig.cluster.put(adapter("x", first))
+        await told.until("Ready", "True", "LoadedEverywhere", name="x")
+        pinned = rig.adapter_status()["resolved"]
+        assert (pinned["source"], pinned["rank"], pinned["modules"]) == (first, 8, 24)
+
+        rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale="0.5", priority=2))
+        await told.wait(lambda: told.worker.state()["adapters"][0]["scale"] == 0.5, told.records)
+        assert told.worker.state()["adapters"][0]["priority"] == 2
+
+        rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": second}))
+        await told.wait(lambda: rig.adapter_status()["resolved"]["source"] == second, rig.adapter_status)
+        await told.until("UpToDate", "True", "Current", name="x")
+        assert rig.adapter_status()["resolved"]["digest"] != pinned["digest"]
+
+        rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": lora(tmp_path, "broken")}))
+        message = await told.until("SourceResolved", "False", "InvalidAdapter", name="x")
+        assert "no adapter_config.json" in message
+        assert rig.adapter_condition("UpToDate") == ("False", "OldDigestStillLoaded")
+        assert [one["source"]["path"] for one in told.worker.state()["adapters"] if one["state"] == "Loaded"] == [second]
+
+        rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": first}))
+        await told.until("Ready", "True", "LoadedEverywhere", name="x")
+
+
+async def test_what_the_ranks_find_out_is_in_the_condition_it_belongs_to(tmp_path: Path) -> None:
+    async with story() as told:
+        rig = told.rig
+        for name in ("too-wide", "elsewhere", "crowded"):
+            rig.cluster.put(adapter(name, lora(tmp_path, name)))
+        rig.cluster.put(adapter("nowhere", str(tmp_path / "nowhere")))
+        assert "rank 128, at most 64" in await told.until("Accepted", "False", "RankTooLarge", name="too-wide")
+        assert "norm_out.linear" in await told.until("Accepted", "False", "ModulesOutsideEnvelope", name="elsewhere")
+        assert "InsufficientMemory" in await told.until("Ready", "False", "Failed", name="crowded")
+        await told.until("SourceResolved", "False", "SourceNotFound", name="nowhere")
+        assert rig.adapter_status("too-wide")["instances"][0]["lastError"]["retryable"] is False
+        assert rig.adapter_status("nowhere")["instances"][0]["lastError"]["retryable"] is True
+        lora(tmp_path, "nowhere")
+        await told.until("Ready", "True", "LoadedEverywhere", name="nowhere")
