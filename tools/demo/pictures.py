@@ -26,6 +26,8 @@ class Request:
     size: str = "64x64"
     steps: int = 12
     guidance_scale: float = 4.0
+    adapters: tuple[str, ...] = ()
+    """Mixed into one picture, each at its default scale."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ def ask_and_be_refused(client: openai.OpenAI, request: Request) -> Refusal:
 
 
 def _generate(client: openai.OpenAI, request: Request) -> Picture:
+    lora = {"lora": [{"name": name} for name in request.adapters]} if request.adapters else {}
     answer = client.images.generate(
         model=request.model,
         prompt=request.prompt,
         n=1,
         size=request.size,
         response_format="b64_json",
-        extra_body={"seed": request.seed, "num_inference_steps": request.steps, "guidance_scale": request.guidance_scale},
+        extra_body={"seed": request.seed, "num_inference_steps": request.steps, "guidance_scale": request.guidance_scale, **lora},
     )
     if not answer.data or answer.data[0].b64_json is None:
         raise DemoFailed(f"the answer for model {request.model!r} holds no picture")

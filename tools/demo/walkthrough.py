@@ -15,8 +15,8 @@ from .story import Step, Story
 from .weights_memory import RankMemory, check_given_back, megabytes, read_weights_memory, total_resident
 
 MANIFESTS = ROOT / "examples" / "quickstart"
-MODEL, ADAPTER = "digits", "stripes"
-DEPLOYMENT, LORA = f"diffusiondeployments/{MODEL}", f"loraadapters/{ADAPTER}"
+MODEL, ADAPTER, SECOND = "digits", "stripes", "frame"
+DEPLOYMENT, LORA, SECOND_LORA = f"diffusiondeployments/{MODEL}", f"loraadapters/{ADAPTER}", f"loraadapters/{SECOND}"
 PROMPTS = ("a red digit seven", "a blue digit three", "a green digit eight")
 SEED = 2
 
@@ -50,7 +50,7 @@ class Demo:
 
 
 def clear_what_an_earlier_run_left(demo: Demo, step: Step) -> None:
-    demo.kubectl.text("delete", DEPLOYMENT, LORA, "--ignore-not-found", deadline_s=REMOVAL_S)
+    demo.kubectl.text("delete", DEPLOYMENT, LORA, SECOND_LORA, "--ignore-not-found", deadline_s=REMOVAL_S)
     wait_until_gone(demo.kubectl, "pods", f"diffusion-operator.dev/deployment={MODEL}", deadline_s=REMOVAL_S)
 
 
@@ -81,6 +81,17 @@ def ask_the_adapter(demo: Demo, step: Step) -> None:
     if min(differences) == 0:
         raise DemoFailed(f"a picture from {ADAPTER!r} is the base model's picture; expected the adapter's style in each")
     step.result = f"same prompts and seeds, {sum(differences) / len(differences):.0f} of 255 levels away from the base on average"
+
+
+def mix_two_adapters(demo: Demo, step: Step) -> None:
+    demo.story.say("$ kubectl apply -f examples/quickstart/second-adapter.yaml")
+    demo.story.say(demo.kubectl.apply(MANIFESTS / "second-adapter.yaml"))
+    wait_for(demo.kubectl, SECOND_LORA, ADAPTER_READY, deadline_s=ADAPTER_S, tell=demo.story.say)
+    demo.pictures["mixture"] = _take(demo, MODEL, "mixture", adapters=(ADAPTER, SECOND))
+    differences = [mean_difference(*pair) for pair in zip(demo.pictures["adapter"], demo.pictures["mixture"], strict=True)]
+    if min(differences) == 0:
+        raise DemoFailed(f"a picture from {ADAPTER!r} with {SECOND!r} is that of {ADAPTER!r} alone; expected both styles in each")
+    step.result = f"{ADAPTER!r} and {SECOND!r} in each picture"
 
 
 def send_it_to_sleep(demo: Demo, step: Step) -> None:
@@ -127,6 +138,7 @@ def make_the_contact_sheet(demo: Demo, step: Step) -> None:
     titles = {
         "base": MODEL,
         "adapter": ADAPTER,
+        "mixture": f"{ADAPTER} and {SECOND}",
         "base-after-waking": f"{MODEL}, after waking",
         "adapter-after-waking": f"{ADAPTER}, after waking",
     }
@@ -141,6 +153,7 @@ STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
     ("Ask the model for pictures, with the OpenAI SDK", ask_the_base_model),
     ("Apply a LoRA adapter", apply_an_adapter),
     ("Ask the adapter for the same pictures", ask_the_adapter),
+    ("Mix two adapters in one request", mix_two_adapters),
     ("Send the model to sleep", send_it_to_sleep),
     ("Ask the sleeping model", ask_a_sleeping_model),
     ("Wake it", wake_it),
@@ -149,16 +162,16 @@ STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
 )
 
 
-def _take(demo: Demo, model: str, name: str) -> list[Picture]:
+def _take(demo: Demo, model: str, name: str, *, adapters: tuple[str, ...] = ()) -> list[Picture]:
     """One picture a prompt, one after the other: a request alone is the same to the last bit every time."""
     taken = []
     with demo.connect(MODEL) as url:
         client = client_for(url)
         for number, prompt in enumerate(PROMPTS):
             began = demo.story.clock()
-            picture = ask(client, Request(prompt, SEED + number, model))
+            picture = ask(client, Request(prompt, SEED + number, model, adapters=adapters))
             path = save(demo.output, f"{name}-{number + 1}", picture)
-            demo.story.say(f"{prompt!r} from {model!r}: {demo.story.clock() - began:.1f} s -> {path}")
+            demo.story.say(f"{prompt!r} from {' and '.join(adapters) or model!r}: {demo.story.clock() - began:.1f} s -> {path}")
             taken.append(picture)
     return taken
 
