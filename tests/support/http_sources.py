@@ -44,6 +44,7 @@ class SourceServer:
         self.token: str | None = None
         self.asked: Counter[str] = Counter()
         self.ranges: list[str | None] = []
+        self.authorizations: list[str | None] = []
         # Reached when an answer waits at its gate.
         self.at_gate = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -89,6 +90,7 @@ def _handler(server: SourceServer) -> type[BaseHTTPRequestHandler]:
         def _answer(self, *, body: bool) -> None:
             path = urlsplit(self.path).path
             server.asked[path] += 1
+            server.authorizations.append(self.headers.get("Authorization"))
             if server.token is not None and self.headers.get("Authorization") != f"Bearer {server.token}":
                 return self._say(401)
             served = server.find(self.command, path)

@@ -25,7 +25,7 @@ Report = Callable[[int, int | None], None]
 
 
 async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Done], None]) -> Done:
-    """Run a job; `adopt` is called while what was fetched is still kept from eviction.
+    """Run a job; `adopt` is called in a thread while what was fetched is still kept from eviction.
 
     Raises:
         RequestError: as the job says; NetworkError where it makes no progress, Timeout at its deadline.
@@ -46,7 +46,7 @@ async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Done]
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(msgspec.json.encode(job) + b"\n")
             done = await _follow(process.stdout, job, report)
-        adopt(done)
+            await asyncio.to_thread(adopt, done)
         return done
     except TimeoutError:
         raise RequestError(ErrorCode.TIMEOUT, f"{job.what}: expected it to be fetched within {job.deadline_s:g} s") from None
