@@ -2,7 +2,8 @@
 """`make soak`: thousands of generated requests against a real worker of two ranks, and again while its ranks are killed.
 
     python tests/support/soak.py [--requests 10000] [--kill-requests 1000] [--kill-every 20] [--edge-requests 10000]
-                                 [--minutes 60] [--seed 1] [--part traffic] [--part edge]
+                                 [--adapter-requests 5000] [--minutes 60] [--seed 1]
+                                 [--part traffic] [--part edge] [--part adapters]
 
 Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
 request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
@@ -30,6 +31,7 @@ import numpy as np
 from PIL import Image
 
 from leftovers import footprint, left_at_end, left_over
+from soak_adapters import run_adapters
 from soak_edge import run_edge
 from soak_traffic import Request, pool, traffic
 from worker_process import DIGITS, WorkerProcess
@@ -40,7 +42,7 @@ PICTURES = 60
 MOST_STEPS = 12
 # One level of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1
-PARTS = ("traffic", "edge")
+PARTS = ("traffic", "edge", "adapters")
 
 
 @dataclass
@@ -192,6 +194,7 @@ def main() -> int:
     options.add_argument("--kill-requests", type=int, default=1_000)
     options.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS")
     options.add_argument("--edge-requests", type=int, default=10_000)
+    options.add_argument("--adapter-requests", type=int, default=5_000)
     options.add_argument("--minutes", type=float, default=60.0, help="For each part.")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--part", action="append", choices=PARTS, help="Only this one; may be given again.")
@@ -201,7 +204,8 @@ def main() -> int:
     folder.mkdir()
     try:
         wrong = _soak_traffic(asked, folder) if "traffic" in parts else False
-        return int((_soak_edge(asked, folder) if "edge" in parts else False) or wrong)
+        wrong = (_soak_edge(asked, folder) if "edge" in parts else False) or wrong
+        return int((_soak_adapters(asked, folder) if "adapters" in parts else False) or wrong)
     finally:
         shutil.rmtree(folder)
 
@@ -225,6 +229,12 @@ def _soak_traffic(asked: argparse.Namespace, folder: Path) -> bool:
 def _soak_edge(asked: argparse.Namespace, folder: Path) -> bool:
     outcome = asyncio.run(run_edge(folder, seed=asked.seed, requests=asked.edge_requests, limit_s=asked.minutes * 60))
     print(f"edge{_cut(outcome.requests, asked.edge_requests)}: {outcome.line()}", flush=True)
+    return bool(outcome.wrong)
+
+
+def _soak_adapters(asked: argparse.Namespace, folder: Path) -> bool:
+    outcome = asyncio.run(run_adapters(folder, seed=asked.seed, requests=asked.adapter_requests, limit_s=asked.minutes * 60))
+    print(f"adapters{_cut(outcome.asked, asked.adapter_requests)}: {outcome.line()}", flush=True)
     return bool(outcome.wrong)
 
 

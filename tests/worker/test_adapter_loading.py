@@ -335,6 +335,14 @@ async def test_requests_over_more_adapters_than_fit_all_get_their_own_and_none_w
     assert len(edge.ranks.registered) == edge.engine.registered_adapters == 2
 
 
+async def test_two_requests_that_each_hold_what_the_other_needs_room_for_are_both_served(loading_edge: Edge) -> None:
+    edge = loading_edge
+    await put(edge, "b", "d", "a", "c")
+    assert states(edge) == {"a": "Loaded", "b": "Cached", "c": "Loaded", "d": "Cached"}
+    generations = await asyncio.gather(made(edge, "a", "b"), made(edge, "c", "d"))
+    assert [[applied.name for applied in each.provenance.adapters] for each in generations] == [["a", "b"], ["c", "d"]]
+
+
 # Replaced, superseded, removed
 
 

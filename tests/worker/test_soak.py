@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small sample of `make soak`, with fixed seeds: generated requests, wrong ones, aborted ones, and ranks that die meanwhile."""
 
+import base64
+import io
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from leftovers import footprint, left_over
 from soak import run_both
-from soak_edge import EdgeSoak
+from soak_adapters import AdapterSoak, Spell, run_adapters
+from soak_edge import NO_HUB, EdgeSoak
 from soak_traffic import BAD, pool, traffic
 from worker_process import FAKE_PROGRAM, WorkerProcess
 
@@ -30,7 +36,7 @@ async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_
 
 @pytest.mark.slow
 async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothing_behind(tmp_path: Path) -> None:
-    with WorkerProcess(program=FAKE_PROGRAM, options=("--max-steps=12", "--max-pixels=16384")) as worker:
+    with WorkerProcess(program=FAKE_PROGRAM, options=("--max-steps=12", "--max-pixels=16384"), env=NO_HUB) as worker:
         worker.wait_ready()
         worker.images(prompt="p")
         before = footprint(worker)
@@ -41,3 +47,54 @@ async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_
         assert "Traceback" not in worker.output
     assert outcome.wrong == []
     assert outcome.data_requests >= 40 and outcome.control_requests >= 10
+
+
+@pytest.mark.slow
+async def test_requests_over_changing_adapters_get_the_pictures_of_theirs(tmp_path: Path) -> None:
+    outcome = await run_adapters(tmp_path, seed=1, requests=100, limit_s=60, names=20)
+    assert outcome.wrong == []
+    assert sum(outcome.pictures.values()) > 80 and len(outcome.pictures) == 4
+    assert outcome.evictions > 10 and len(outcome.churn) == 3
+
+
+def test_a_picture_of_another_adapter_is_seen_by_its_digest_and_by_its_pixels(tmp_path: Path) -> None:
+    soak, digests = _soak_of_two(tmp_path)
+    soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[0], 10))
+    assert soak.outcome.wrong == []
+    soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[1], 200))
+    soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[0], 200))
+    soak.judge(0, "model", ["style-0"], 1.0, 404, {"code": "NotFound"})
+    assert [("made with [1]" in text, "picture of [(0, (1,))]" in text, "NotFound" in text) for text in soak.outcome.wrong] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+
+
+def test_a_name_may_be_what_it_was_or_became_while_its_picture_was_made(tmp_path: Path) -> None:
+    soak, digests = _soak_of_two(tmp_path)
+    soak.spells["style-0"] = [Spell(0, 0.0, ends=5.0), Spell(1, 4.0, ends=8.0), Spell(None, 7.0)]
+    for begun, content, right in [(4.5, 0, True), (4.5, 1, True), (6.0, 0, False), (6.0, 1, True), (9.0, 1, False)]:
+        soak.outcome.wrong.clear()
+        soak.judge(0, "model", ["style-0"], begun, 200, _answer("style-0", digests[content], (10, 200)[content]))
+        assert (soak.outcome.wrong == []) is right, (begun, content)
+
+
+def _soak_of_two(folder: Path) -> tuple[AdapterSoak, list[str]]:
+    """A soak without a worker: `style-0` stands for content 0, whose picture is all 10; that of content 1 is all 200."""
+    contents = [folder / str(number) for number in range(2)]
+    for number, content in enumerate(contents):
+        content.mkdir()
+        (content / "adapter_model.safetensors").write_bytes(bytes([number]))
+    soak = AdapterSoak(None, contents, seed=1)
+    soak.spells["style-0"] = [Spell(0, 0.0)]
+    soak.alone[0, (0,)], soak.alone[0, (1,)] = np.full((8, 8, 3), 10), np.full((8, 8, 3), 200)
+    return soak, list(soak.digests)
+
+
+def _answer(name: str, digest: str, level: int) -> dict[str, Any]:
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8), (level,) * 3).save(out, "PNG")
+    return {
+        "data": [{"b64_json": base64.b64encode(out.getvalue()).decode(), "provenance": {"adapters": [{"name": name, "digest": digest}]}}]
+    }
