@@ -15,14 +15,18 @@ from starlette.responses import PlainTextResponse
 from diffusion_worker.engine.documents import AdapterCall
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
-from diffusion_worker.server.schemas import ERRORS, AdapterName
+from diffusion_worker.server.schemas import AdapterName
 from diffusion_worker.sources.parsing import parse_source
 from diffusion_worker.sources.source import Source
 
 router = APIRouter()
 
 DRAIN_S = 60.0
-SENTENCE: dict[int | str, dict[str, Any]] = {200: {"description": "A sentence.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+# `ERRORS` by hand: the framework would document every answer of these routes as text.
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A sentence.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+    "default": {"description": "Any error.", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}},
+}
 
 
 class LoadLoRABody(BaseModel):
@@ -44,7 +48,7 @@ class UnloadLoRABody(BaseModel):
     lora_int_id: Annotated[int | None, Field(ge=1, le=2**63 - 1, description="Accepted; the name says which.")] = None
 
 
-@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=SENTENCE | ERRORS)
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)
 async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
     """Load an adapter under a name that has none yet; with `load_inplace` in place of the one it has."""
     engine = _own_engine(request)
@@ -60,7 +64,7 @@ async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=SENTENCE | ERRORS)
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)
 async def unload_lora_adapter(body: UnloadLoRABody, request: Request) -> str:
     """Take an adapter away: new requests are refused at once, running ones have a minute."""
     engine = _own_engine(request)
