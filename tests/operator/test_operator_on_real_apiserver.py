@@ -5,13 +5,29 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import kopf
 import pytest
 
+from diffusion_operator.api.adapter import (
+    AdapterStatus,
+    ErrorStatus,
+    InstanceState,
+    InstanceStatus,
+    LoRAAdapter,
+    OwnerStatus,
+    ResolvedStatus,
+    UsageStatus,
+)
+from diffusion_operator.api.meta import Condition, ConditionStatus
+from diffusion_operator.api.names import ADAPTER
+from diffusion_operator.cluster import connect
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
+from diffusion_operator.reconcile.observe import parse
+from diffusion_operator.reconcile.status_write import encode_status
 from diffusion_operator.settings import Settings
 from real_apiserver import kubectl
 
@@ -129,7 +145,8 @@ async def test_an_adapter_has_a_true_status_before_its_deployment_with_it_and_af
         await namespace.create(deployment())
         await eventually(lambda: _is(namespace.reason("lora", "x"), "Loading"))
         desired = await eventually(lambda: _desired(namespace))
-        assert desired["adapters"] == [{"name": "x", "source": {"path": "/loras/x"}, "digest": None, "scale": 1.0}]
+        (wanted,) = desired["adapters"]
+        assert (wanted["name"], wanted["source"], wanted["digest"]) == ("x", {"path": "/loras/x"}, None)
         await namespace.kubectl("delete", "dd", "d", "--wait=true", "--timeout=5s")
         await eventually(lambda: _is(namespace.reason("lora", "x", "Accepted"), "DeploymentNotFound"))
         await namespace.kubectl("delete", "lora", "x", "--wait=true", "--timeout=5s")
@@ -140,10 +157,90 @@ async def test_events_are_written_once(kubeconfig_of_apiserver: Path, namespace:
         await namespace.create(deployment(lora={"maxLoaded": 0}))
         await namespace.create(adapter())
         events = await eventually(lambda: _events(namespace, "AdapterRejected"))
-        assert "0 of 0 adapters are in use" in events[0]["note"]
+        assert "spec.lora.maxLoaded" in events[0]["note"]
         await namespace.kubectl("scale", "dd", "d", "--replicas=2")
         await eventually(lambda: _count(namespace, "pods", 2))
         assert len(await _events(namespace, "AdapterRejected")) == 1
+
+
+async def test_what_a_source_needs_is_mounted_or_the_adapter_is_refused(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = {"huggingFace": {"repo": "org/style", "file": "a.safetensors", "tokenSecretRef": {"name": "hub"}}}
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        await namespace.create(deployment())
+        await namespace.create(adapter(source=source, residency="OnDemand", priority=3, components=["Transformer"]))
+        await eventually(lambda: _is(namespace.reason("lora", "x", "Accepted"), "SecretNotMounted"))
+        await namespace.kubectl("patch", "dd", "d", "--type=merge", "-p", json.dumps({"spec": {"lora": {"secrets": ["hub"]}}}))
+        await eventually(lambda: _is(namespace.reason("lora", "x", "Accepted"), "Accepted"))
+        (wanted,) = (await eventually(lambda: _desired(namespace)))["adapters"]
+        assert wanted["source"]["huggingFace"]["revision"] == "main", "the schema's default"
+        assert (wanted["residency"], wanted["priority"], wanted["components"]) == ("OnDemand", 3, ["transformer", "transformer_2"])
+
+
+async def test_the_schema_takes_every_field_of_a_status_and_gives_it_back(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig_of_apiserver))
+    await namespace.create(adapter())
+    async with await connect() as cluster:
+        await cluster.apply_status(ADAPTER, namespace.name, "x", status=encode_status(FULL_STATUS))
+        found = parse(await cluster.get(ADAPTER, namespace.name, "x") or {}, LoRAAdapter)
+    assert found.status == FULL_STATUS
+
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+FULL_STATUS = AdapterStatus(
+    observed_generation=1,
+    deployment_uid="u",
+    resolved=ResolvedStatus(
+        source="hf://org/style@main/a.safetensors (Transformer, Kohya, rank 16)",
+        revision="c0ffee",
+        digest="sha256:" + "a" * 64,
+        size_bytes=2**33,
+        rank=16,
+        alpha="8",
+        modules=400,
+        components=("Transformer", "TextEncoder"),
+        format="Kohya",
+        base_model_hint="org/base",
+        resolved_at=NOON,
+    ),
+    desired_groups=8,
+    loaded_groups=1,
+    failed_groups=1,
+    deferred_groups=1,
+    owner=OwnerStatus(served_name="x", conflict_with="y"),
+    usage=UsageStatus(requests_total=2**40, last_request_time=NOON),
+    instances=tuple(
+        InstanceStatus(
+            group=group,
+            state=state,
+            pod_uid="p",
+            boot_id="b",
+            incarnation=3,
+            ranks_loaded=1,
+            ranks_total=2,
+            digest="sha256:" + "b" * 64,
+            fetched_bytes=2**32,
+            total_bytes=2**33,
+            attempts=4,
+            next_retry_time=NOON,
+            last_error=ErrorStatus(code="NetworkError", message="no byte for 60 s", retryable=True),
+        )
+        for group, state in enumerate(InstanceState)
+    ),
+    conditions=(
+        Condition(
+            type="Ready",
+            status=ConditionStatus.TRUE,
+            last_transition_time=NOON,
+            reason="CachedOnDemand",
+            message="loaded on 0 of 1 replicas",
+            observed_generation=1,
+        ),
+    ),
+)
 
 
 async def _count(namespace: Namespace, kind: str, number: int) -> list[Any] | None:

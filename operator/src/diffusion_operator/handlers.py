@@ -44,6 +44,7 @@ class Process:
         self._workers: HttpWorkerClient | None = None
         self.queue: KeyedQueue | None = None
         self.runtime: Runtime | None = None
+        self._objects: metrics.ObjectsByReason | None = None
 
     async def start(self, **_: Any) -> None:
         settings = self._settings
@@ -54,12 +55,16 @@ class Process:
         self.runtime = Runtime(
             cluster=self._cluster, workers=self._workers, settings=settings, clock=lambda: datetime.now(UTC), wake=self.wake
         )
+        self._objects = metrics.ObjectsByReason(self.runtime.ready_reasons)
+        metrics.REGISTRY.register(self._objects)
         measured = metrics.measured(self._reconcile, time.monotonic)
         self.queue = KeyedQueue(measured, resync_s=settings.resync_s, parallel=settings.parallel_reconciles, random=random.random)
 
     async def stop(self, **_: Any) -> None:
         if self.queue is not None:
             await self.queue.close()
+        if self._objects is not None:
+            metrics.REGISTRY.unregister(self._objects)
         if self._workers is not None:
             await self._workers.close()
         if self._cluster is not None:

@@ -70,3 +70,9 @@ def settle_conditions(
 
 def condition_of(conditions: tuple[Condition, ...], type_: str) -> Condition | None:
     return next((condition for condition in conditions if condition.type == type_), None)
+
+
+def reason_of(conditions: tuple[Condition, ...], type_: str) -> str:
+    """Empty where there is no such condition."""
+    condition = condition_of(conditions, type_)
+    return condition.reason if condition is not None else ""

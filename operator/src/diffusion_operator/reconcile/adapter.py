@@ -2,6 +2,7 @@
 """One pass over a LoRAAdapter: its status, from what its deployment's last pass saw. Acting is the deployment's part."""
 
 from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.plan.adapter_status import adapter_status
 from diffusion_operator.plan.adapters import AdapterView
@@ -9,7 +10,7 @@ from diffusion_operator.plan.events import adapter_events
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.observe import parse
 from diffusion_operator.reconcile.report import report
-from diffusion_operator.reconcile.runtime import Runtime, deployment_key
+from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import encode_status
 
 VIEW_WAIT_S = 5.0
@@ -18,6 +19,7 @@ VIEW_WAIT_S = 5.0
 async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
     manifest = await runtime.cluster.get(ADAPTER, key.namespace, key.name)
     if manifest is None or manifest["metadata"].get("deletionTimestamp"):
+        runtime.ready_reasons.pop(key, None)
         return Result(gone=True)
     adapter = parse(manifest, LoRAAdapter)
     deployment = await runtime.cluster.get(DEPLOYMENT, key.namespace, adapter.spec.deployment_ref.name)
@@ -40,6 +42,7 @@ def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str
 
 async def _write_status(runtime: Runtime, adapter: LoRAAdapter, view: AdapterView | None) -> None:
     status, metadata = adapter_status(adapter, view, now=runtime.now()), adapter.metadata
+    runtime.ready_reasons[adapter_key(metadata.namespace, metadata.name)] = reason_of(status.conditions, "Ready")
     if status == adapter.status:
         return
     await runtime.cluster.apply_status(ADAPTER, metadata.namespace, metadata.name, status=encode_status(status))

@@ -4,6 +4,7 @@
 from datetime import timedelta
 
 from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.events import deployment_events
@@ -13,7 +14,7 @@ from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.observe import adapters_of, observe, parse
 from diffusion_operator.reconcile.report import report
-from diffusion_operator.reconcile.runtime import Runtime, adapter_key
+from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import encode_status, worth_writing
 from diffusion_operator.render.control_secret import control_secret, control_token
 from diffusion_operator.render.desired_config import desired_config
@@ -47,6 +48,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
 async def _gone(runtime: Runtime, key: Key) -> Result:
     """Owner references collect the children; the adapters that referred to it must hear of it."""
     runtime.memories.pop((key.namespace, key.name), None)
+    runtime.ready_reasons.pop(key, None)
     for adapter in await adapters_of(runtime, key.namespace, key.name):
         runtime.wake(adapter_key(key.namespace, adapter.metadata.name))
     return Result(gone=True)
@@ -65,6 +67,7 @@ async def _apply_children(runtime: Runtime, deployment: DiffusionDeployment, mem
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
     metadata, now = deployment.metadata, runtime.now()
+    runtime.ready_reasons[deployment_key(metadata.namespace, metadata.name)] = reason_of(plan.status.conditions, "Ready")
     if not worth_writing(deployment.status, plan.status, last=memory.status_written_at, now=now):
         return
     await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(plan.status))

@@ -23,6 +23,8 @@ class Runtime:
     wake: Callable[[Key], None]
     memories: dict[tuple[str, str], DeploymentMemory] = field(default_factory=dict)
     """By namespace and name."""
+    ready_reasons: dict[Key, str] = field(default_factory=dict)
+    """Of every object that was looked at, for metrics."""
 
     def now(self) -> datetime:
         """Whole seconds: what Kubernetes keeps of a time, so that a status read back equals the one written."""
