@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import diffusion_worker.lora
+import rank_processes
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_layers import HostAdapter
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
@@ -483,3 +484,20 @@ def test_the_names_of_the_package_are_there_and_importing_it_imports_no_torch() 
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = diffusion_worker.lora.Nothing
+
+
+# --- on several ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_adapter_is_registered_on_all_ranks_or_on_none_and_nothing_goes_for_one_that_is_not() -> None:
+    first, second = rank_processes.run("lora_scenarios:one_rank_cannot_load")
+    assert [each["listed"] for each in first] == [[1], [1], [1], [4]]
+    assert [each["evicted"] for each in first] == [[], [], [], [1]]
+    assert [each["code"] for each in first] == ["", "InvalidAdapter", "RankFailed", ""]
+    assert "missing" in first[1]["said"]
+    assert "the ranks read different files" in first[2]["said"]
+    # The same words on both, of the rank that found them.
+    assert [{**each, "said": each["said"].split("'")[1:2]} for each in first] == [
+        {**each, "said": each["said"].split("'")[1:2]} for each in second
+    ]
