@@ -30,7 +30,7 @@ from fake_fetcher import REMOTE_BYTES
 from fake_rank_group import FakeRankGroup, fake_digest
 from server_edge import DEADLINE_S, Edge, serving_edge
 
-NO_FILE = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json")
+NO_FILE = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json in /a")
 
 
 @pytest.fixture
@@ -260,10 +260,12 @@ async def test_a_load_that_fails_is_the_error_of_everyone_who_waits_for_it(loadi
     await edge.engine.put_adapter("a", call("/a", residency=Residency.ON_DEMAND))
     edge.ranks.adapter_errors["/a"] = NO_FILE
     errors = await asyncio.gather(*(refusal(edge, "a") for _ in range(3)))
-    assert {(error.code, error.details["cause"]) for error in errors} == {(ErrorCode.ADAPTER_NOT_LOADED, "InvalidAdapter")}
-    assert "no adapter_config.json" in errors[0].message
+    assert {(error.code, error.details["code"]) for error in errors} == {(ErrorCode.ADAPTER_NOT_LOADED, "InvalidAdapter")}
     assert states(edge) == {"a": "Failed"}
-    assert "no adapter_config.json" in (await refusal(edge, "a")).message
+    for error in (errors[0], await refusal(edge, "a")):
+        assert "InvalidAdapter: no adapter_config.json in its source" in error.message
+    [document] = records(edge.engine, "a")
+    assert document.error is not None and document.error.message == NO_FILE.message
     assert edge.ranks.calls.count("add_lora") == 1
 
 
@@ -277,6 +279,25 @@ async def test_a_load_that_failed_for_a_reason_that_passes_is_tried_again_by_the
     del edge.fetcher.errors["org/a"]
     await made(edge, "a")
     assert records(edge.engine, "a")[0].error is None
+
+
+@pytest.mark.parametrize("begun_by", ["put", "request"])
+async def test_an_evicted_adapter_that_finds_no_room_is_no_worse_than_before(begun_by: str) -> None:
+    settings = {"max_loras": 1, "max_cached_loras": 1, "lora_on_missing": OnMissing.LOAD, "lora_load_timeout_s": 0.05}
+    async with serving_edge(**settings) as edge:
+        await put(edge, "a", "b")
+        edge.ranks.stepping.clear()
+        running = asyncio.create_task(made(edge, "b"))
+        await edge.wait_state(inFlight=1)
+        if begun_by == "put":
+            with pytest.raises(RequestError):
+                await put(edge, "a", digest=fake_digest("/a"), deadline_seconds=0.05)
+        else:
+            assert (await refusal(edge, "a")).code is ErrorCode.ADAPTER_NOT_LOADED
+        await until(edge, a="Cached")
+        edge.ranks.stepping.set()
+        await running
+        await made(edge, "a")
 
 
 async def test_a_load_over_the_deadline_of_its_requests_is_a_503_that_says_how_far_it_is() -> None:

@@ -301,7 +301,7 @@ class AdapterLoader:
         load.end()
 
     def _failed(self, adapter: Adapter, load: Load, error: RequestError) -> None:
-        """The name keeps what it had; one that had nothing is Failed, or waits for a request that tries again."""
+        """The name keeps what it had; one that had nothing is Failed, or where the reason passes may be tried by a request."""
         adapter.load = None
         load.end(error)
         problem = Problem(error.code, error.message, error.retryable)
@@ -319,7 +319,8 @@ class AdapterLoader:
                 current.error = problem
             return
         adapter.error = problem
-        if problem.retryable and not load.asked:
+        passes = problem.retryable or problem.code == ErrorCode.CAPACITY_EXCEEDED
+        if passes and (adapter.loaded is not None or not load.asked):
             adapter.state = AdapterState.CACHED
         else:
             self._mark_failed(adapter, problem)

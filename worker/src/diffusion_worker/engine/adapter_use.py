@@ -11,7 +11,7 @@ from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapters import LOADING, Adapter
 from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
-from diffusion_worker.engine.documents import AdapterState, Residency
+from diffusion_worker.engine.documents import AdapterState, Problem, Residency
 from diffusion_worker.errors import ErrorCode, RequestError, refused
 
 # A load of a file that is here already is a matter of seconds.
@@ -68,7 +68,7 @@ class AdapterUse:
             raise RequestError(ErrorCode.NOT_FOUND, message)
         if adapter.state is AdapterState.LOADED or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
             return adapter
-        why = f": {adapter.error.message}" if adapter.error else ""
+        why = f": {_told(adapter, adapter.error)}" if adapter.error else ""
         retry_after_s = None if adapter.state is AdapterState.FAILED else RETRY_AFTER_S
         message = f"adapter {name!r} is {adapter.state.value}, not Loaded{why}"
         raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=retry_after_s)
@@ -135,11 +135,9 @@ class AdapterUse:
             if error.code in OF_THE_SERVER:
                 raise
             if loads[0].superseded is None:
-                name = missing[0].name
-                message = f"adapter {name!r} could not be loaded: {error.message}"
-                raise RequestError(
-                    ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details={"cause": error.code}
-                ) from None
+                message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
+                details = {"code": error.code}
+                raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details) from None
 
     def _too_late(self, choices: Sequence[AdapterChoice]) -> RequestError:
         found = [adapter for choice in choices if (adapter := self._table.get(choice.name)) is not None and not adapter.usable]
@@ -157,6 +155,15 @@ class AdapterUse:
         except RequestError:
             return None
         return None if adapter.state in LOADING else adapter
+
+
+def _told(adapter: Adapter, error: Problem | RequestError) -> str:
+    """Why a load failed, without where this worker has its files: that is for the control port."""
+    message = error.message
+    for path in (adapter.call.source.path, adapter.fetched and adapter.fetched.path):
+        if path:
+            message = message.replace(path, "its source")
+    return f"{error.code}: {message}"
 
 
 def _bytes_of(adapter: Adapter) -> str:
