@@ -2,8 +2,8 @@
 """`make soak`: thousands of generated requests against a real worker of two ranks, and again while its ranks are killed.
 
     python tests/support/soak.py [--requests 10000] [--kill-requests 1000] [--kill-every 20] [--edge-requests 10000]
-                                 [--adapter-requests 5000] [--minutes 60] [--seed 1]
-                                 [--part traffic] [--part edge] [--part adapters]
+                                 [--adapter-requests 5000] [--adapter-files 10000] [--minutes 60] [--seed 1]
+                                 [--part traffic] [--part edge] [--part adapters] [--part adapter-files]
 
 Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
 request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
@@ -31,6 +31,7 @@ import numpy as np
 from PIL import Image
 
 from leftovers import footprint, left_at_end, left_over
+from soak_adapter_files import run_files
 from soak_adapters import run_adapters
 from soak_edge import run_edge
 from soak_traffic import Request, pool, traffic
@@ -42,7 +43,7 @@ PICTURES = 60
 MOST_STEPS = 12
 # One level of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1
-PARTS = ("traffic", "edge", "adapters")
+PARTS = ("traffic", "edge", "adapters", "adapter-files")
 
 
 @dataclass
@@ -195,6 +196,7 @@ def main() -> int:
     options.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS")
     options.add_argument("--edge-requests", type=int, default=10_000)
     options.add_argument("--adapter-requests", type=int, default=5_000)
+    options.add_argument("--adapter-files", type=int, default=10_000)
     options.add_argument("--minutes", type=float, default=60.0, help="For each part.")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--part", action="append", choices=PARTS, help="Only this one; may be given again.")
@@ -205,7 +207,8 @@ def main() -> int:
     try:
         wrong = _soak_traffic(asked, folder) if "traffic" in parts else False
         wrong = (_soak_edge(asked, folder) if "edge" in parts else False) or wrong
-        return int((_soak_adapters(asked, folder) if "adapters" in parts else False) or wrong)
+        wrong = (_soak_adapters(asked, folder) if "adapters" in parts else False) or wrong
+        return int((_soak_adapter_files(asked, folder) if "adapter-files" in parts else False) or wrong)
     finally:
         shutil.rmtree(folder)
 
@@ -235,6 +238,12 @@ def _soak_edge(asked: argparse.Namespace, folder: Path) -> bool:
 def _soak_adapters(asked: argparse.Namespace, folder: Path) -> bool:
     outcome = asyncio.run(run_adapters(folder, seed=asked.seed, requests=asked.adapter_requests, limit_s=asked.minutes * 60))
     print(f"adapters{_cut(outcome.asked, asked.adapter_requests)}: {outcome.line()}", flush=True)
+    return bool(outcome.wrong)
+
+
+def _soak_adapter_files(asked: argparse.Namespace, folder: Path) -> bool:
+    outcome = run_files(folder, seed=asked.seed, files=asked.adapter_files, limit_s=asked.minutes * 60)
+    print(f"adapter files{_cut(outcome.files, asked.adapter_files)}: {outcome.line()}", flush=True)
     return bool(outcome.wrong)
 
 

@@ -169,7 +169,6 @@ def test_only_the_components_that_are_asked_for_are_kept(tmp_path: Path) -> None
     assert len(read_checkpoint(path).modules) == 2
     kept = read_checkpoint(path, options=LoadOptions(components=["text_encoder"]))
     assert list(kept.modules) == ["text_encoder.layers.0.q_proj"]
-    assert kept.modules["text_encoder.layers.0.q_proj"].a.untyped_storage().nbytes() < kept.size_bytes / 2
     refused = refusal(path, components=["transformer", "vae"])
     assert refused.code is ErrorCode.NO_MATCHING_MODULES
     assert "nothing for component vae, only for text_encoder, transformer" in refused.message

@@ -21,8 +21,6 @@ from diffusion_worker.lora.recipe import read_recipe
 from diffusion_worker.lora.request import LoadOptions
 from diffusion_worker.messages import Recipe
 
-# Where less of a file's bytes is used, its tensors are copied and the buffer is given back.
-KEPT_SHARE = 0.9
 BASE_MODEL_KEYS = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name")
 PLAIN = LoadOptions()
 ANY_MODEL = Model()
@@ -43,6 +41,7 @@ class LoRAFactors(msgspec.Struct, frozen=True):
 class LoRACheckpoint(msgspec.Struct, frozen=True):
     """One adapter as read from its file. `digest` is the sha256 of the weights file; modules are named `component.path`.
 
+    The tensors are views of the file's bytes, all of which are in memory as long as one of them is.
     `format` is how the file names its tensors, `alpha` is its own where there is one for all modules, `base_model` what its
     metadata say it was made for.
     """
@@ -89,7 +88,7 @@ def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions 
     checkpoint = LoRACheckpoint(
         digest=file.digest,
         size_bytes=file.header.size_bytes,
-        modules=_compact(_of_components(factors, options.components, label), file.header.size_bytes),
+        modules=_of_components(factors, options.components, label),
         format=str(found),
         alpha=_common_alpha(written, settings),
         base_model=_base_model(file.header.metadata, config),
@@ -114,20 +113,14 @@ def _scaling(module: str, names: Written, settings: Mapping[str, PeftSettings], 
     return scaling
 
 
-def _of_components(factors: dict[str, Factors], components: list[str], label: str) -> dict[str, Factors]:
+def _of_components(factors: dict[str, Factors], components: list[str], label: str) -> dict[str, LoRAFactors]:
+    """Those of the components that are asked for, in the order of their names."""
     found = sorted({module.partition(".")[0] for module in factors})
     if missing := sorted(set(components) - set(found)):
         message = f"{label}: has nothing for component {', '.join(missing)}, only for {', '.join(found)}"
         raise RequestError(ErrorCode.NO_MATCHING_MODULES, message)
-    return {module: pair for module, pair in factors.items() if not components or module.partition(".")[0] in components}
-
-
-def _compact(factors: dict[str, Factors], size_bytes: int) -> dict[str, LoRAFactors]:
-    """In the order of their names. Tensors are views of the file's bytes, all of which one of them keeps."""
-    kept = sum(pair.a.nbytes + pair.b.nbytes for pair in factors.values())
-    if kept < KEPT_SHARE * size_bytes:
-        factors = {module: Factors(pair.a.clone(), pair.b.clone(), pair.scaling) for module, pair in factors.items()}
-    return {module: LoRAFactors(*factors[module]) for module in sorted(factors)}
+    kept = [module for module in sorted(factors) if not components or module.partition(".")[0] in components]
+    return {module: LoRAFactors(*factors[module]) for module in kept}
 
 
 def _common_alpha(written: Mapping[str, Written], settings: Mapping[str, PeftSettings]) -> float | None:
