@@ -239,7 +239,7 @@ def test_an_adapter_that_fits_in_part_is_refused_whole_with_expected_and_found_s
 def test_a_rank_over_the_limit_is_refused_with_both_numbers_and_what_to_change(net: Net) -> None:
     error = refusal(net, random_factors(net, ALL, rank=5), max_rank=4)
     assert error.code is ErrorCode.RANK_TOO_LARGE
-    assert error.message == "adapter 'mine': rank 5 is over the limit of 4: start the worker with a larger --max-lora-rank"
+    assert error.message == "adapter 'mine': rank 5 is over the limit of 4, first at transformer.first: start the worker with a larger --max-lora-rank"
 
 
 OTHERS = (nn.Embedding(24, 10), nn.LayerNorm(10), nn.Conv2d(10, 20, 1, groups=2))

@@ -178,21 +178,22 @@ class AdapterLayers:
     def _bind(self, checkpoint: LoRACheckpoint, adapter: str) -> list[tuple[str, Piece, LoRAFactors]]:
         """What each name means; or the adapter is refused."""
         if checkpoint.rank > self._max_rank:
-            limit = f"rank {checkpoint.rank} is over the limit of {self._max_rank}"
+            first = next(name for name, factors in checkpoint.modules.items() if factors.a.shape[0] > self._max_rank)
+            limit = f"rank {checkpoint.rank} is over the limit of {self._max_rank}, first at {first}"
             raise RequestError(ErrorCode.RANK_TOO_LARGE, f"adapter {adapter!r}: {limit}: start the worker with a larger --max-lora-rank")
         found: list[tuple[str, Piece, LoRAFactors]] = []
         strangers: list[str] = []
         unknown = 0
         for name, factors in checkpoint.modules.items():
-            pieces = self._model.find(name)
-            if not pieces:
+            meaning, a, b = self._model.find(name), factors.a.shape, factors.b.shape
+            if meaning.pieces and meaning.fits(a, b):
+                found += [(name, piece, factors) for piece in meaning.pieces]
+            elif meaning.pieces:
+                strangers.append(f"{name} ({meaning.misfit(a, b)})")
+            else:
                 unknown += 1
                 kind = self._model.kind_of(name)
                 strangers.append(f"{name} ({kind} cannot have adapters)" if kind else f"{name} (no such layer)")
-            elif wrong := _misfit(pieces, factors):
-                strangers.append(f"{name} ({wrong})")
-            else:
-                found += [(name, piece, factors) for piece in pieces]
         if strangers:
             models = ", ".join(type(module).__name__ for module in self._components.values())
             count = f"{len(strangers)} of {len(checkpoint.modules)} modules"
@@ -205,7 +206,7 @@ class AdapterLayers:
 
     def _bound(self, piece: Piece, factors: LoRAFactors) -> Bound:
         layer, segment, columns = self._wrapped[piece.layer]
-        a, b = factors.a.flatten(1), factors.b.flatten(1)
+        a, b = _flat(factors.a), _flat(factors.b)
         b = b if piece.rows is None else b[piece.rows]
         if piece.layer.part is not None:
             a, b = piece.layer.part.cut_a(a), piece.layer.part.cut_b(b)
@@ -237,28 +238,13 @@ class AdapterLayers:
         self._wrapped[layer] = wrapped, segment, columns
 
 
-def _misfit(pieces: Sequence[Piece], factors: LoRAFactors) -> str | None:
-    """What is wrong with the shapes of factors; None if nothing is."""
-    inputs, outputs = pieces[0].layer.inputs, sum(piece.layer.outputs[piece.part] for piece in pieces)
-    found = tuple(factors.a.shape[1:])
-    if _trimmed(found) == _trimmed(inputs) and factors.b.shape[0] == outputs and all(piece.layer.inputs == inputs for piece in pieces):
-        return None
-    return f"expected {_shape(inputs)} -> {outputs}, found {_shape(found)} -> {factors.b.shape[0]}"
-
-
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the kernel of a single point: a linear layer and such a convolution are the same to an adapter."""
-    last = max((number for number, size in enumerate(shape) if size != 1), default=0)
-    return shape[: last + 1]
-
-
-def _shape(inputs: tuple[int, ...]) -> str:
-    return " x ".join(map(str, inputs))
+def _flat(factor: torch.Tensor) -> torch.Tensor:
+    return factor if factor.dim() == 2 else factor.flatten(1)
 
 
 def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
     """Refuse an adapter that has a layer by two names: which of both is meant?"""
-    counts = Counter((piece.layer, piece.part) for _, piece, _ in found)
-    twice = [name for name, piece, _ in found if counts[piece.layer, piece.part] > 1]
-    if twice:
+    counts = Counter([(id(piece.layer), piece.part) for _, piece, _ in found])
+    if len(counts) < len(found):
+        twice = [name for name, piece, _ in found if counts[id(piece.layer), piece.part] > 1]
         raise invalid(f"adapter {adapter!r}: names of one layer: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}")

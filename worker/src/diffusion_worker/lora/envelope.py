@@ -31,7 +31,7 @@ class Envelope:
 
 
 def _matching(target: str, model: ModelLayers) -> list[ModelLayer]:
-    layers = [piece.layer for name in model.names() if _matches(name, target) for piece in model.find(name)]
+    layers = [piece.layer for name in model.names() if _matches(name, target) for piece in model.find(name).pieces]
     if layers:
         return layers
     kinds = sorted({model.kind_of(name) or "" for name in model.names_of_other_modules() if _matches(name, target)})

@@ -2,6 +2,7 @@
 """An adapter in host memory, laid out as it lies in the slot bank: being written into a slot is a copy for each run of columns."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,47 +39,47 @@ class HostAdapter(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What is to be in some columns: [rank, columns]."""
+    """What is to be in some columns: [rank, columns]. Sorted by where it is, so those fields come first."""
 
-    segment: Segment
+    segment: int
     start: int
-    values: torch.Tensor
+    stop: int
+    rank: int
     scaling: float
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.values.shape[1]
+    values: torch.Tensor
 
 
 def lay_out(bound: Sequence[Bound], components: frozenset[str]) -> HostAdapter:
     """Copy the factors of an adapter into runs."""
-    blocks = [_Block(each.segment, each.columns.a.start, each.a, 1.0) for each in bound]
-    blocks += [_Block(each.segment, each.columns.b.start, each.b.t(), each.scaling) for each in bound]
-    blocks.sort(key=lambda block: (id(block.segment), block.start))
-    runs: list[list[_Block]] = []
-    for block in blocks:
-        if runs and _continues(runs[-1][-1], block):
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    rank = max(each.a.shape[0] for each in bound)
-    return HostAdapter(components, rank, tuple(map(_run, runs)), tuple((each.layer, each.part) for each in bound))
+    segments = {id(each.segment): each.segment for each in bound}
+    blocks = []
+    for _, _, segment, columns, a, b, scaling in bound:
+        rank = a.shape[0]
+        blocks.append(_Block(id(segment), columns.a.start, columns.a.stop, rank, 1.0, a))
+        blocks.append(_Block(id(segment), columns.b.start, columns.b.stop, rank, scaling, b.t()))
+    blocks.sort(key=_PLACE)
+    cuts = [0, *(number for number in range(1, len(blocks)) if not _continues(blocks[number - 1], blocks[number])), len(blocks)]
+    runs = [_run(segments[blocks[start].segment], blocks[start:stop]) for start, stop in itertools.pairwise(cuts)]
+    rank = max(block.rank for block in blocks)
+    return HostAdapter(components, rank, tuple(runs), tuple((each.layer, each.part) for each in bound))
+
+
+_PLACE = operator.itemgetter(0, 1)
 
 
 def _continues(before: _Block, block: _Block) -> bool:
-    same = before.segment is block.segment and before.stop == block.start
-    return same and before.values.shape[0] == block.values.shape[0] and before.values.dtype == block.values.dtype
+    side_by_side = before.stop == block.start and before.segment == block.segment and before.rank == block.rank
+    return side_by_side and before.values.dtype is block.values.dtype
 
 
 @torch.inference_mode(False)
-def _run(blocks: list[_Block]) -> Run:
-    first = blocks[0]
-    values = torch.empty(first.values.shape[0], blocks[-1].stop - first.start, dtype=first.values.dtype)
-    for block in blocks:
-        values[:, block.start - first.start : block.stop - first.start].copy_(block.values)
+def _run(segment: Segment, blocks: list[_Block]) -> Run:
+    # Also of a single one it is a copy.
+    values = torch.cat([block.values for block in blocks], dim=1)
+    first = blocks[0].start
     scalings = []
-    for factor, group in itertools.groupby(blocks, key=lambda block: block.scaling):
+    for factor, group in itertools.groupby(blocks, key=operator.attrgetter("scaling")):
         if factor != 1.0:
             alike = list(group)
-            scalings.append(Scaling(alike[0].start - first.start, alike[-1].stop - first.start, factor))
-    return Run(first.segment, first.start, values, tuple(scalings))
+            scalings.append(Scaling(alike[0].start - first, alike[-1].stop - first, factor))
+    return Run(segment, first, values, tuple(scalings))

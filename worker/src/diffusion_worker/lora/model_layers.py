@@ -70,6 +70,26 @@ class Piece(NamedTuple):
     rows: slice | None
 
 
+class Meaning(NamedTuple):
+    """What a name of an adapter means, and what its factors have to look like; no pieces where it means nothing.
+
+    `inputs` is the shape of A without its rank and its points, `outputs` the rows of B.
+    """
+
+    pieces: tuple[Piece, ...]
+    inputs: tuple[int, ...]
+    outputs: int
+
+    def fits(self, a: torch.Size, b: torch.Size) -> bool:
+        """Whether factors of these shapes are for it. A linear layer and a convolution of one point are the same to an adapter."""
+        return b[0] == self.outputs and (a[1:] == self.inputs or without_points(a[1:]) == self.inputs)
+
+    def misfit(self, a: torch.Size, b: torch.Size) -> str:
+        """What is wrong with factors of these shapes."""
+        expected = " x ".join(map(str, self.pieces[0].layer.inputs))
+        return f"expected {expected} -> {self.outputs}, found {' x '.join(map(str, a[1:]))} -> {b[0]}"
+
+
 class ModelLayers:
     """All layers of the components that adapters can change, by name; a layer with two names is one."""
 
@@ -89,7 +109,7 @@ class ModelLayers:
                     layer.places.append((parent, path.rpartition(".")[2]))
                     layer.components.add(component)
                     self._layers[name] = layer
-        self._found: dict[str, list[Piece]] = {}
+        self._found: dict[str, Meaning] = {}
 
     def __iter__(self) -> Iterator[tuple[str, ModelLayer]]:
         """Every name and its layer; not those whose work a fused one does."""
@@ -107,11 +127,17 @@ class ModelLayers:
         """The names of the modules that cannot be wrapped."""
         return (name for name in self._modules if name not in self._layers)
 
-    def find(self, name: str) -> list[Piece]:
-        """What a name means; nothing where it means no layer that can be wrapped."""
-        if name not in self._found:
-            self._found[name] = self._look_up(name)
-        return self._found[name]
+    def find(self, name: str) -> Meaning:
+        """What a name means."""
+        found = self._found.get(name)
+        if found is None:
+            pieces = tuple(self._look_up(name))
+            inputs = without_points(pieces[0].layer.inputs) if pieces else ()
+            found = Meaning(pieces, inputs, sum(piece.layer.outputs[piece.part] for piece in pieces))
+            # Names that mean nothing are anybody's, and there is no end of them.
+            if pieces:
+                self._found[name] = found
+        return found
 
     def kind_of(self, name: str) -> str | None:
         """The class of the module of a name."""
@@ -128,7 +154,8 @@ class ModelLayers:
         path, _, leaf = name.rpartition(".")
         separate = [self._layers.get(f"{path}.{part}") for part in FUSED.get(leaf, ())]
         found = [layer for layer in separate if layer is not None and len(layer.outputs) == 1]
-        return [*_pieces([(layer, 0) for layer in found])] if found and len(found) == len(separate) else []
+        alike = len({layer.inputs for layer in found}) == 1 and len(found) == len(separate)
+        return [*_pieces([(layer, 0) for layer in found])] if alike else []
 
     def _fused_for(self, name: str) -> Piece | None:
         """The part of a fused layer that does the work of the layer of this name."""
@@ -148,6 +175,12 @@ def can_be_wrapped(module: nn.Module) -> bool:
         return True
     plain = any(type(module).forward is kind.forward for kind in CONVOLUTIONS)
     return plain and isinstance(module, CONVOLUTIONS) and module.groups == 1
+
+
+def without_points(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without sizes of 1 at its end."""
+    last = max((number for number, size in enumerate(shape) if size != 1), default=0)
+    return tuple(shape[: last + 1])
 
 
 def stored_as(module: Any) -> Any:
