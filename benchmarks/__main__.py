@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import broadcast, joining, loading, mixed_sizes, overhead, server, sleep
+from benchmarks import adapter_loading, adapters, broadcast, joining, loading, mixed_sizes, overhead, server, sleep
 from benchmarks.result import Measured
 
 GOALS: dict[str, Callable[[], Measured]] = {
     "P1": overhead.measure,
+    "P2": adapters.measure,
+    "P3": adapter_loading.measure,
     "P4": sleep.measure,
     "P6": loading.measure,
     "P7": mixed_sizes.measure,
