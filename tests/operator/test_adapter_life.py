@@ -487,6 +487,28 @@ async def test_a_rank_that_a_smaller_deployment_has_no_room_for_is_told_with_bot
     assert "AdapterRejected" in rig.cluster.events()
 
 
+async def test_a_replica_that_is_about_to_go_does_not_speak_for_the_new_settings() -> None:
+    """maxRank was raised: what the replicas of before refuse, those of after may take."""
+    rig = await serving(2, lora={"maxRank": 8})
+    too_large = WireError(code="RankTooLarge", message="rank 16, at most 8")
+    for number in (1, 2):
+        worker_of(rig, number).refusals["/loras/x"] = too_large
+    rig.cluster.put(adapter())
+    await rig.run()
+    assert rig.adapter_condition("Accepted") == ("False", "RankTooLarge")
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(lora={"maxRank": 16}))
+    await rig.run()
+    rig.start_all()
+    await rig.run(0.5)
+    assert rig.adapter_condition("Accepted") == ("True", "Accepted")
+    assert rig.adapter_condition("Ready") == ("False", "PartiallyLoaded")
+    assert rig.cluster.names(POD) == ["d-0-0", "d-1-1"], "one replica of before is there still"
+    await rig.run(30)
+    rig.start_all()
+    await rig.run(30)
+    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+
+
 async def test_events_are_not_repeated_with_every_try() -> None:
     rig = await serving()
     worker_of(rig).refusals["/loras/x"] = WireError(code="NetworkError", message="connection refused", retryable=True)

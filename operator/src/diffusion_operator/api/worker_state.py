@@ -4,7 +4,9 @@
 The worker owns its own structs; tests/contract drives the worker's real server with these.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 
@@ -107,7 +109,7 @@ class LossReport(_Wire, frozen=True):
     generation: int = 1
 
 
-class WorkerState(_Wire, frozen=True):
+class WorkerState(_Wire, frozen=True, dict=True):
     """GET /v1/state. `generation` counts the lives of the rank group in this one of the server process."""
 
     boot_id: str
@@ -123,3 +125,11 @@ class WorkerState(_Wire, frozen=True):
     adapters: tuple[AdapterRecord, ...] = ()
     failure: WireError | None = None
     last_loss: LossReport | None = None
+
+    @cached_property
+    def named(self) -> Mapping[str, tuple[AdapterRecord, ...]]:
+        """Adapters by name, found once: every one of hundreds is looked up on every replica in every pass."""
+        found: dict[str, tuple[AdapterRecord, ...]] = {}
+        for record in self.adapters:
+            found[record.name] = (*found.get(record.name, ()), record)
+        return found

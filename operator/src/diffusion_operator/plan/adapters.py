@@ -13,7 +13,7 @@ import msgspec
 
 from diffusion_operator.api.adapter import InstanceState, Residency, UsageStatus
 from diffusion_operator.api.deployment import AdaptersStatus, GroupState, Lora, OnMissing
-from diffusion_operator.api.worker_state import AdapterRecord
+from diffusion_operator.api.worker_state import AdapterRecord, WireError
 from diffusion_operator.plan.acceptance import Decision, Holders, decide_all, overruled
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter
 from diffusion_operator.plan.attempts import learn
@@ -92,7 +92,7 @@ class AdapterPlan(msgspec.Struct, frozen=True):
         return AdaptersStatus(desired=desired, ready=sum(view.ready for view in self.views), failed=failed)
 
 
-def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime) -> AdapterPlan:
+def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime, *, revision: str) -> AdapterPlan:
     present = tuple(group for group in groups if group.state is not GroupState.TERMINATING)
     decisions = decide_all(observed.deployment, observed.adapters, holders=_holders(present))
     attempts = _attempts(observed, decisions, present, now)
@@ -105,9 +105,11 @@ def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime) 
         group.index: _verified(group, [row[column] for row in rows], removals=removals[group.index]) for column, group in enumerate(present)
     }
     states = {index: group.state for index, group in verified.items()}
+    # Others are about to go, and refuse by settings that the spec has no more.
+    current = frozenset(group.index for group in present if group.pod.revision == revision)
     return AdapterPlan(
         views=tuple(
-            _view(observed, decision, row, states, usage=_usage(observed, decision, present, now))
+            _view(observed, overruled(decision, _errors(row, current)), row, states, usage=_usage(observed, decision, present, now))
             for decision, row in zip(decisions, table, strict=True)
         ),
         groups=tuple(verified.get(group.index, group) for group in groups),
@@ -127,12 +129,16 @@ def _view(
 ) -> AdapterView:
     return AdapterView(
         deployment_uid=observed.deployment.metadata.uid,
-        decision=overruled(decision, (one.error for one in row if one.error is not None)),
+        decision=decision,
         instances=row,
         group_states=tuple(states[instance.status.group] for instance in row),
         loads_on_request=_loads_on_request(decision, observed.deployment.spec.lora),
         usage=usage,
     )
+
+
+def _errors(row: Sequence[Instance], groups: frozenset[int]) -> list[WireError]:
+    return [one.error for one in row if one.error is not None and one.status.group in groups]
 
 
 def _usage(observed: Observed, decision: Decision, groups: Sequence[Group], now: datetime) -> UsageStatus | None:

@@ -50,7 +50,7 @@ def _owners(before: Departures, views: Iterable[AdapterView], held: set[str]) ->
 def _refs(groups: Iterable[Group], place: Place) -> int:
     boot_id, name = place
     documents = (group.document for group in groups if group.boot_id == boot_id and group.document is not None)
-    return sum(record.refs for document in documents for record in document.adapters if record.name == name)
+    return sum(record.refs for document in documents for record in document.named.get(name, ()))
 
 
 def _draining(owner: ObjectMeta, index: int | None, place: Place, refs: int, drain_s: int) -> Told:

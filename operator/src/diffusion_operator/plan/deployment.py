@@ -45,7 +45,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
 def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     deployment = observed.deployment
     template = template_of(deployment, default_image=observed.default_image)
-    adapters = plan_adapters(observed, observe_groups(observed), now)
+    adapters = plan_adapters(observed, observe_groups(observed), now, revision=template.revision)
     groups = adapters.groups
     departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
     replicas = _replicas(observed, groups, revision=template.revision, now=now)

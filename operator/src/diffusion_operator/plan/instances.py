@@ -78,8 +78,7 @@ def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, .
         Instance(status=_status(group, InstanceState.DRAINING, record=record), record=_steady(record))
         for group in groups
         if group.state is GroupState.AWAKE and group.document is not None
-        for record in group.document.adapters
-        if record.name == name
+        for record in group.document.named.get(name, ())
     )
 
 

@@ -15,14 +15,14 @@ IN_PROGRESS = frozenset({RecordState.FETCHING, RecordState.LOADING})
 
 def current_record(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
     """The record that tells how far the wanted one is: another version of the name may serve, or drain, beside it."""
-    named = [one for one in document.adapters if one.name == desired.name and one.state is not RecordState.DRAINING]
+    named = [one for one in document.named.get(desired.name, ()) if one.state is not RecordState.DRAINING]
     return min(named, key=lambda one: _distance(one, desired), default=None)
 
 
 def other_version(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
     """What serves under the name and is not what is asked for."""
-    named = (one for one in document.adapters if one.name == desired.name and one.state is RecordState.LOADED)
-    return next((one for one in named if not has_content(one, desired)), None)
+    loaded = (one for one in document.named.get(desired.name, ()) if one.state is RecordState.LOADED)
+    return next((one for one in loaded if not has_content(one, desired)), None)
 
 
 def has_content(record: AdapterRecord, desired: DesiredAdapter) -> bool:

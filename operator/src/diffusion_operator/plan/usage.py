@@ -11,7 +11,7 @@ from diffusion_operator.plan.groups import Group
 
 def usage_of(name: str, groups: Iterable[Group], *, before: UsageStatus | None, now: datetime) -> UsageStatus | None:
     """None while nobody has used it. A worker tells the age of the last request, so two clocks never meet."""
-    records = [record for group in groups if group.document is not None for record in group.document.adapters if record.name == name]
+    records = [record for group in groups if group.document is not None for record in group.document.named.get(name, ())]
     total = sum(record.requests_total for record in records)
     if total == 0 or (before is not None and total == before.requests_total):
         return before
