@@ -118,6 +118,12 @@ def test_a_branch_is_asked_for_at_the_commit_it_was_found_to_be() -> None:
     assert (desired.load.source.hugging_face.revision, desired.load.digest) == ("c0ffee", "sha256:a")
 
 
+def test_a_file_at_an_address_is_asked_for_by_the_digest_it_is_demanded_with() -> None:
+    desired = decided(made(source={"http": {"url": "https://h/a.safetensors", "sha256": "ab"}})).desired
+    assert desired is not None
+    assert desired.load.digest == "sha256:ab"
+
+
 CHANGES = [
     ("nothing", {}, False),
     ("the source", {"source": {"path": "/loras/y"}}, True),

@@ -75,6 +75,16 @@ async def test_a_restarted_replica_has_its_adapters_from_the_file_and_nothing_is
     assert rig.adapter_status()["instances"][0]["bootId"] == "boot-2"
 
 
+async def test_a_replica_that_restarted_while_the_operator_was_away_is_found_as_it_is() -> None:
+    rig = await with_adapter()
+    worker = rig.restart_container("d-0-0")
+    rig.restart_operator()
+    await rig.run()
+    assert worker.calls == []
+    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+    assert rig.instance()["bootId"] == "boot-2"
+
+
 async def test_a_new_pod_with_other_bytes_under_the_path_is_refused_by_the_pinned_digest() -> None:
     rig = await with_adapter()
     rig.cluster.remove(POD, "d-0-0")
@@ -247,6 +257,7 @@ async def test_an_adapter_deleted_while_its_replica_sleeps_is_gone_before_it_ser
     await rig.run()
     assert rig.workers.at("10.0.0.1").adapters == {}
     assert rig.states() == ["Awake"]
+    assert rig.cluster.notes("AdapterUnloaded") == ["Removed from replica 0"]
 
 
 async def test_a_replica_that_wakes_is_not_awake_before_its_adapters_are_in_place() -> None:

@@ -155,7 +155,7 @@ def _crowded(adapter: LoRAAdapter, lora: Lora, where: str, residents: int) -> tu
 
 def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAdapter:
     known = pinned(deployment.metadata.uid, adapter)
-    load = adapter_load(adapter.spec, digest=adapter.spec.digest or (known.digest if known else None))
+    load = adapter_load(adapter.spec, digest=_digest(adapter, known))
     resolved = adapter.status.resolved
     return DesiredAdapter(
         uid=adapter.metadata.uid,
@@ -166,6 +166,13 @@ def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAd
         declared=identity(adapter.spec.source),
         changed=known is None and resolved is not None and adapter.status.deployment_uid == deployment.metadata.uid,
     )
+
+
+def _digest(adapter: LoRAAdapter, known: ResolvedStatus | None) -> str | None:
+    """The one that was demanded, else the one that was found; a file at an address is demanded with its digest."""
+    http = adapter.spec.source.http
+    demanded = adapter.spec.digest or (f"sha256:{http.sha256}" if http is not None else None)
+    return demanded or (known.digest if known is not None else None)
 
 
 def _at(source: AdapterSource, known: ResolvedStatus | None) -> AdapterSource:
