@@ -101,6 +101,11 @@ def test_importing_the_package_imports_neither_torch_nor_asyncio() -> None:
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60).stdout == "[]\n"
 
 
+def test_the_public_names_bring_no_torch_into_the_script() -> None:
+    probe = "import sys; from diffusion_worker import DiffusionEngine, LoRARequest; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+
+
 def test_pictures_come_in_the_order_of_their_prompts_with_seeds_that_follow_each_other(engine: DiffusionEngine) -> None:
     pictures = engine.generate(["a red digit seven", "a blue digit one"], n=2, seed=5, size="48x64", steps=2)
     assert [(picture.prompt[:5], picture.seed) for picture in pictures] == [("a red", 5), ("a red", 6), ("a blu", 5), ("a blu", 6)]

@@ -281,7 +281,7 @@ function addAdapter({ id, scale }) {
   const label = element("label", id);
   label.htmlFor = `strength-${id}`;
   const strength = element("input", "");
-  Object.assign(strength, { id: label.htmlFor, type: "number", inputMode: "decimal", step: "any", min: -4, max: 4, placeholder: scale ?? 1 });
+  Object.assign(strength, { id: label.htmlFor, type: "number", inputMode: "decimal", step: "any", min: -4, max: 4, placeholder: scale ?? 1, title: "Strength" });
   const remove = element("button", "Remove");
   remove.type = "button";
   remove.setAttribute("aria-label", `Remove ${id}`);
