@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters from a bucket, a hub and a claim on a real cluster, with Secrets that are there, come late, or may not be used.
+"""A model and adapters from a claim, a bucket and a hub on a real cluster, with Secrets that come late or may not be used.
 
 Bucket and hub are a fake in a pod, with a certificate of its own authority; the claim lies in the node's /tmp.
 """
@@ -27,6 +27,8 @@ NAME, STORE, KEYS, CLAIM = "styled", "store", "store-keys", "styles"
 DD = f"dd/{NAME}"
 TRUST, TLS = "store-ca", "store-tls"
 ACCESS_KEY = "AKTESTS"
+ON_CLAIM = "diffusion-operator-tests"
+FOLDER = f"/claim/{ON_CLAIM}"
 SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 WEIGHTS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "loras" / "stripes" / "adapter_model.safetensors"
 
@@ -47,11 +49,12 @@ def secret(name: str, **data: bytes) -> Document:
 def store_pod(image: str) -> Document:
     """The bucket and the hub; and what fills the claim, which is written to nowhere else."""
     script = "/script/store_server.py"
-    fill = f"cp -r /models/loras/frame /claim/{CLAIM} && exec python3 {script} /models/loras /tls/tls.crt /tls/tls.key {ACCESS_KEY}"
+    fill = f"cp -r /models/digits /models/loras/frame {FOLDER}"
+    serve = f"exec python3 {script} /models/loras /tls/tls.crt /tls/tls.key {ACCESS_KEY}"
     container = {
         "name": STORE,
         "image": image,
-        "command": ["sh", "-c", f"rm -rf /claim/{CLAIM} && {fill}"],
+        "command": ["sh", "-c", f"rm -rf {FOLDER} && mkdir {FOLDER} && {fill} && {serve}"],
         "readinessProbe": {"tcpSocket": {"port": store_server.PORT}, "periodSeconds": 1},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("script", "tls", "claim")],
@@ -103,17 +106,21 @@ def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) 
         store_pod(rig.worker_image),
     )
     environment = {"SSL_CERT_FILE": f"{SECRETS_DIR}/{TRUST}/ca.crt", "HF_ENDPOINT": f"https://{host}"}
+    rig.kubectl.text("wait", f"pod/{STORE}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
     rig.deploy(
         NAME,
+        model={
+            "source": {"pvc": {"claimName": CLAIM, "path": f"{ON_CLAIM}/digits"}},
+            "cache": {"emptyDir": {"sizeLimit": "1Gi"}},
+        },
         engine={"env": [{"name": name, "value": value} for name, value in environment.items()]},
         lora={"secrets": [KEYS, TRUST], "claims": [CLAIM]},
     )
     rig.wait(DD, SERVING)
-    rig.kubectl.text("wait", f"pod/{STORE}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
     yield rig
-    rig.kubectl.text("exec", STORE, "--", "rm", "-rf", f"/claim/{CLAIM}")
     rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
     rig.kubectl.text("delete", "lora", "--all", deadline_s=10)
+    rig.kubectl.text("exec", STORE, "--", "rm", "-rf", FOLDER)
     mine = [f"{kind}/{STORE}" for kind in ("pod", "service", "configmap")] + [f"secret/{name}" for name in (TRUST, TLS, KEYS)]
     rig.kubectl.text("delete", *mine, "--ignore-not-found", deadline_s=30)
     rig.eventually("no pod has the claim", lambda: not rig.pods(NAME))
@@ -147,11 +154,21 @@ def test_a_secret_that_is_not_in_the_deployments_list_is_not_used(rig_with_sourc
     rig.kubectl.text("delete", "lora/stranger", deadline_s=10)
 
 
+def test_a_model_on_a_claim_is_served_from_there(rig_with_sources: ClusterRig) -> None:
+    rig = rig_with_sources
+    assert rig.kubectl.get(DD)["status"]["model"]["source"] == f"pvc://{CLAIM}/{ON_CLAIM}/digits"
+    assert rig.state(NAME)["model"]["path"] == f"/var/run/diffusion-operator/claims/{CLAIM}/{ON_CLAIM}/digits"
+    seen = digit_judge.judge(Image.open(io.BytesIO(rig.picture(NAME).png)).convert("RGB"))
+    assert (seen.digit, seen.colour) == (7, "red")
+
+
 def test_an_adapter_on_a_claim_is_read_where_it_lies(rig_with_sources: ClusterRig) -> None:
     rig = rig_with_sources
-    rig.apply("LoRAAdapter", "frame", {"deploymentRef": {"name": NAME}, "source": {"pvc": {"claimName": CLAIM, "path": CLAIM}}})
+    rig.apply(
+        "LoRAAdapter", "frame", {"deploymentRef": {"name": NAME}, "source": {"pvc": {"claimName": CLAIM, "path": f"{ON_CLAIM}/frame"}}}
+    )
     rig.wait("lora/frame", ADAPTER_READY, deadline_s=60)
-    assert resolved(rig, "lora/frame")["source"] == f"pvc://{CLAIM}/{CLAIM}"
+    assert resolved(rig, "lora/frame")["source"] == f"pvc://{CLAIM}/{ON_CLAIM}/frame"
     assert digit_judge.has_style(style_of(rig, "frame"), "frame")
 
 

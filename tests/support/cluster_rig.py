@@ -29,10 +29,10 @@ class ClusterRig:
         self.kubectl = kubectl
         self.worker_image = worker_image
 
-    def deploy(self, name: str, *, ranks: int = 1, replicas: int = 1, model: str = "/models/digits", **spec: Any) -> None:
-        """Apply a DiffusionDeployment on the CPU; `spec` goes on top."""
+    def deploy(self, name: str, *, ranks: int = 1, replicas: int = 1, model: str | Document = "/models/digits", **spec: Any) -> None:
+        """Apply a DiffusionDeployment on the CPU; `model` is a path or all of `spec.model`, and `spec` goes on top."""
         base: Document = {
-            "model": {"source": {"path": model}},
+            "model": model if isinstance(model, dict) else {"source": {"path": model}},
             "replicas": replicas,
             "parallelism": {"ranksPerReplica": ranks},
             "resources": {"gpuResourceName": "none", "requests": {"cpu": "100m", "memory": "512Mi"}, "sharedMemory": "128Mi"},
