@@ -460,7 +460,7 @@ async def test_a_failure_that_lasts_is_tried_again_when_the_spec_changes_or_a_ne
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = WireError(code=code, message="the bytes are what they are", retryable=False)
     rig.cluster.put(adapter())
-    await rig.run(1300)
+    await rig.run(100)
     assert worker.calls == ["put x"]
     assert rig.adapter_condition("SourceResolved")[1] == reason
     assert rig.adapter_condition("Ready") == ("False", "NotAccepted" if reason == "NotTried" else "SourceError")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a status: only if it says something new, and what only counts bytes at most every five seconds."""
+"""Writing a status: only if it says something new, and what only counts at most every five seconds."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -25,11 +25,15 @@ def encode_status(status: msgspec.Struct) -> dict[str, Any]:
 
 
 def _without_progress(status: DeploymentStatus) -> DeploymentStatus:
-    """Stage and presence count, bytes do not."""
+    """Stage and presence count, bytes do not; nor how many of many adapters are there by now."""
     groups = tuple(
         msgspec.structs.replace(group, load=msgspec.structs.replace(group.load, bytes_done=None, bytes_total=None, percent=None))
         if group.load is not None
         else group
         for group in status.groups
     )
-    return msgspec.structs.replace(status, groups=groups)
+    conditions = tuple(
+        msgspec.structs.replace(condition, message="") if (condition.type, condition.reason) == ("AdaptersReady", "Loading") else condition
+        for condition in status.conditions
+    )
+    return msgspec.structs.replace(status, groups=groups, conditions=conditions, adapters=None)
