@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's real reconciles against the worker's real server: what one decides, the other does and tells in words that are understood.
 
-The cluster is the fake one and its time virtual; the server is real, over fake ranks.
+The cluster is the fake one and its time virtual; the server is real, over fake ranks, and over real ones at the end.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from operator_rig import Rig, adapter, deployment
 from worker_process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+REAL_PROGRAM = ("-m", "diffusion_worker.cli")
 ONE_IN_MEMORY = ("--max-loras=1", "--max-cached-loras=1", "--max-loras-per-request=1")
 LORA = {"maxLoaded": 1, "maxCached": 1}
 
@@ -54,13 +55,13 @@ class Story:
 
 
 @asynccontextmanager
-async def story(*options: str, **spec: Any) -> AsyncIterator[Story]:
+async def story(*options: str, program: tuple[str, ...] = FAKE_PROGRAM, **spec: Any) -> AsyncIterator[Story]:
     rig = Rig()
     rig.cluster.put(deployment(**spec))
     await rig.run()
     metadata = msgspec.convert(rig.cluster.find(DEPLOYMENT, "d"), DiffusionDeployment).metadata
     token = control_token(rig.runtime.settings.operator_key, metadata)
-    with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=token, options=options) as worker:
+    with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=options) as worker:
         worker.wait_ready()
         client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(worker.control_url.rpartition(":")[2]))
         rig.runtime.workers = client
@@ -147,3 +148,28 @@ async def test_what_the_ranks_find_out_is_in_the_condition_it_belongs_to(tmp_pat
         assert rig.adapter_status("nowhere")["instances"][0]["lastError"]["retryable"] is True
         lora(tmp_path, "nowhere")
         await told.until("Ready", "True", "LoadedEverywhere", name="nowhere")
+
+
+async def test_real_ranks_report_what_is_pinned_and_a_damaged_file_takes_nothing_with_it(tmp_path: Path) -> None:
+    async with story(*ONE_IN_MEMORY, program=REAL_PROGRAM, lora=LORA) as told:
+        rig = told.rig
+        rig.cluster.put(adapter("frame", str(DIGITS / "loras" / "frame"), expectedRank=4, format="PEFT"))
+        await told.until("Ready", "False", "SourceError", name="frame")
+        assert "rank" in await told.until("SourceResolved", "False", "InvalidAdapter", name="frame")
+        rig.cluster.change(ADAPTER, "frame", lambda spec: spec.pop("expectedRank"))
+        await told.until("Ready", "True", "LoadedEverywhere", name="frame")
+        resolved = rig.adapter_status("frame")["resolved"]
+        assert (resolved["format"], resolved["components"]) == ("PEFT", ("Transformer",))
+        assert resolved["digest"].startswith("sha256:")
+        assert resolved["rank"] > 4
+
+        damaged = Path(lora(tmp_path, "damaged"))
+        weights = damaged / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        rig.cluster.put(adapter("damaged", str(damaged)))
+        await told.until("SourceResolved", "False", "InvalidAdapter", name="damaged")
+        assert rig.adapter_condition("Ready", "frame") == ("True", "LoadedEverywhere"), "nothing was evicted for it"
+
+        rig.cluster.put(adapter("paper", str(DIGITS / "loras" / "paper")))
+        await told.until("Ready", "True", "LoadedEverywhere", name="paper")
+        await told.until("Ready", "False", "Evicted", name="frame")
