@@ -179,7 +179,8 @@ class AdapterSoak:
         if kind == "base":
             return kind, []
         if kind == "pair":
-            return kind, [self._names[number] for number in self._rng.choice(PAIRS)]
+            # In any order, which decides nothing.
+            return kind, [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
         return kind, [self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)]
 
     def judge(self, body: int, kind: str, names: list[str], begun: float, status: int, document: dict[str, Any]) -> None:

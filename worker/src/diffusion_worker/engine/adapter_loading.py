@@ -8,16 +8,13 @@ load. The newest call for a name wins: a load that it makes needless ends with C
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import msgspec
-
+from diffusion_worker.engine.adapter_ranks import AdapterLoads, AdapterRanks
 from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapters import Adapter, Load
 from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Problem, Residency
-from diffusion_worker.engine.durations import Durations
 from diffusion_worker.engine.rank_answers import require_success
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
@@ -26,26 +23,12 @@ from diffusion_worker.sources.fetching import Fetcher
 
 log = logging.getLogger(__name__)
 
-# Taking an adapter out of memory is quick; past this a rank is stuck, which its step deadline will notice.
-UNLOAD_TIMEOUT_S = 30.0
 # A replaced adapter's running requests may finish this long.
 REPLACE_DRAIN_S = 120.0
 # To load an adapter on a new generation of ranks, from a file that is here.
 RELOAD_TIMEOUT_S = 120.0
 
 Abort = Callable[[list[str], ErrorCode, str], None]
-
-
-class AdapterLoads:
-    """What became of the loads since the start: their codes, OK among them, how long the successful ones took, and who went."""
-
-    def __init__(self) -> None:
-        self.codes = Counter[str]()
-        self.durations = Durations()
-        # Of those that were brought here from elsewhere.
-        self.fetch_durations = Durations()
-        self.fetched_bytes = 0
-        self.evictions = 0
 
 
 class AdapterLoader:
@@ -73,6 +56,7 @@ class AdapterLoader:
         self._abort = abort
         self._settled = settled
         self._require_serving = require_serving
+        self._tell = AdapterRanks(table, self.loads, self.call_all, in_background=self._in_background)
         self._in_order = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -208,7 +192,7 @@ class AdapterLoader:
                         if victims is not None:
                             load.registering = True
                             limit.reschedule(None)  # the call has a deadline of its own
-                            return await self._register(adapter, victims, timeout_s=max(0.001, _left_s(load)))
+                            return await self._tell.add_for(adapter, victims, timeout_s=max(0.001, _left_s(load)))
                     load.waits_for_room = True
                     await self._table.moved()
         except TimeoutError:
@@ -229,65 +213,12 @@ class AdapterLoader:
                 self.loads.fetched_bytes += adapter.progress[0]
         adapter.state = AdapterState.LOADING
 
-    async def _register(self, adapter: Adapter, victims: Sequence[Adapter], *, timeout_s: float) -> LoadedLoRA:
-        """Tell the ranks; who has to go for it goes once it was found right, or not at all."""
-        adapter.registered = True
-        for victim in victims:
-            victim.going = True
-        try:
-            loaded = await self._add(adapter, [victim.lora_int_id for victim in victims], timeout_s=timeout_s)
-        except RequestError:
-            # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
-            self._in_background(self._undo(adapter, adapter.lora_int_id, victims))
-            raise
-        except GroupFailed:
-            adapter.registered = False
-            _stay(victims)
-            raise
-        self._evicted(victim for victim in victims if victim.lora_int_id in loaded.evicted)
-        _stay(victims)
-        return loaded
-
-    async def _add(self, adapter: Adapter, evict: list[int], *, timeout_s: float) -> LoadedLoRA:
-        call, fetched = adapter.call, adapter.fetched
-        assert fetched is not None, "the ranks only read what is here"
-        request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": fetched.path}
-        options: dict[str, object] = {"digest": adapter.pinned or fetched.digest, "components": call.components, "evict": evict}
-        options |= {"format": call.format, "expected_rank": call.expected_rank}
-        replies = await self.call_all("add_lora", timeout_s=timeout_s, request=request, options=options)
-        results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
-        if len({result.digest for result in results}) != 1:
-            raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")
-        return results[0]
-
-    def _evicted(self, adapters: Iterable[Adapter]) -> None:
-        for adapter in adapters:
-            adapter.state, adapter.registered = AdapterState.CACHED, False
-            self.loads.evictions += 1
-            log.info("adapter=%s evicted", adapter.name)
-
-    async def _undo(self, adapter: Adapter, lora_int_id: int, victims: Sequence[Adapter] = ()) -> None:
-        """After a load that failed: it is on no rank, and of those that were to go for it only what is not there is gone."""
-        try:
-            await self._unload(lora_int_id)
-            if victims:
-                replies = await self.call_all("list_loras", timeout_s=UNLOAD_TIMEOUT_S)
-                held = msgspec.msgpack.decode(replies[0].result or b"", type=list[int])
-                self._evicted(victim for victim in victims if victim.state is AdapterState.LOADED and victim.lora_int_id not in held)
-        except GroupFailed:
-            pass  # the ranks that had it are gone
-        finally:
-            if adapter.lora_int_id == lora_int_id:  # else it is being loaded again
-                adapter.registered = False
-            _stay(victims)
-            self._table.move()
-
     # --- what becomes of it ---------------------------------------------------------------------------------------------
 
     def _succeeded(self, adapter: Adapter, load: Load, loaded: LoadedLoRA) -> None:
         adapter.load = None
         if load.superseded is not None:
-            self._in_background(self._undo(adapter, adapter.lora_int_id))
+            self._in_background(self._tell.undo(adapter, adapter.lora_int_id))
             self._release(adapter)
             return
         adapter.loaded, adapter.state = loaded, AdapterState.LOADED
@@ -346,12 +277,12 @@ class AdapterLoader:
     async def _load_again(self, adapter: Adapter) -> None:
         started = time.monotonic()
         try:
-            await self._add(adapter, [], timeout_s=RELOAD_TIMEOUT_S)
+            await self._tell.add(adapter, timeout_s=RELOAD_TIMEOUT_S)
             self.loads.codes["OK"] += 1
             self.loads.durations.observe(time.monotonic() - started)
         except RequestError as error:
             log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
-            self._in_background(self._undo(adapter, adapter.lora_int_id))
+            self._in_background(self._tell.undo(adapter, adapter.lora_int_id))
             self.loads.codes[error.code] += 1
             if adapter.state is AdapterState.LOADED:
                 self._mark_failed(adapter, Problem(error.code, error.message, error.retryable))
@@ -374,7 +305,7 @@ class AdapterLoader:
             await adapter.unused.wait()
         adapter.unloading = True
         try:
-            await self._unload(adapter.lora_int_id)
+            await self._tell.remove(adapter.lora_int_id)
         except GroupFailed:
             pass  # the ranks that had it are gone
         finally:
@@ -382,9 +313,6 @@ class AdapterLoader:
             self._table.forget(adapter)
             self._release(adapter)
             self._table.move()
-
-    async def _unload(self, lora_int_id: int) -> None:
-        await self.call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=lora_int_id)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -400,12 +328,6 @@ class AdapterLoader:
 
 def _left_s(load: Load) -> float:
     return load.deadline_s - asyncio.get_running_loop().time()
-
-
-def _stay(victims: Sequence[Adapter]) -> None:
-    """The load that they might have gone for is over."""
-    for victim in victims:
-        victim.going = False
 
 
 def _is_for_requests(call: AdapterCall) -> bool:

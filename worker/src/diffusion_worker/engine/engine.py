@@ -7,11 +7,9 @@ Runs on the server's event loop and holds no torch. Requests that were admitted 
 import asyncio
 import importlib.metadata
 import logging
-import secrets
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ import msgspec
 from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import StepCache, WorkerConfig
 from diffusion_worker.engine import admission, recipes
-from diffusion_worker.engine.adapter_loading import AdapterLoader, AdapterLoads
+from diffusion_worker.engine.adapter_loading import AdapterLoader
+from diffusion_worker.engine.adapter_ranks import AdapterLoads
 from diffusion_worker.engine.adapter_start import load_at_start
 from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapter_use import AdapterUse, chosen
@@ -40,19 +39,20 @@ from diffusion_worker.engine.documents import (
     StateDocument,
 )
 from diffusion_worker.engine.life import EngineLife
+from diffusion_worker.engine.making import Work, make_pictures
 from diffusion_worker.engine.model_digest import ModelDigest
 from diffusion_worker.engine.model_fetching import ModelFetch
 from diffusion_worker.engine.operations import Operations, OperationsDone, read_desired
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
-from diffusion_worker.engine.results import AppliedAdapter, Generation, Picture, Provenance, RequestEvent, Timings
+from diffusion_worker.engine.results import AppliedAdapter, Generation, Provenance, RequestEvent
 from diffusion_worker.engine.sleeping import Sleeper
-from diffusion_worker.engine.step_loop import Outcome, StepLoop, StepStats
+from diffusion_worker.engine.step_loop import StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.engine.warming import warm_up
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import LoRAUse, ModelInfo, PictureInput, Recipe, RequestSpec
+from diffusion_worker.messages import LoRAUse, ModelInfo, Recipe
 from diffusion_worker.sources.fetching import Fetcher
 from diffusion_worker.sources.source import Source
 
@@ -189,7 +189,8 @@ class Engine:
             scales = [each.call.scale if choice.scale is None else choice.scale for each, choice in zip(adapters, choices, strict=True)]
             uses = [LoRAUse(each.lora_int_id, scale) for each, scale in zip(adapters, scales, strict=True)]
             applied = [AppliedAdapter(each.name, each.digest, scale) for each, scale in zip(adapters, scales, strict=True)]
-            pictures = await self._make(params, request_id, uses, recipe, started_s=started, on_event=on_event)
+            work = Work(request_id, started, uses, recipe, self.accelerates(params))
+            pictures = await make_pictures(self._steps, params, work, on_event=on_event)
         return Generation(pictures, self._provenance(params, applied, recipe))
 
     def _admit(self, params: GenerationParams) -> GenerationParams:
@@ -199,29 +200,6 @@ class Engine:
         admission.check(params, self.config.limits, self._model)
         admission.check_memory(params, self._model, self._steps.memory.most_load(time.monotonic()))
         return params
-
-    async def _make(
-        self,
-        params: GenerationParams,
-        request_id: str,
-        uses: list[LoRAUse],
-        recipe: Recipe,
-        *,
-        started_s: float,
-        on_event: Callable[[RequestEvent], None] | None,
-    ) -> list[Picture]:
-        """All pictures of an admitted request; what it waited before is time in the queue."""
-        first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
-        waited_s = time.monotonic() - started_s
-        accelerated = self.accelerates(params)
-        specs = [_spec(params, f"{request_id}-{index}", first_seed + index, uses, recipe, accelerated) for index in range(params.n)]
-        frames = [picture.pixels for picture in _input_pictures(params)]
-        with ExitStack() as stack:
-            outcomes = [self._steps.submit(spec, frames, index=index, on_event=on_event) for index, spec in enumerate(specs)]
-            for spec in specs:
-                stack.callback(self._steps.forget, spec.request_id)
-            made = await asyncio.gather(*outcomes)
-        return [_picture(spec, outcome, started_s, waited_s) for spec, outcome in zip(specs, made, strict=True)]
 
     def accelerates(self, params: GenerationParams) -> bool:
         """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
@@ -437,38 +415,3 @@ class Engine:
     def _check_boot(self, boot_id: str | None) -> None:
         if boot_id is not None and boot_id != self.boot_id:
             raise RequestError(ErrorCode.WRONG_BOOT, f"bootId: expected {self.boot_id}, found {boot_id}: the server restarted meanwhile")
-
-
-def _input_pictures(params: GenerationParams) -> list[admission.InputPicture]:
-    """The pictures of a request in the order of its frames: those it starts from, then its mask."""
-    return [*params.images, *([params.mask] if params.mask else [])]
-
-
-def _picture(spec: RequestSpec, made: Outcome, started_s: float, waited_s: float) -> Picture:
-    stages = made.stages
-    timings = Timings(waited_s + made.queued_s, stages.encode, stages.denoise, stages.decode, stages.post, time.monotonic() - started_s)
-    return Picture(made.pixels, made.height, made.width, spec.seed, timings, stages.peak_bytes)
-
-
-def _spec(params: GenerationParams, request_id: str, seed: int, uses: list[LoRAUse], recipe: Recipe, accelerated: bool) -> RequestSpec:
-    inputs = [PictureInput(frame, (item.height, item.width, item.channels)) for frame, item in enumerate(_input_pictures(params))]
-    return RequestSpec(
-        request_id=request_id,
-        prompt=params.prompt,
-        negative_prompt=params.negative_prompt,
-        seed=seed,
-        height=params.height,
-        width=params.width,
-        steps=params.steps,
-        guidance_scale=params.guidance_scale,
-        loras=uses,
-        exact=params.exact,
-        accelerated=accelerated,
-        sigmas=recipe.sigmas,
-        shift=recipe.shift,
-        task=params.task,
-        images=inputs[: len(params.images)],
-        mask=inputs[-1] if params.mask else None,
-        strength=params.strength,
-        previews=params.previews,
-    )
