@@ -274,7 +274,7 @@ async def test_an_adapter_that_cannot_be_had_ends_the_stream_that_waits_for_it_w
     while (message := await asking.message())["more_body"]:
         text += message["body"].decode()
     error = events_of(text)[-1]["error"]
-    assert (error["code"], error["details"]) == ("AdapterNotLoaded", {"cause": "NoMatchingModules"})
+    assert (error["code"], error["details"]) == ("AdapterNotLoaded", {"code": "NoMatchingModules"})
     assert "made for another model" in error["message"]
     await asking.end()
 
