@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.header import PICKLE_SUFFIXES, AdapterHeader, TensorEntry, open_file, parse_header, read_beginning, shown
+from diffusion_worker.lora.header import (
+    ITEM_BYTES,
+    PICKLE_SUFFIXES,
+    AdapterHeader,
+    TensorEntry,
+    open_file,
+    parse_header,
+    read_beginning,
+    shown,
+)
 from diffusion_worker.lora.peft_settings import CONFIG_FILE
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -78,8 +87,9 @@ def read_file(path: Path, label: str) -> AdapterFile:
         buffer = _read_rest(descriptor, size - len(beginning), digest, label)
     finally:
         os.close(descriptor)
-    tensors = {name: _view(buffer, entry) for name, entry in header.tensors.items()}
-    _check_finite(buffer, header, tensors, label)
+    views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for entry in header.tensors.values()}}
+    tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in header.tensors.items()}
+    _check_finite(header, tensors, buffer, label)
     tensors = {name: _at_most_single(name, tensor, label) for name, tensor in tensors.items()}
     return AdapterFile(header, f"sha256:{digest.hexdigest()}", tensors)
 
@@ -107,26 +117,34 @@ def _check_dtypes(header: AdapterHeader, label: str) -> None:
             raise _invalid(f"{label}: {name}: expected {', '.join(FACTOR_DTYPES)}, found {entry.dtype}")
 
 
-def _view(buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    data = buffer[entry.begin : entry.end]
-    dtype = ALPHA_DTYPES[entry.dtype]
-    if entry.begin % dtype.itemsize:
-        data = data.clone()  # only aligned bytes can be looked at as numbers
-    return data.view(dtype).view(entry.shape)
+def _numbers(buffer: torch.Tensor, dtype: str) -> torch.Tensor:
+    """All bytes looked at as numbers of a dtype, but for what is left over."""
+    kind = ALPHA_DTYPES[dtype]
+    return buffer[: len(buffer) - len(buffer) % kind.itemsize].view(kind)
 
 
-def _check_finite(buffer: torch.Tensor, header: AdapterHeader, tensors: dict[str, torch.Tensor], label: str) -> None:
-    """Range by range of one dtype, which is one pass over memory; then tensor by tensor to name the first that is wrong."""
-    ranges: list[list[int]] = []
-    dtypes: list[str] = []
+def _view(buffer: torch.Tensor, numbers: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    item = numbers.dtype.itemsize
+    if entry.begin % item:  # only aligned bytes can be looked at as numbers
+        return buffer[entry.begin : entry.end].clone().view(numbers.dtype).view(entry.shape)
+    strides, step = [], 1
+    for size in reversed(entry.shape):
+        strides.append(step)
+        step *= size
+    # One call of torch for each of some hundred tensors: slicing and viewing are three.
+    return numbers.as_strided(entry.shape, strides[::-1], entry.begin // item)
+
+
+def _check_finite(header: AdapterHeader, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, label: str) -> None:
+    """Runs of one dtype, which are one pass over memory; then tensor by tensor to name the first that is wrong."""
+    runs: list[TensorEntry] = []
     for entry in sorted(header.tensors.values(), key=lambda entry: entry.begin):
-        if dtypes and dtypes[-1] == entry.dtype:
-            ranges[-1][1] = entry.end
+        if runs and runs[-1].dtype == entry.dtype:
+            runs[-1] = TensorEntry(entry.dtype, (), runs[-1].begin, entry.end)
         else:
-            ranges.append([entry.begin, entry.end])
-            dtypes.append(entry.dtype)
-    looked_at = [TensorEntry(dtype, (-1,), *span) for dtype, span in zip(dtypes, ranges, strict=True)]
-    if all(_is_finite(_view(buffer, entry)) for entry in looked_at):
+            runs.append(entry)
+    aligned = all(run.begin % ITEM_BYTES[run.dtype] == 0 for run in runs)
+    if aligned and all(_is_finite(buffer[run.begin : run.end].view(ALPHA_DTYPES[run.dtype])) for run in runs):
         return
     for name, tensor in tensors.items():
         if not _is_finite(tensor):

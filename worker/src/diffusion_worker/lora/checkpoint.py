@@ -14,7 +14,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_file import locate, read_file
-from diffusion_worker.lora.formats import Format, module_path, refuse_other_kinds
+from diffusion_worker.lora.formats import Format, module_path
 from diffusion_worker.lora.naming import Factors, Model, Written, bind, modules_of
 from diffusion_worker.lora.peft_settings import PeftSettings, read_settings, settings_in_metadata
 from diffusion_worker.lora.recipe import read_recipe
@@ -77,7 +77,6 @@ def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions 
     file = read_file(located.weights, label)
     if options.digest is not None and file.digest != options.digest:
         raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected digest {options.digest}, found {file.digest}")
-    refuse_other_kinds(file.tensors, label)
     written = modules_of(file.tensors, label)
     settings = {model.denoiser: config} if config else settings_in_metadata(file.header.metadata, label)
     scaling = {module: _scaling(module, names, settings, model, label) for module, names in written.items()}

@@ -52,6 +52,10 @@ ORIGINAL_PREFIXES = (
 _FACTOR = re.compile(
     r"(?P<module>.+?)\.(?:lora_(?P<letter>[AB])(?:\.[A-Za-z0-9_-]+)?|(?:lora_|lora\.|lora_linear_layer\.)?(?P<way>down|up))\.weight"
 )
+# Nearly all names end like this, and matching a pattern takes longer.
+_COMMON_ENDS = (".lora_A.weight", ".lora_B.weight")
+_COMMON_LENGTH = len(_COMMON_ENDS[0])
+_COMMON_PARTS = {"A": Part.A, "B": Part.B}
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha")
 _COMPONENT = re.compile(r"(?:transformer|unet|text_encoder)(?:_\d+)?")
 # Of the first attention processors of diffusers: their modules are named for their part in it.
@@ -87,6 +91,8 @@ def refuse_other_kinds(names: Iterable[str], label: str) -> None:
 
 def take_apart(name: str) -> TensorName | None:
     """Which part of which module a tensor is; None for what is no part of a LoRA."""
+    if name.endswith(_COMMON_ENDS) and len(name) > _COMMON_LENGTH:
+        return TensorName(name[:-_COMMON_LENGTH], _COMMON_PARTS[name[-8]])
     match = _FACTOR.fullmatch(name)
     if match is not None:
         return TensorName(match["module"], Part(match["letter"] or {"down": "A", "up": "B"}[match["way"]]))

@@ -183,7 +183,9 @@ def _entry(name: str, value: Any, label: str) -> TensorEntry:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_FILE_BYTES for value in values)
+    if not isinstance(values, list) or not {int}.issuperset(map(type, values)):
+        return False
+    return not values or (min(values) >= 0 and max(values) <= MAX_FILE_BYTES)
 
 
 def _check_ranges(tensors: Mapping[str, TensorEntry], data_bytes: int, label: str) -> None:

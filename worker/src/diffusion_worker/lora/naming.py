@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.formats import ORIGINAL_PREFIXES, Format, Part, format_of, module_path, take_apart
+from diffusion_worker.lora.formats import ORIGINAL_PREFIXES, Format, Part, format_of, module_path, refuse_other_kinds, take_apart
 from diffusion_worker.lora.header import shown
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Wri
     """The modules of a file under the names that it gives them.
 
     Raises:
-        RequestError: InvalidAdapter with the first tensor that is no part of a LoRA, or does not fit its other factor.
+        RequestError: InvalidAdapter with the first tensor that is no part of a LoRA, or does not fit its other factor;
+            UnsupportedFormat with the kind of adapter, where it is another that is known.
     """
     parts: dict[str, dict[Part, str]] = {}
     strangers = []
@@ -75,6 +76,7 @@ def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Wri
             strangers.append(name)
         elif parts.setdefault(taken.module, {}).setdefault(taken.part, name) != name:
             raise _invalid(f"{label}: {name}: its module has another such tensor, {parts[taken.module][taken.part]}")
+    refuse_other_kinds(strangers, label)
     if strangers or not parts:
         raise _invalid(f"{label}: expected LoRA tensors only, found {first_of(strangers) or 'none at all'}")
     return {module: _written(module, names, tensors, label) for module, names in parts.items()}
