@@ -61,7 +61,6 @@ class ModelFetch:
             wait_s = min(2 * wait_s, LAST_RETRY_S)
         self.problem, self.revision = None, fetched.revision
         self._link(fetched.path)
-        log.info("model fetched source=%s revision=%s digest=%s", self._config.model_source, fetched.revision, fetched.digest)
 
     def end(self) -> None:
         """Remove the link; harmless where there is none."""

@@ -17,8 +17,8 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.job import Event, Failed, FetchJob, Progress
 
 PR_SET_PDEATHSIG = 1
-# Of the processor, for a deadline of no time at all.
-LEAST_CPU_S = 30
+# Beside the deadline, so that it is the server that ends a fetch, and says why.
+MORE_S = 30
 
 
 def main() -> None:
@@ -47,6 +47,8 @@ def _outcome(job: FetchJob, leases: ExitStack) -> Event:
         return Failed(error.code, error.message)
     except MemoryError:
         return Failed(ErrorCode.TOO_LARGE, f"{job.what}: fetching it needs more memory than {job.limits.memory_bytes} bytes")
+    except OSError as error:
+        return Failed(ErrorCode.CACHE_FULL, f"{job.what}: the cache {job.cache_dir} cannot be written to: {error.strerror}")
     except Exception as error:
         # Not its text: it may hold what is secret.
         return Failed(ErrorCode.NETWORK_ERROR, f"{job.what}: fetching it failed unexpectedly ({type(error).__name__})")
@@ -57,9 +59,11 @@ def _bound(job: FetchJob) -> None:
     if os.getppid() != job.parent_pid:
         sys.exit(1)  # it died before we asked to be told
     resource.setrlimit(resource.RLIMIT_AS, (job.limits.memory_bytes, job.limits.memory_bytes))
-    cpu_s = LEAST_CPU_S + int(job.deadline_s)
+    cpu_s = MORE_S + int(job.deadline_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The server ends it at its deadline; this is for a server that is stopped itself.
+    signal.setitimer(signal.ITIMER_REAL, job.deadline_s + MORE_S)
 
 
 if __name__ == "__main__":

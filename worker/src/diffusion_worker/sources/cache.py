@@ -161,10 +161,11 @@ class Cache:
         if self._missing(need_bytes) <= 0:
             return
         with self._exclusively():
-            for path in self._by_last_use():
-                if self._missing(need_bytes) <= 0:
+            missing = self._missing(need_bytes)
+            for _, size, path in sorted(self._files()):
+                if missing <= 0:
                     break
-                _remove_unused(path)
+                missing -= size if _remove_unused(path) else 0
             self._remove_broken_trees()
         if (missing := self._missing(need_bytes)) > 0:
             raise RequestError(
@@ -183,12 +184,11 @@ class Cache:
         """When a file was used last, its bytes on the disk, and where it is."""
         for name in ("blobs", "partial"):
             for path in (self.folder / name).iterdir():
+                if path.name == UNFINISHED_TREE:
+                    continue
                 with suppress(OSError):
                     found = path.lstat()
                     yield found.st_mtime, min(found.st_size, found.st_blocks * 512), path
-
-    def _by_last_use(self) -> list[Path]:
-        return [path for _, _, path in sorted(self._files()) if not path.is_dir()]
 
     def _remove_broken_trees(self) -> None:
         for tree in (self.folder / "trees").iterdir():
@@ -261,16 +261,17 @@ def _is_at(descriptor: int, path: Path) -> bool:
     return (there.st_dev, there.st_ino) == (found.st_dev, found.st_ino)
 
 
-def _remove_unused(path: Path) -> None:
-    """Remove a file unless some process uses it."""
+def _remove_unused(path: Path) -> bool:
+    """Remove a file unless some process uses it; whether it is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
+        return True
     except OSError:
-        pass
+        return False
     finally:
         os.close(descriptor)

@@ -17,7 +17,8 @@ from diffusion_worker.sources.job import Done, Event, Failed, FetchJob, Progress
 # What a fetch may take from its server's surroundings. Not there: tokens and keys, which come from mounted Secrets, and proxies,
 # which would connect to addresses that nobody checked.
 INHERITED = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR")
-OWN = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "PYTHONUNBUFFERED": "1"}
+# A library that looks into a home would find a user's tokens there; arenas of malloc are 64 MiB of address space for each thread.
+OWN = {"HOME": "/nonexistent", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MALLOC_ARENA_MAX": "2"}
 MAX_LINE_BYTES = 1 << 20
 
 # Bytes so far, and in all where that is known.
