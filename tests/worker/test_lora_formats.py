@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,13 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.naming import Model
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import LoRAUse
+from diffusion_worker.runner.pipeline import load_pipeline
+from families.all import FAMILIES
+from families.family_rig import Asked, FamilyRig, apart
 from lora_files import CASES, Case, MadeFile, Update, flat, make_file, of_diffusers
+from runner_rig import RunnerRig, picture_of_diffusers, request
 
 PROBES = 6
 # Of the largest output: sums of three thousand products in float32.
@@ -150,3 +157,43 @@ def test_names_of_an_original_model_are_refused_where_nothing_can_convert_them(t
     with pytest.raises(RequestError, match="which this pipeline cannot convert") as refused:
         read_checkpoint(str(path), model=model_of(pipeline)._replace(convert=None))
     assert refused.value.code is ErrorCode.UNSUPPORTED_FORMAT
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SD 1.5, Kohya", "Qwen-Image, Kohya"])
+def test_a_result_with_an_adapter_in_kohyas_naming_is_that_of_diffusers(name: str, tmp_path: Path) -> None:
+    case = case_named(name)
+    family = next(family for family in FAMILIES if family.name == {"SD": "StableDiffusionPipeline", "Qw": "QwenImagePipeline"}[name[:2]])
+    rig = FamilyRig(family)
+    assert rig.runner.loras is not None
+    denoiser = model_of(rig.pipeline).denoiser
+    made = make_file(dataclasses.replace(case, table=flat(denoiser, "lora_unet_")), rig.pipeline, tmp_path, one_alpha=True)
+    save_file({key: tensor / 8 for key, tensor in made.tensors.items()}, made.path)
+    base = rig.alone(Asked())
+    rig.plain.load_lora_weights(str(tmp_path), weight_name=made.path.name)
+    rig.runner.loras.add_adapter(LoRARequest("style", 1, str(made.path)))
+    found = rig.together(Asked(loras=[LoRAUse(1, 1.0)]))
+    assert apart(found[0], rig.alone(Asked())) < 1e-4
+    assert apart(found[0], base) > 0.01
+
+
+@pytest.mark.slow
+def test_a_picture_with_an_adapter_of_transformer_and_text_encoders_is_that_of_diffusers(tmp_path: Path) -> None:
+    rig = RunnerRig(max_loras=2)
+    assert rig.runner.loras is not None
+    plain = load_pipeline(rig.config, torch.float32)
+    case = case_named("SD3, diffusers")
+    made = make_file(case, plain, tmp_path)
+    save_file({key: (tensor / 16).half() for key, tensor in made.tensors.items() if ".proj." not in key}, made.path)
+    loaded = rig.runner.loras.add_adapter(LoRARequest("style", 1, str(made.path)))
+    assert loaded.components == ["text_encoder", "text_encoder_2", "transformer"]
+    plain.load_lora_weights(str(tmp_path), weight_name=made.path.name)
+    spec = request("styled", loras=[LoRAUse(1, 1.0)])
+    pictures, errors = rig.run(spec, request("base"))
+    assert not errors
+    expected = picture_of_diffusers(plain, spec)
+    assert int(np.abs(pictures["styled"].astype(int) - expected.astype(int)).max()) <= 1
+    assert int(np.abs(pictures["base"].astype(int) - expected.astype(int)).max()) > 8

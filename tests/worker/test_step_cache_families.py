@@ -104,7 +104,7 @@ class CachedFamily(FamilyRig):
 
     def with_diffusers_hook(self, asked: Asked) -> torch.Tensor:
         """What diffusers' pipeline gives with its own cache on; one that names no context calls its model once a step."""
-        for module in modules_of(self._plain).values():
+        for module in modules_of(self.plain).values():
             if type(module).__name__ in SUPPORTED[self.kind]:
                 self._apply(module, asked.steps)
                 # Made when the pipeline ran without the hooks.

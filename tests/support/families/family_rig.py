@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.messages import ErrorReport, RequestSpec, Tick
+from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall, execute
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import view_of
@@ -19,7 +19,10 @@ from runner_rig import OneRank
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of a test. `changes` replace or add arguments; `scheduler` replaces the pipeline's."""
+    """One request of a test. `changes` replace or add arguments; `scheduler` replaces the pipeline's.
+
+    `loras` are of the engine only: whoever compares gives the plain pipeline the same.
+    """
 
     seed: int = 1
     steps: int = 3
@@ -27,6 +30,7 @@ class Asked:
     exact: bool = False
     changes: Arguments = field(default_factory=dict)
     scheduler: Any = None
+    loras: list[LoRAUse] = field(default_factory=list)
 
 
 TRIO = (Asked(1, 4, 5.0), Asked(2, 6, 3.0), Asked(3, 3, 7.0))
@@ -56,7 +60,7 @@ class FamilyRig:
         self.family = family
         self.dtype = dtype
         self.pipeline = self._build()
-        self._plain = self._build()
+        self.plain = self._build()
         self.rank = RecordingRank()
         config = WorkerConfig(model="(in memory)", served_name=family.name)
         self.runner = DiffusionModelRunner(config, torch.device("cpu"), self.rank)  # type: ignore[arg-type]
@@ -69,7 +73,7 @@ class FamilyRig:
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(asked.seed)
-            return as_tensor(self.family.call(_with_scheduler(self._plain, asked.scheduler), self._arguments(asked)))
+            return as_tensor(self.family.call(_with_scheduler(self.plain, asked.scheduler), self._arguments(asked)))
 
     def together(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[torch.Tensor]:
         """What the engine gives each request, flat; `joining` says at which tick each joins (all at the first by default).
@@ -117,7 +121,7 @@ class FamilyRig:
         return pipeline
 
     def _spec(self, number: int, asked: Asked) -> RequestSpec:
-        return RequestSpec(request_id=str(number), prompt="", seed=asked.seed, steps=asked.steps, exact=asked.exact)
+        return RequestSpec(request_id=str(number), prompt="", seed=asked.seed, steps=asked.steps, exact=asked.exact, loras=asked.loras)
 
     def _body(self, asked: Asked) -> Callable[[], Any]:
         view = view_of(_with_scheduler(self.pipeline, asked.scheduler))
