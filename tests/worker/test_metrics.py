@@ -139,6 +139,10 @@ async def test_where_adapters_are_is_told_with_what_there_is_room_for() -> None:
         assert (found["adapters_registered",], found["adapters_registered_max",]) == (2, 2)
         assert (found["adapter_evictions_total",], found["adapters", "Cached"], found["adapters", "Loaded"]) == (1, 1, 2)
         assert (found["adapters_active",], found["adapter_slots",]) == (0, 1)
+        assert found["adapter_bytes",] == 2 * 4096
+        await edge.put_adapter("c-again", "/loras/c")
+        found = await metrics(edge)
+        assert (found["adapters_registered",], found["adapter_bytes",]) == (2, 2 * 4096)
         edge.ranks.stepping.clear()
         running = asyncio.create_task(edge.images(prompt="p", model="c"))
         await edge.wait_state(inFlight=1)

@@ -2,6 +2,7 @@
 """Adapters in requests for pictures, over a fake rank group: every form of the reference's object, and every wrong one."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from diffusion_worker.config import OnMissing
 from diffusion_worker.errors import ErrorCode
-from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec
+from diffusion_worker.messages import ErrorReport, LoRAUse, Recipe, RequestSpec
 from fake_rank_group import fake_digest, fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image
@@ -90,40 +91,40 @@ async def test_a_request_may_have_several_adapters_each_with_its_strength(
     assert [(adapter["digest"], adapter["scale"]) for adapter in adapters] == [(fake_digest(path), scale) for path, scale in uses]
 
 
-@pytest.mark.parametrize(
-    ("lora", "field"),
-    [
-        ("stripes", "lora"),
-        (7, "lora"),
-        (["stripes"], "lora[0]"),
-        ([[{"name": "stripes"}]], "lora[0]"),
-        ({}, "lora[0].name"),
-        ({"path": STRIPES}, "lora[0].name"),
-        ([{"name": "stripes"}, {"scale": 1}], "lora[1].name"),
-        ([{"name": "stripes"}, {"name": "frame", "scale": "1"}], "lora[1].scale"),
-        ({"name": "stripes", "scale": 4.5}, "lora[0].scale"),
-        ({"name": "stripes", "scale": True}, "lora[0].scale"),
-        ({"name": 7}, "lora[0].name"),
-        ({"name": ""}, "lora[0].name"),
-        ({"name": "stripes", "lora_name": "stripes"}, "lora[0].lora_name"),
-        ({"name": "stripes", "scale": 1, "lora_scale": 1}, "lora[0].lora_scale"),
-        ({"name": "stripes", "path": STRIPES, "lora_path": STRIPES}, "lora[0].lora_path"),
-        ({"name": "stripes", "int_id": 0}, "lora[0].int_id"),
-        ({"name": "stripes", "int_id": 1.5}, "lora[0].int_id"),
-        ({"name": "stripes", "int_id": 1, "lora_int_id": 1}, "lora[0].lora_int_id"),
-        ({"name": "stripes", "weight": 1}, "lora[0].weight"),
-        ({"name": "stripes", "path": "/etc/passwd"}, "lora[0].path"),
-        ([{"name": "frame"}, {"name": "stripes", "lora_path": FRAME}], "lora[1].path"),
-        ({"name": "stripes", "path": "s3://bucket/key"}, "lora[0].path"),
-        ([{"name": "stripes"}] * 2, "lora"),
-        ([{"name": f"a{number}"} for number in range(5)], "lora"),
-        ([{"name": f"a{number}"} for number in range(65)], "lora"),
-    ],
-)
-async def test_a_wrong_form_is_refused_with_the_place_of_what_is_wrong(edge: Edge, lora: Any, field: str) -> None:
+WRONG: list[tuple[Any, str]] = [
+    ("stripes", "lora"),
+    (7, "lora"),
+    (["stripes"], "lora[0]"),
+    ([[{"name": "stripes"}]], "lora[0]"),
+    ({}, "lora[0].name"),
+    ({"path": STRIPES}, "lora[0].name"),
+    ([{"name": "stripes"}, {"scale": 1}], "lora[1].name"),
+    ([{"name": "stripes"}, {"name": "frame", "scale": "1"}], "lora[1].scale"),
+    ({"name": "stripes", "scale": 4.5}, "lora[0].scale"),
+    ({"name": "stripes", "scale": True}, "lora[0].scale"),
+    ({"name": 7}, "lora[0].name"),
+    ({"name": ""}, "lora[0].name"),
+    ({"name": "stripes", "lora_name": "stripes"}, "lora[0].lora_name"),
+    ({"name": "stripes", "scale": 1, "lora_scale": 1}, "lora[0].lora_scale"),
+    ({"name": "stripes", "path": STRIPES, "lora_path": STRIPES}, "lora[0].lora_path"),
+    ({"name": "stripes", "int_id": 0}, "lora[0].int_id"),
+    ({"name": "stripes", "int_id": 1.5}, "lora[0].int_id"),
+    ({"name": "stripes", "int_id": 1, "lora_int_id": 1}, "lora[0].lora_int_id"),
+    ({"name": "stripes", "weight": 1}, "lora[0].weight"),
+    ({"name": "stripes", "path": "/etc/passwd"}, "lora[0].path"),
+    ([{"name": "frame"}, {"name": "stripes", "lora_path": FRAME}], "lora[1].path"),
+    ({"name": "stripes", "path": "s3://bucket/key"}, "lora[0].path"),
+    ([{"name": "stripes"}] * 2, "lora"),
+    ([{"name": f"a{number}"} for number in range(5)], "lora"),
+    ([{"name": f"a{number}"} for number in range(65)], "lora"),
+]
+
+
+async def test_a_wrong_form_is_refused_with_the_place_of_what_is_wrong(edge: Edge) -> None:
     calls = list(edge.ranks.calls)
-    answer = await edge.images(**REQUEST, lora=lora)
-    assert refusal(answer) == (400, "InvalidRequest", field), answer.text
+    for lora, field in WRONG:
+        answer = await edge.images(**REQUEST, lora=lora)
+        assert refusal(answer) == (400, "InvalidRequest", field), f"{lora}: {answer.text}"
     assert edge.ranks.calls == calls
 
 
@@ -241,6 +242,35 @@ async def test_a_card_of_an_adapter_says_its_state_its_strength_its_rank_and_its
     assert "recipe" not in card and card["limits"]["max_adapters"] == 4
     base = (await edge.data.get("/v1/models/digits")).json()
     assert base["state"] == "ready" and not {"scale", "rank", "parent"} & set(base)
+
+
+RECIPE = Recipe(steps=3, guidance_scale=1.0, sigmas=[1.0, 0.7, 0.3], shift=3.0)
+
+
+async def test_a_recipe_is_what_a_request_gets_and_what_its_picture_says(edge: Edge) -> None:
+    edge.ranks.adapter_recipes["/loras/fast"] = RECIPE
+    await edge.put_adapter("fast", "/loras/fast")
+    card = (await edge.data.get("/v1/models/fast")).json()
+    assert card["recipe"] == {"num_inference_steps": 3, "guidance_scale": 1.0, "sigmas": [1.0, 0.7, 0.3], "shift": 3.0}
+    assert (card["defaults"]["num_inference_steps"], card["defaults"]["guidance_scale"]) == (3, 1.0)
+    answer = await edge.images(**REQUEST, lora=[{"name": "fast"}, {"name": "stripes"}])
+    made = answer.json()["data"][0]
+    assert {name: made["provenance"][name] for name in ("steps", "guidance_scale", "sigmas", "shift")} == {
+        "steps": 3,
+        "guidance_scale": 1.0,
+        "sigmas": [1.0, 0.7, 0.3],
+        "shift": 3.0,
+    }
+    # The same is in the file.
+    assert json.loads(decode_image(made["b64_json"]).info["provenance"]) == made["provenance"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_inference_steps", 4), ("guidance_scale", 2.0)])
+async def test_a_request_that_contradicts_a_recipe_is_refused_by_name(edge: Edge, field: str, value: float) -> None:
+    edge.ranks.adapter_recipes["/loras/fast"] = RECIPE
+    await edge.put_adapter("fast", "/loras/fast")
+    answer = await edge.images(**REQUEST, model="fast", **{field: value})
+    assert refusal(answer) == (400, "InvalidRequest", field) and "'fast'" in answer.json()["message"]
 
 
 async def test_a_model_that_a_request_would_not_get_is_the_same_error(edge: Edge) -> None:

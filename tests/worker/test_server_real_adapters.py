@@ -139,6 +139,10 @@ def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker:
     base, adapters = made()
     assert adapters == [] and nothing == base
     assert len({both, one, base}) == 3
+    card = worker.openai().models.retrieve("stripes")
+    listed = [model.id for model in worker.openai().models.list().data]
+    assert listed[:1] == ["digits"] and {"stripes", "frame"} <= set(listed) and "broken" not in listed
+    assert (card.model_extra or {})["digest"] == uses[0]["digest"] and (card.model_extra or {})["rank"] > 0
 
 
 def test_a_request_for_what_is_no_adapter_here_never_reads_its_path(worker: WorkerProcess) -> None:

@@ -66,6 +66,7 @@ class EngineCollector(Collector):
 
     def _adapters(self, document: StateDocument) -> Iterator[Metric]:
         adapters, loads = document.adapters, self._engine.adapter_loads
+        kept = {each.digest: each.size_bytes or 0 for each in adapters if each.state in (AdapterState.LOADED, AdapterState.DRAINING)}
         yield by_state("adapters", "Adapters by state.", AdapterState, Tally[str](adapter.state for adapter in adapters))
         yield gauge("adapters_registered", "Adapters that the ranks have in host memory.", self._engine.registered_adapters)
         yield gauge("adapters_registered_max", "Adapters that they may have there.", self._engine.config.max_cached_loras)
@@ -73,7 +74,7 @@ class EngineCollector(Collector):
         yield gauge("adapter_slots", "Adapters that pictures in the batch can use at once.", self._engine.config.max_loras)
         yield counter("adapter_evictions", "Adapters that went from memory for others.", loads.evictions)
         yield gauge("adapters_in_use", "Adapters that a request uses now.", sum(adapter.refs > 0 for adapter in adapters))
-        yield gauge("adapter_bytes", "Size of the files of all adapters that are loaded.", sum(each.size_bytes or 0 for each in adapters))
+        yield gauge("adapter_bytes", "Size of the files of all adapters that are loaded.", sum(kept.values()))
         yield labelled("adapter_loads", "Loads of adapters, by error code or OK.", "code", {code: loads.codes[code] for code in LOAD_CODES})
         yield histogram("adapter_load_seconds", "Time of the loads of adapters that succeeded.", {"": loads.durations})
         yield histogram("adapter_fetch_seconds", "Time of the fetches of adapters from their sources.", {"": loads.fetch_durations})
