@@ -2,6 +2,7 @@
 """What a source is written as, which files of it are taken, and where none may be."""
 
 import ipaddress
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.sources.parsing import parse_source
 from diffusion_worker.sources.selection import adapter_files, model_files
 from diffusion_worker.sources.source import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
+from diffusion_worker.sources.transport import checked_client
 from diffusion_worker.sources.transport_rules import allowed_addresses, why_refused
+from http_sources import Served, SourceServer
 from source_rig import SourceRig, adapter_bytes
 
 SHA = "0123456789abcdef" * 4
@@ -95,6 +98,35 @@ def test_a_host_that_is_a_refused_address_in_other_words_is_refused(host: str) -
         allowed_addresses(host.strip("[]"), 80)
     assert refused.value.code is ErrorCode.NETWORK_ERROR
     assert "refused" in refused.value.message
+
+
+def resolving_to(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
+    """A resolver that answers for names with these addresses in turn; returns the names that it is asked for."""
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def resolve(host: str, port: int, *arguments: object, **options: object) -> object:
+        if host[0].isdigit():
+            return real(host, port, *arguments, **options)  # type: ignore[arg-type]
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answers[min(len(asked), len(answers)) - 1]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return asked
+
+
+def test_a_name_that_resolves_to_a_refused_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolving_to(monkeypatch, ["127.0.0.1", "169.254.169.254"])
+    with checked_client(allow_http=True, read_timeout_s=1.0) as client, pytest.raises(RequestError, match="a link-local address"):
+        client.get("http://metadata.example/")
+
+
+def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = resolving_to(monkeypatch, ["127.0.0.1"], ["169.254.169.254"])
+    with SourceServer().running() as server, checked_client(allow_http=True, read_timeout_s=5.0) as client:
+        server.files["/a"] = Served(b"content")
+        assert client.get(server.url.replace("127.0.0.1", "rebinding.example") + "/a").content == b"content"
+    assert asked == ["rebinding.example"]
 
 
 def test_the_weights_and_the_config_of_an_adapters_folder_are_taken_under_our_names() -> None:

@@ -316,6 +316,14 @@ async def test_what_nobody_uses_is_evicted_the_longest_unused_first(server: Sour
 
 
 @pytest.mark.slow
+async def test_a_file_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(server: SourceServer, tmp_path: Path) -> None:
+    rig = SourceRig(tmp_path, limits=FetchLimits(adapter_bytes=1 << 60))
+    error = await rig.refusal(serve(server, Served(LARGE, length=1 << 59)))
+    assert (error.code, error.retryable, "of room in the cache" in error.message) == (ErrorCode.CACHE_FULL, True, True)
+    assert all(path.stat().st_size == 0 for path in (rig.cache / "partial").iterdir())
+
+
+@pytest.mark.slow
 async def test_what_another_live_server_uses_is_not_evicted_and_goes_when_that_is_killed(server: SourceServer, tmp_path: Path) -> None:
     rig = SourceRig(tmp_path, cache_size_bytes=700_000)
     source = serve(server, Served(LARGE))

@@ -11,6 +11,7 @@ import pytest
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched
+from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretKey, SecretName, Source
 from http_sources import Served
 from hub_server import HubServer
@@ -225,6 +226,26 @@ async def test_of_a_models_repository_only_what_is_loaded_is_fetched(rig: Source
     assert content(await rig.model(Source(hugging_face=HuggingFaceSource("org/x")))) == MODEL
     some = HuggingFaceSource("org/x", allow_patterns=["*.json", "unet/*.safetensors", "unet/*.bin"])
     assert content(await rig.model(Source(hugging_face=some))) == MODEL
+
+
+@pytest.mark.slow
+async def test_a_hub_whose_answer_has_no_end_is_given_up_in_bounded_memory(tmp_path: Path, hub: HubServer) -> None:
+    rig = SourceRig(tmp_path, limits=FetchLimits(memory_bytes=300 << 20))
+    hub.files["/api/models/org/x/revision/main"] = Served(b"[" * (200 << 20))
+    hub.find = lambda method, path: hub.files.get(path)  # type: ignore[method-assign]
+    error = await rig.refusal(Source(hugging_face=HuggingFaceSource("org/x")))
+    assert (error.code, "more memory than" in error.message) == (ErrorCode.TOO_LARGE, True)
+
+
+@pytest.mark.slow
+async def test_a_fetch_takes_no_token_and_no_proxy_from_its_surroundings(
+    rig: SourceRig, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"HF_TOKEN": "hf_ofauser", "HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    hub.push("org/x", {"a.safetensors": adapter_bytes()})
+    assert content(await rig.adapter(Source(hugging_face=HuggingFaceSource("org/x", file="a.safetensors")))) == {"": adapter_bytes()}
+    assert set(hub.authorizations) == {None}
 
 
 async def test_a_token_comes_from_its_secret_and_is_seen_nowhere(rig: SourceRig, hub: HubServer) -> None:

@@ -25,7 +25,7 @@ from diffusion_worker.sources.source import Source
 
 log = logging.getLogger(__name__)
 
-# Processes that fetch at once; one is some 60 MB, mostly libraries.
+# Processes that fetch at once; one is some 40 MB, mostly libraries.
 MAX_PROCESSES = 4
 
 

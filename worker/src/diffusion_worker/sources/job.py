@@ -24,8 +24,8 @@ class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     adapter_bytes: int = 16 * GIB
     model_bytes: int = 1024 * GIB
     stall_s: float = 60.0
-    # Address space: the libraries of the kinds and their threads map less than 1 GiB, and a fetch itself needs some megabytes.
-    memory_bytes: int = 4 * GIB
+    # Address space: a fetch was seen to map 0.2 GiB, and more where a library has a thread for each of many cores.
+    memory_bytes: int = 2 * GIB
 
 
 class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
