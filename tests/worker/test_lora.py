@@ -12,6 +12,7 @@ import torch
 from bad_adapters import changed_adapter
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import read_checkpoint
+from diffusion_worker.lora.layers import LoRALinear
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.pipeline import load_pipeline
@@ -108,6 +109,21 @@ def test_an_adapter_over_the_capacity_of_the_host_is_refused_and_changes_nothing
         manager.add_adapter(LoRARequest("paper", 3, str(PAPER)), LoadOptions(evict=[]))
     assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
     assert manager.list_adapters() == [1, 2]
+
+
+def test_the_slots_of_adapters_are_in_the_memory_report_by_layers_and_not_by_adapters() -> None:
+    rig = RunnerRig(max_loras=2, max_lora_rank=16)
+    assert rig.runner.loras is not None
+    assert rig.runner.memory().adapter_slots_bytes == 0
+    for number, folder in enumerate([STRIPES, FRAME, PAPER], start=1):
+        rig.runner.loras.add_adapter(LoRARequest(folder.name, number, str(folder)))
+        # Two slots of rank 16 for every layer that some adapter names, and little more.
+        columns = sum(part.in_features + part.out_features for part in wrapped_linears(rig))
+        assert columns * 2 * 16 * 4 <= rig.runner.memory().adapter_slots_bytes <= columns * 2 * 16 * 4 * 1.05
+
+
+def wrapped_linears(rig: RunnerRig) -> list[Any]:
+    return [part for part in rig.runner.pipeline.transformer.modules() if isinstance(part, LoRALinear)]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------

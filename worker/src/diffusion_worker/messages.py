@@ -110,6 +110,7 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     `weights_resident_bytes` is what the kernel counts in `/proc/self/smaps` for the mappings of the slabs (on a GPU: what
     the slabs hold on the device); `mappings` are their address ranges. `mirror_*` is where wake gets the weights from:
     the mapped checkpoint, whose pages the system may drop, and memory of our own for what is in no file.
+    `adapter_slots_bytes` are those of the slots of adapters, beside the weights.
     """
 
     weights_bytes: int = 0
@@ -117,6 +118,7 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     mirror_file_bytes: int = 0
     mirror_memory_bytes: int = 0
     mappings: list[str] = []
+    adapter_slots_bytes: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

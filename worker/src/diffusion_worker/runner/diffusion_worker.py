@@ -150,8 +150,8 @@ class DiffusionWorker:
             torch.cuda.empty_cache()
 
     def memory(self) -> MemoryReport:
-        """Where this rank's weights are."""
-        return self.model_runner.weights.report()
+        """Where this rank's weights are, and what adapters take beside them."""
+        return self.model_runner.memory()
 
     def shutdown(self) -> None:
         """Leave the process group."""

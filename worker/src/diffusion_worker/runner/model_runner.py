@@ -18,7 +18,7 @@ from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
-from diffusion_worker.messages import LoadedLoRA, LoRAUse, ModelInfo, RequestSpec, Tick
+from diffusion_worker.messages import LoadedLoRA, LoRAUse, MemoryReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
 from diffusion_worker.runner.adapters import add_on_all_ranks, make_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
@@ -357,6 +357,11 @@ class DiffusionModelRunner:
     def get_prompt_embed_cache_stats(self) -> dict[str, int] | None:
         """Size, largest size, hits, misses and bypassed calls of the prompt cache; None where it is off."""
         return None if self._prompts is None else msgspec.structs.asdict(self._prompts.stats())
+
+    def memory(self) -> MemoryReport:
+        """Where the weights are, and what adapters take beside them."""
+        slots_bytes = 0 if self.loras is None else self.loras.layers.nbytes
+        return msgspec.structs.replace(self.weights.report(), adapter_slots_bytes=slots_bytes)
 
     def release(self) -> None:
         """Sleep: forget every request and all that was made with the weights, and give their memory back."""
