@@ -174,6 +174,16 @@ def test_only_the_components_that_are_asked_for_are_kept(tmp_path: Path) -> None
     assert "nothing for component vae, only for text_encoder, transformer" in refused.message
 
 
+def test_both_denoisers_asked_for_together_are_those_that_the_file_has(tmp_path: Path) -> None:
+    path = written(tmp_path, factors() | factors("text_encoder.layers.0.q_proj"))
+    both = LoadOptions(components=["transformer", "transformer_2"])
+    assert {module.partition(".")[0] for module in read_checkpoint(path, options=both).modules} == {"transformer"}
+    assert "for component transformer_2" in refusal(path, components=["transformer_2"]).message
+    (tmp_path / "text").mkdir()
+    text = written(tmp_path / "text", factors("text_encoder.layers.0.q_proj"))
+    assert "for component transformer, transformer_2" in refusal(text, components=both.components).message
+
+
 def test_another_rank_or_format_than_expected_is_refused_with_both(tmp_path: Path) -> None:
     path = written(tmp_path, factors() | factors("transformer.other", rank=3))
     assert read_checkpoint(path, options=LoadOptions(expected_rank=3, format="diffusers")).rank == 3

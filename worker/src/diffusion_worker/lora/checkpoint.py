@@ -22,6 +22,8 @@ from diffusion_worker.lora.request import LoadOptions
 from diffusion_worker.messages import Recipe
 
 BASE_MODEL_KEYS = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name")
+# Asked for together they are what a model has of both: the file of an adapter may be for one of them.
+DENOISERS = {"transformer", "transformer_2"}
 PLAIN = LoadOptions()
 ANY_MODEL = Model()
 
@@ -115,7 +117,10 @@ def _scaling(module: str, names: Written, settings: Mapping[str, PeftSettings], 
 def _of_components(factors: dict[str, Factors], components: list[str], label: str) -> dict[str, LoRAFactors]:
     """Those of the components that are asked for, in the order of their names."""
     found = sorted({module.partition(".")[0] for module in factors})
-    if missing := sorted(set(components) - set(found)):
+    asked = set(components)
+    if asked >= DENOISERS and DENOISERS & set(found):
+        asked -= DENOISERS - set(found)
+    if missing := sorted(asked - set(found)):
         message = f"{label}: has nothing for component {', '.join(missing)}, only for {', '.join(found)}"
         raise RequestError(ErrorCode.NO_MATCHING_MODULES, message)
     kept = [module for module in sorted(factors) if not components or module.partition(".")[0] in components]
