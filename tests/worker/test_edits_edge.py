@@ -20,7 +20,8 @@ from PIL import Image
 
 from diffusion_worker.config import RequestLimits
 from diffusion_worker.engine.admission import InputPicture, size_of_edit
-from diffusion_worker.messages import ModelInfo, PictureInput, RequestSpec, Task
+from diffusion_worker.errors import ErrorCode
+from diffusion_worker.messages import ErrorReport, ModelInfo, PictureInput, RequestSpec, Task
 from diffusion_worker.server.input_pictures import MAX_FILE_PIXELS, decode
 from fake_rank_group import fake_pixels
 from server_edge import Edge, serving_edge
@@ -157,6 +158,15 @@ async def test_the_adapters_of_an_edit_are_json_in_the_form(edge: Edge, lora: An
 async def test_wrong_adapters_of_an_edit_are_refused_by_name(edge: Edge, field: str, lora: str) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
     refusal(await edit(edge, lora=lora), field)
+
+
+async def test_an_edit_by_an_adapter_that_is_not_there_is_never_the_bases(edge: Edge) -> None:
+    edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
+    await edge.put_adapter("broken", "/loras/broken")
+    for name, expected in (("nobody", (404, "NotFound")), ("broken", (503, "AdapterNotLoaded"))):
+        for fields in ({"model": name}, {"lora": json.dumps({"name": name})}, {"model": name, "stream": "true"}):
+            answer = await edit(edge, **fields)
+            assert (answer.status_code, answer.json()["code"]) == expected, fields
 
 
 async def test_adapters_that_an_sdk_took_apart_into_fields_are_refused_with_what_to_do(edge: Edge) -> None:

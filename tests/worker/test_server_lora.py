@@ -162,6 +162,8 @@ async def test_an_adapter_that_failed_to_load_is_not_loaded_never_the_base(edge:
     for body in ({"lora": {"name": "broken"}}, {"model": "broken"}, {"lora": [{"name": "stripes"}, {"name": "broken"}]}):
         answer = await edge.images(**REQUEST, **body)
         assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
+        answer = await edge.images(**REQUEST, **body, stream=True)
+        assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
 
 
 # An adapter that went from memory, or is loaded when it is first asked for
