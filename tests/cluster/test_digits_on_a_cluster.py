@@ -85,7 +85,7 @@ def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digi
     rig.wait("lora/broken", Wanted("Ready", "False", ["SourceError", "Failed"]), deadline_s=60)
     found = rig.kubectl.text("describe", "lora/broken")
     assert "InvalidAdapter" in found
-    assert "adapter_config.json" in found
+    assert "expected a *.safetensors file in the folder, found none" in found
     assert rig.condition(DD, "Ready")["status"] == "True"
     assert rig.condition(DD, "AdaptersReady")["reason"] == "SomeFailed"
     refused = rig.refusal(NAME, "broken")
