@@ -56,6 +56,7 @@ class FilesOutcome:
     refused: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
+    slowest: str = ""
     grown_bytes: int = 0
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
@@ -181,7 +182,8 @@ def _try(outcome: FilesOutcome, target: Target, mutated: Mutation, which: str) -
         seconds = time.monotonic() - started
     outcome.files += 1
     outcome.kinds[mutated.kind] += 1
-    outcome.slowest_s = max(outcome.slowest_s, seconds)
+    if seconds > outcome.slowest_s:
+        outcome.slowest_s, outcome.slowest = seconds, which
     if seconds > MOST_SECONDS:
         outcome.wrong.append(f"{which}: took {seconds:.1f} s")
     if (left := target.manager.list_adapters()) != target.before:

@@ -47,8 +47,8 @@ def converter_of(pipeline: Any) -> Convert | None:
     def convert(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Converted]:
         if large := [name for name in tensors if _LARGE_NUMBER.search(name)]:
             raise _invalid(f"{label}: no model has blocks of such a number: {shown(large[0])}")
-        results = _converted(load, {name: _traced(name, tensor) for name, tensor in tensors.items()}, options, label)
-        found = {name: Converted(value.as_subclass(torch.Tensor), _sources(value)) for name, value in results.items()}
+        results = _converted(load, tensors, options, label)
+        found = {name: Converted(value.as_subclass(torch.Tensor), value.sources) for name, value in results.items()}
         _check_complete(tensors, found.values(), label)
         return found
 
@@ -56,28 +56,32 @@ def converter_of(pipeline: Any) -> Convert | None:
 
 
 class _Traced(torch.Tensor):
-    """A tensor that knows the names of all tensors it was made of."""
+    """A tensor that knows the names of all tensors it was made of; `touched` has those of the last operation of a conversion."""
 
     sources: frozenset[str]
+    touched: list[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [value for value in _flat((args, (kwargs or {}).values())) if isinstance(value, _Traced) and hasattr(value, "sources")]
+        sources = frozenset[str]().union(*(value.sources for value in given))
+        for value in given:
+            value.touched[:] = sorted(sources)
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        sources = frozenset[str]().union(*(_sources(value) for value in _flat((args, (kwargs or {}).values()))))
         for value in _flat(result):
-            if isinstance(value, _Traced):
-                value.sources = sources
+            if isinstance(value, _Traced) and given:
+                value.sources, value.touched = sources, given[0].touched
         return result
 
 
-def _traced(name: str, tensor: torch.Tensor) -> _Traced:
-    traced = tensor.as_subclass(_Traced)
-    traced.sources = frozenset([name])
-    return traced
-
-
-def _sources(value: Any) -> frozenset[str]:
-    return getattr(value, "sources", frozenset()) if isinstance(value, _Traced) else frozenset()
+def _traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Traced], list[str]]:
+    """The tensors traced, and the list where the names of the last ones that were touched are."""
+    touched: list[str] = []
+    found = {}
+    for name, tensor in tensors.items():
+        found[name] = tensor.as_subclass(_Traced)
+        found[name].sources, found[name].touched = frozenset([name]), touched
+    return found, touched
 
 
 def _flat(value: Any) -> Iterable[Any]:
@@ -88,16 +92,17 @@ def _flat(value: Any) -> Iterable[Any]:
         yield value
 
 
-def _converted(load: Any, tensors: dict[str, _Traced], options: dict[str, Any], label: str) -> dict[str, Any]:
-    """What diffusers makes of them. It says that it does not know a name by an error of any kind."""
-    names = list(tensors)
+def _converted(load: Any, tensors: Mapping[str, torch.Tensor], options: dict[str, Any], label: str) -> dict[str, _Traced]:
+    """What diffusers makes of them. It says that it does not know a name, or a shape, by an error of any kind."""
+    traced, touched = _traced(tensors)
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # what it drops is found, and told, here
     try:
-        result = load(tensors, **options)
+        result = load(traced, **options)
     except Exception as error:
         what = f"{type(error).__name__}: {ascii(str(error))[:200]}"
-        raise _invalid(f"{label}: diffusers cannot convert it ({what}); its first tensor is {shown(names[0])}") from None
+        at = ", ".join(shown(name) for name in touched[:3] or list(tensors)[:1])
+        raise _invalid(f"{label}: diffusers cannot convert it, and was at {at}: {what}") from None
     finally:
         logging.set_verbosity(verbosity)
     state = result[0] if isinstance(result, tuple) else result

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,8 @@ def _settings(document: dict[str, Any], label: str) -> PeftSettings:
         settings = msgspec.convert(document, PeftSettings)
     except msgspec.ValidationError as error:
         raise _invalid(f"{label} is wrong: {error}") from None
-    if not all(math.isfinite(alpha) for alpha in (settings.lora_alpha, *(settings.alpha_pattern or {}).values())):
+    # A comparison: a whole number may be too large to be a float at all.
+    if not all(abs(alpha) <= sys.float_info.max for alpha in (settings.lora_alpha, *(settings.alpha_pattern or {}).values())):
         raise _invalid(f"{label}: lora_alpha is not finite")
     targets = [settings.target_modules] if isinstance(settings.target_modules, str) else []
     _check_patterns([*(settings.rank_pattern or {}), *(settings.alpha_pattern or {}), *targets], label)
