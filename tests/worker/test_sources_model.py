@@ -127,6 +127,19 @@ async def test_a_worker_that_ends_while_it_fetches_leaves_no_process(hub: HubSer
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_told_to_end_while_it_fetches_ends_with_0(hub: HubServer) -> None:
+    hub.push("org/tiny", {**SMALL, "unet/x.safetensors": Served(SMALL["unet/x.safetensors"], gate_after=50_000)})
+    with WorkerProcess(model="hf://org/tiny", options=("--allow-http-sources",)) as worker:  # type: ignore[arg-type]
+        worker.wait_for(lambda: worker.state()["load"]["bytesDone"] >= 50_000, what="halfway")
+        assert worker.get("/readyz").status_code == 503
+        assert "Starting" in worker.images(prompt="x").text
+        fetching = fetch_processes(worker.pid)
+        assert len(fetching) == 1
+        assert worker.terminate(10.0) == 0
+        assert not Path(f"/proc/{fetching[0]}").exists()
+
+
+@pytest.mark.slow
 def test_a_real_worker_serves_a_model_and_an_adapter_of_a_hub_as_it_does_from_folders(hub: HubServer, tmp_path: Path) -> None:
     commit = hub.push("org/digits", {**DIGITS_FILES, "README.md": b"not fetched"})
     stripes = {path.name: path.read_bytes() for path in (DIGITS / "loras" / "stripes").iterdir()}

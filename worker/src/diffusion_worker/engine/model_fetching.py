@@ -30,6 +30,7 @@ class ModelFetch:
         self.revision: str | None = None
         self.problem: Problem | None = None
         self.progress = (0, 0)
+        self._ended = False
         self._config = config
         self._fetcher = fetcher
 
@@ -63,7 +64,8 @@ class ModelFetch:
         self._link(fetched.path)
 
     def end(self) -> None:
-        """Remove the link; harmless where there is none."""
+        """Remove the link, and make none from now on; harmless where there is none."""
+        self._ended = True
         if self.needed:
             with contextlib.suppress(OSError):
                 Path(self._config.model).unlink()
@@ -76,4 +78,5 @@ class ModelFetch:
             read_model_index(folder)
         except ConfigError as error:
             raise ConfigError(f"--model {self._config.model_source}: {error}") from None
-        Path(self._config.model).symlink_to(Path(folder).absolute())
+        if not self._ended:
+            Path(self._config.model).symlink_to(Path(folder).absolute())
