@@ -39,7 +39,6 @@ PEFT_DEFAULT = Style(".lora_A.default.weight", ".lora_B.default.weight")
 KOHYA = Style(".lora_down.weight", ".lora_up.weight", alpha=True)
 KOHYA_PLAIN = Style(".lora_down.weight", ".lora_up.weight")
 DOTS = Style(".lora.down.weight", ".lora.up.weight")
-LINEAR_LAYER = Style(".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight")
 OLD_ATTENTION = Style("_lora.down.weight", "_lora.up.weight")
 XLABS = Style(".down.weight", ".up.weight")
 
@@ -402,7 +401,7 @@ CASES = [
     Case("SD 1.5", "peft", SD15, own("unet", prefix=peft_prefix), PEFT, "peft", diffusers_refuses="loads nothing"),
     Case("SD 1.5", "Kohya", SD15, both(flat("unet", "lora_unet_"), clip("text_encoder", "lora_te_")), KOHYA, "kohya", one_alpha=True),
     Case("SDXL", "diffusers", SDXL, own("unet", "text_encoder", "text_encoder_2"), PEFT, "diffusers"),
-    Case("SDXL", "diffusers, lora_linear_layer", SDXL, own("unet"), DOTS, "diffusers"),
+    Case("SDXL", "diffusers, lora.down", SDXL, own("unet"), DOTS, "diffusers"),
     Case("SDXL", "peft", SDXL, own("unet", prefix=peft_prefix), PEFT, "peft", diffusers_refuses="loads nothing"),
     Case(
         "SDXL", "Kohya", SDXL,

@@ -197,3 +197,9 @@ def test_a_picture_with_an_adapter_of_transformer_and_text_encoders_is_that_of_d
     expected = picture_of_diffusers(plain, spec)
     assert int(np.abs(pictures["styled"].astype(int) - expected.astype(int)).max()) <= 1
     assert int(np.abs(pictures["base"].astype(int) - expected.astype(int)).max()) > 8
+
+
+def test_the_table_of_formats_has_every_case_that_is_proved_and_no_other() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "lora-formats.md").read_text().splitlines()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.endswith("|") and " written" in line]
+    assert rows == [case.name for case in CASES]
