@@ -144,8 +144,9 @@ class AdapterLayers:
         try:
             self._require_told_apart(call)
             yield
-            # Compiled code finds out when it runs, and cannot say.
-            self._require_told_apart(call)
+            if self._static and not call.shared:
+                self._learn_from_compiled()
+                self._require_told_apart(call)
         finally:
             self._holder.current = self._holder.compiled = None
 
@@ -169,11 +170,13 @@ class AdapterLayers:
         return self._calls[uses]
 
     def _require_told_apart(self, call: RowAdapters) -> None:
-        if call.shared:
-            return
-        for layer, (wrapped, _, _) in self._wrapped.items():
-            if wrapped.folds and wrapped.named_by(call.mask):
-                raise RowsCannotBeToldApart(f"{layer.name} does not see the rows of a call: adapters cannot be told apart")
+        for name, layer in self._holder.folding.items() if not call.shared else ():
+            if layer.named_by(call.mask):
+                raise RowsCannotBeToldApart(f"{name} does not see the rows of a call: adapters cannot be told apart")
+
+    def _learn_from_compiled(self) -> None:
+        """What compiled code found out about its layers when it ran, and could not say."""
+        self._holder.folding |= {layer.name: layer for layer, _, _ in self._wrapped.values() if layer.folds}
 
     def _bind(self, checkpoint: LoRACheckpoint, adapter: str) -> list[tuple[str, Piece, LoRAFactors]]:
         """What each name means; or the adapter is refused."""
@@ -232,7 +235,7 @@ class AdapterLayers:
         outputs = [slice(start, start + width) for start, width in zip(starts, layer.widths[1], strict=False)]
         parts = tuple(BankPart(segment.of(own.a), segment.of(own.b), output, add_up) for own, output in zip(columns, outputs, strict=True))
         kind = LoRALinear if isinstance(layer.base, nn.Linear) else LoRAConvolution
-        wrapped = kind(layer.base, self._holder, parts, folds=".experts." in layer.name)
+        wrapped = kind(layer.base, self._holder, parts, name=layer.name)
         for parent, child in layer.places:
             setattr(parent, child, wrapped)
         self._wrapped[layer] = wrapped, segment, columns

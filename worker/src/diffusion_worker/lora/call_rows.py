@@ -5,8 +5,8 @@ An adapter of rank r is r rows of the bank, so several adapters of one row of a 
 list of bank rows with a strength for each, and all lists of a call have one length.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,9 +35,24 @@ class BankLayout(NamedTuple):
     max_rank: int
     device: torch.device
 
-    def rows(self, use: SlotUse) -> Iterator[int]:
+    def rows(self, use: SlotUse) -> range:
         """The bank rows of an adapter."""
-        return iter(range(use.slot * self.max_rank, use.slot * self.max_rank + self.ranks[use.slot]))
+        return range(use.slot * self.max_rank, use.slot * self.max_rank + self.ranks[use.slot])
+
+
+class _Lists(NamedTuple):
+    """Bank rows and their strengths, the lists of all rows of a call one after the other; all of them have one length."""
+
+    places: list[int]
+    scales: list[float]
+    rows: int
+    length: int
+
+    def scales_on(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.scales, dtype=torch.float32, device=device).view(self.rows, self.length)
+
+    def index_on(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.places, dtype=torch.long, device=device)
 
 
 class RowAdapters:
@@ -54,15 +69,13 @@ class RowAdapters:
         self.shared = len(set(used)) == 1
         active = [number for number, row in enumerate(used) if row]
         self.rows = None if self.shared or len(active) == self.total else _positions(active, layout.device)
-        lists = _lists(used[:1] if self.shared else [used[number] for number in active], layout, multiple=1)
-        self.count, self.length = len(lists), len(lists[0]) if lists else 0
-        index = [place for row in lists for place, _ in row]
-        scales = torch.tensor([[scale for _, scale in row] for row in lists], dtype=torch.float32, device=layout.device)
+        lists = _lists(used[:1] if self.shared else [used[number] for number in active], layout)
+        self.count, self.length = lists.rows, lists.length
         # Side by side they need not be gathered.
         alone = self.shared and len(used[0]) == 1
-        self.index = slice(index[0], index[-1] + 1) if alone else torch.tensor(index, dtype=torch.long, device=layout.device)
-        plain = all(scale == 1.0 for row in lists for _, scale in row)
-        self._scales: dict[torch.dtype, torch.Tensor] | None = None if plain else {torch.float32: scales}
+        self.index = slice(lists.places[0], lists.places[-1] + 1) if alone else lists.index_on(layout.device)
+        plain = lists.scales.count(1.0) == len(lists.scales)
+        self._scales: dict[torch.dtype, torch.Tensor] | None = None if plain else {torch.float32: lists.scales_on(layout.device)}
 
     def scales(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Strengths as [lists, length]; None where all are 1."""
@@ -79,11 +92,11 @@ class CompiledRows:
 
     def __init__(self, uses: Uses, layout: BankLayout) -> None:
         lists = _lists(uses, layout, multiple=COMPILED_MULTIPLE)
-        self.index = torch.tensor([[place for place, _ in row] for row in lists], dtype=torch.long, device=layout.device)
-        self.scales = torch.tensor([[scale for _, scale in row] for row in lists], dtype=torch.float32, device=layout.device)
+        self.index = lists.index_on(layout.device).view(lists.rows, lists.length)
+        self.scales = lists.scales_on(layout.device)
         for tensor in (self.index, self.scales):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
-            if len(lists) > 1:
+            if lists.rows > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
@@ -93,18 +106,28 @@ class RowAdaptersHolder:
     def __init__(self) -> None:
         self.current: RowAdapters | None = None
         self.compiled: CompiledRows | None = None
+        # By name: the layers that were found not to see the rows of a call.
+        self.folding: dict[str, Any] = {}
 
     def __deepcopy__(self, memo: object) -> "RowAdaptersHolder":
         return self
 
 
-def _lists(uses: Uses, layout: BankLayout, *, multiple: int) -> list[list[tuple[int, float]]]:
-    """Bank rows and their strengths for each row, filled up to one length by what counts for nothing."""
-    lists = [[(place, use.scale) for use in row for place in layout.rows(use)] for row in uses]
-    length = max(map(len, lists), default=0)
-    length = max(multiple, -(-length // multiple) * multiple) if multiple > 1 else length
-    # By a row's own, where it has any: whatever another adapter holds then stays out of it.
-    return [row + [(row[0][0] if row else 0, 0.0)] * (length - len(row)) for row in lists]
+def _lists(uses: Uses, layout: BankLayout, *, multiple: int = 1) -> _Lists:
+    """The lists of each row, filled up to one length by what counts for nothing."""
+    most = max((sum(layout.ranks[use.slot] for use in row) for row in uses), default=0)
+    length = max(multiple, -(-most // multiple) * multiple) if multiple > 1 else most
+    index: list[int] = []
+    scales: list[float] = []
+    for number, row in enumerate(uses):
+        for use in row:
+            index += layout.rows(use)
+            scales += [use.scale] * layout.ranks[use.slot]
+        missing = (number + 1) * length - len(index)
+        # By a row's own, where it has any: whatever another adapter holds then stays out of it.
+        index += [index[-1] if length > missing else 0] * missing
+        scales += [0.0] * missing
+    return _Lists(index, scales, len(uses), length)
 
 
 def _positions(rows: list[int], device: torch.device) -> torch.Tensor | slice:

@@ -24,8 +24,8 @@ CONVOLVE: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
 class LoRAConvolution(LoRALayer):
     """A wrapped `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` without groups."""
 
-    def __init__(self, base: nn.Module, holder: RowAdaptersHolder, parts: tuple[BankPart, ...], *, folds: bool = False) -> None:
-        super().__init__(base, holder, parts, folds=folds)
+    def __init__(self, base: nn.Module, holder: RowAdaptersHolder, parts: tuple[BankPart, ...], *, name: str) -> None:
+        super().__init__(base, holder, parts, name=name)
         self._kernel: tuple[int, ...] = tuple(base.weight.shape[1:])  # type: ignore[index]
         self._convolve = next(function for kind, function in CONVOLVE.items() if isinstance(base, kind))
 

@@ -18,6 +18,8 @@ from torch.nn import functional
 
 from diffusion_worker.lora.call_rows import CompiledRows, RowAdapters, RowAdaptersHolder, RowsCannotBeToldApart
 
+EXPERTS = ".experts."
+
 
 @dataclass(frozen=True)
 class LinearPart:
@@ -53,15 +55,19 @@ class BankPart:
 class LoRALayer(nn.Module):
     """A wrapped layer: base(x) plus, for the rows that ask for it, scale * B A x of their slots.
 
-    `folds` tells that it never sees the rows of a call (an expert of a mixture sees tokens). Others are found to when they run.
+    One that does not see the rows of a call (an expert of a mixture sees tokens) is in the holder's `folding`, at the latest once
+    it ran. Compiled code can only leave a mark for that, `folds`.
     """
 
-    def __init__(self, base: nn.Module, holder: RowAdaptersHolder, parts: tuple[BankPart, ...], *, folds: bool = False) -> None:
+    def __init__(self, base: nn.Module, holder: RowAdaptersHolder, parts: tuple[BankPart, ...], *, name: str) -> None:
         super().__init__()
         self.base = base
         self.parts = parts
-        self.folds = folds
+        self.name = name
+        self.folds = False
         self._holder = holder
+        if EXPERTS in name:
+            holder.folding[name] = self
 
     def __getattr__(self, name: str) -> Any:
         """Pipelines look at a layer's own attributes (`weight.dtype`, `in_features`)."""
@@ -91,10 +97,10 @@ class LoRALayer(nn.Module):
         return self._add(x, out, call)
 
     def _add(self, x: torch.Tensor, out: torch.Tensor, call: RowAdapters) -> torch.Tensor:
-        if x.shape[0] not in (1, call.total) and not self.folds:
-            self.folds = True
-        if not call.shared and (self.folds or x.shape[0] != call.total):
-            raise RowsCannotBeToldApart(f"a layer got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")
+        if x.shape[0] not in (1, call.total):
+            self._holder.folding[self.name] = self
+        if x.shape[0] != call.total and not call.shared:
+            raise RowsCannotBeToldApart(f"{self.name} got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")
         out = out if out.is_contiguous() or call.shared else out.contiguous()
         mine, target = x, out
         if call.rows is not None:
@@ -112,7 +118,7 @@ class LoRALayer(nn.Module):
         rows, length = call.index.shape
         shared = x.shape[0] != rows
         if shared:
-            # Right where all rows use the same; whoever sees that they do not asks for calls of their own.
+            # Right where all rows use the same; whoever sees the mark and that they do not asks for calls of their own.
             self.folds = True
         index = call.index[0] if shared else call.index.reshape(-1)
         scales = (call.scales[:1] if shared else call.scales).to(out.dtype)
