@@ -518,6 +518,7 @@ async def test_at_start_each_is_tried_once_and_the_most_wanted_are_in_memory(tmp
         DesiredAdapter("low", Source(path="/low"), priority=-1),
         DesiredAdapter("high", Source(path="/high"), priority=1, digest=fake_digest("/high")),
         DesiredAdapter("wrong", Source(path="/wrong"), digest=fake_digest("/other")),
+        DesiredAdapter("digits", Source(path="/base")),  # the name of the base, which no adapter can have
         DesiredAdapter("later", Source(path="/later"), residency=Residency.ON_DEMAND),
     ]
     path = tmp_path / "desired.json"

@@ -7,7 +7,7 @@ import logging
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.documents import AdapterCall, DesiredAdapter, DesiredState, Residency
-from diffusion_worker.errors import RequestError
+from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.parsing import parse_source
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ async def load_at_start(loader: AdapterLoader, config: WorkerConfig, desired: De
     """
     calls = [(name, _call(config, source)) for name, source in config.preload_loras.items()]
     calls += [(wanted.name, _desired_call(wanted)) for wanted in desired.adapters]
+    for name, _ in calls:
+        if name == config.served_name:
+            log.error("adapter=%s not loaded code=%s: the name is that of the base model", name, ErrorCode.CONFLICT)
+    calls = [(name, call) for name, call in calls if name != config.served_name]
     calls.sort(key=lambda each: (each[1].residency is Residency.RESIDENT, each[1].priority))
     turns = asyncio.Semaphore(FETCHES)
 
