@@ -33,6 +33,7 @@ from diffusion_operator.render.pod import pod
 
 OPERATION_BACKOFF_FIRST_S = 5.0
 OPERATION_BACKOFF_MAX_S = 60.0
+CALLS_AT_ONCE = 8  # to one worker
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ async def _create(
 
 
 async def call_workers(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction], *, token: str) -> None:
-    """Workers in parallel, the calls to one in order, and none is begun when its worker has used up the time of one."""
+    """Workers side by side, and none is called any more when it has used up the time of one call."""
     by_worker: dict[str, list[WorkerAction]] = defaultdict(list)
     for call in calls:
         by_worker[call.worker.pod_uid].append(call)
@@ -78,21 +79,28 @@ async def call_workers(runtime: Runtime, memory: DeploymentMemory, calls: Sequen
 
 
 async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction], *, token: str) -> None:
-    begun = runtime.clock()
-    for call in calls:
-        if (runtime.clock() - begun).total_seconds() >= runtime.settings.call_timeout_s:
-            return
-        try:
-            await _send(runtime, call, token=token)
-            error = None
-        except ControlError as refused:
-            error = refused
-            log.warning(
-                "control call failed call=%s operation=%s code=%s error=%s", type(call).__name__, call.operation_id, error.code, error
-            )
-        else:
-            log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip)
-        _remember(memory, call, error, now=runtime.now())
+    """What makes room comes first; then adapters side by side, because a worker fetches several at once and answers when one is there."""
+    begun, gate = runtime.clock(), asyncio.Semaphore(CALLS_AT_ONCE)
+
+    async def call_in_time(call: WorkerAction) -> None:
+        async with gate:
+            if (runtime.clock() - begun).total_seconds() < runtime.settings.call_timeout_s:
+                await _call(runtime, memory, call, token=token)
+
+    await asyncio.gather(*(call_in_time(call) for call in calls if not isinstance(call, PutAdapter)))
+    await asyncio.gather(*(call_in_time(call) for call in calls if isinstance(call, PutAdapter)))
+
+
+async def _call(runtime: Runtime, memory: DeploymentMemory, call: WorkerAction, *, token: str) -> None:
+    try:
+        await _send(runtime, call, token=token)
+        error = None
+    except ControlError as refused:
+        error = refused
+        log.warning("control call failed call=%s operation=%s code=%s error=%s", type(call).__name__, call.operation_id, error.code, error)
+    else:
+        log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip)
+    _remember(memory, call, error, now=runtime.now())
 
 
 async def _send(runtime: Runtime, call: WorkerAction, *, token: str) -> None:
