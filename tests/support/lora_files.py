@@ -273,6 +273,32 @@ FLUX2_OTHERS = (
         for name in ("single_stream_modulation", "double_stream_modulation_img", "double_stream_modulation_txt")
     }
 )
+SD3_BLOCKS = {
+    "joint_blocks=transformer_blocks": {
+        "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
+        "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    }
+    | _one_to_one(
+        [
+            "x_block.attn.proj=attn.to_out.0", "x_block.attn2.proj=attn2.to_out.0", "context_block.attn.proj=attn.to_add_out",
+            "x_block.mlp.fc1=ff.net.0.proj", "x_block.mlp.fc2=ff.net.2", "x_block.adaLN_modulation.1=norm1.linear",
+            "context_block.mlp.fc1=ff_context.net.0.proj", "context_block.mlp.fc2=ff_context.net.2",
+            "context_block.adaLN_modulation.1=norm1_context.linear",
+        ]
+    )
+}  # fmt: skip
+SD3_OTHERS = {
+    # In the last block the context is only scaled and shifted, and the original has these the other way round.
+    "joint_blocks.1.context_block.adaLN_modulation.1": (f"transformer_blocks.1.norm1_context.linear{SWAPPED}",),
+    "final_layer.adaLN_modulation.1": (f"norm_out.linear{SWAPPED}",),
+} | _one_to_one(
+    [
+        "x_embedder.proj=pos_embed.proj", "context_embedder=context_embedder", "final_layer.linear=proj_out",
+        "t_embedder.mlp.0=time_text_embed.timestep_embedder.linear_1", "t_embedder.mlp.2=time_text_embed.timestep_embedder.linear_2",
+        "y_embedder.mlp.0=time_text_embed.text_embedder.linear_1", "y_embedder.mlp.2=time_text_embed.text_embedder.linear_2",
+    ]
+)  # fmt: skip
 WAN_BLOCKS = {
     "blocks=blocks": _one_to_one(
         [f"{theirs}.{one}={ours}.{other}" for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
@@ -355,6 +381,14 @@ def sd3() -> Any:
     return pipeline
 
 
+def sd35() -> Any:
+    """Stable Diffusion 3.5: its first block has a second attention."""
+    pipeline = stable_diffusion_3._pipeline(diffusers.StableDiffusion3Pipeline)
+    shape = stable_diffusion_3.SIZES | {"num_layers": 2, "dual_attention_layers": (0,)}
+    pipeline.register_modules(transformer=diffusers.SD3Transformer2DModel(**shape))
+    return pipeline
+
+
 def flux_of_real_width() -> Any:
     """Flux with one block of each kind, as wide as it is (diffusers' conversion knows that number), and whatever weights."""
     with torch.device("meta"):
@@ -373,7 +407,7 @@ def _built(make: Callable[[], Any]) -> Callable[[], Any]:
     return build_seeded(make)
 
 
-SD15, SDXL, SD3 = _built(sd15), _built(sdxl), _built(sd3)
+SD15, SDXL, SD3, SD35 = map(_built, (sd15, sdxl, sd3, sd35))
 FLUX_PIPELINE = flux_of_real_width
 FLUX2_PIPELINE, QWEN, Z_IMAGE = (family.FAMILIES[0].build for family in (flux2, qwen, z_image))
 WAN = wan.FAMILIES[1].build
@@ -410,6 +444,18 @@ CASES = [
     Case("SDXL", "Kohya, names of diffusers", SDXL, without("add_embedding", flat("unet", "lora_unet_")), KOHYA, "kohya", one_alpha=True),
     Case("SD3", "diffusers", SD3, own("transformer", "text_encoder", "text_encoder_2"), PEFT, "diffusers"),
     Case("SD3", "peft", SD3, own("transformer", prefix=peft_prefix), PEFT, "peft", diffusers_refuses="loads nothing"),
+    Case(
+        "SD3", "Kohya", SD3,
+        both(
+            original(SD3_BLOCKS, SD3_OTHERS, separator="_", prefix="lora_unet_"),
+            clip("text_encoder", "lora_te1_"), clip("text_encoder_2", "lora_te2_"),
+        ),
+        KOHYA, "kohya", diffusers_refuses="no conversion",
+    ),
+    Case(
+        "SD3", "original, 3.5", SD35, original(SD3_BLOCKS, SD3_OTHERS, prefix="diffusion_model."), PEFT, "kohya",
+        diffusers_refuses="no conversion",
+    ),
     Case("Flux", "diffusers", FLUX_PIPELINE, own("transformer"), PEFT, "diffusers"),
     Case("Flux", "diffusers with alphas", FLUX_PIPELINE, own("transformer"), PEFT_ALPHA, "diffusers", one_alpha=True),
     Case("Flux", "peft", FLUX_PIPELINE, own("transformer", prefix=peft_prefix), PEFT, "peft", diffusers_refuses="other names"),

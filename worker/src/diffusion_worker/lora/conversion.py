@@ -5,15 +5,19 @@ Those functions drop what they do not know without a word, and change values. So
 through all they do with it, and a conversion counts only when each of them arrives, with all of its values.
 """
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin, StableDiffusionXLLoraLoaderMixin
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from diffusers.utils import logging
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.header import shown
+from diffusion_worker.lora.whole_checkpoint import convert_sd3
 
 # Blocks are counted in loops up to the largest number in a name.
 _LARGE_NUMBER = re.compile(r"\d{4,}")
@@ -37,22 +41,46 @@ def converter_of(pipeline: Any) -> Convert | None:
     Raises:
         RequestError: InvalidAdapter, when diffusers does not know the names, or would drop some.
     """
-    load = getattr(type(pipeline), "lora_state_dict", None)
+    load = _loader(pipeline)
     if load is None:
         return None
-    # Blocks of the original U-Net are numbered through; only the configuration tells where one of ours ends.
-    unet = getattr(pipeline, "unet", None)
-    options = {"unet_config": unet.config} if unet is not None else {}
 
     def convert(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Converted]:
         if large := [name for name in tensors if _LARGE_NUMBER.search(name)]:
             raise _invalid(f"{label}: no model has blocks of such a number: {shown(large[0])}")
-        results = _converted(load, tensors, options, label)
+        results = _converted(load, tensors, label)
         found = {name: Converted(value.as_subclass(torch.Tensor), value.sources) for name, value in results.items()}
         _check_complete(tensors, found.values(), label)
         return found
 
     return convert
+
+
+def _loader(pipeline: Any) -> Callable[[dict[str, Any]], Any] | None:
+    """Diffusers' function for this pipeline: tensors by name in, and out, and in some cases more."""
+    load = getattr(type(pipeline), "lora_state_dict", None)
+    if load is None:
+        return None
+    if isinstance(pipeline, SD3LoraLoaderMixin):
+        config = pipeline.transformer.config
+        return functools.partial(_load_sd3, load, blocks=config.num_layers, dual=tuple(config.dual_attention_layers))
+    # Blocks of the original U-Net are numbered through; only the configuration tells where one of ours ends.
+    unet = getattr(pipeline, "unet", None)
+    return functools.partial(load, unet_config=unet.config) if unet is not None else load
+
+
+def _load_sd3(load: Any, tensors: dict[str, Any], *, blocks: int, dual: tuple[int, ...]) -> dict[str, Any]:
+    """Diffusers has no conversion of adapters for Stable Diffusion 3; text encoders are named as with SDXL."""
+    encoders = {name: tensor for name, tensor in tensors.items() if name.startswith("lora_te")}
+    denoiser = {name: tensor for name, tensor in tensors.items() if name not in encoders}
+    if not encoders and not any("joint_blocks" in name for name in denoiser):
+        return load(tensors)  # type: ignore[no-any-return]
+    found = convert_sd3(denoiser, convert_sd3_transformer_checkpoint_to_diffusers, blocks=blocks, dual=dual, source_of=_only_source)
+    return found | (StableDiffusionXLLoraLoaderMixin.lora_state_dict(encoders)[0] if encoders else {})
+
+
+def _only_source(tensor: torch.Tensor) -> str | None:
+    return next(iter(tensor.sources), None) if isinstance(tensor, _Traced) else None
 
 
 class _Traced(torch.Tensor):
@@ -92,13 +120,13 @@ def _flat(value: Any) -> Iterable[Any]:
         yield value
 
 
-def _converted(load: Any, tensors: Mapping[str, torch.Tensor], options: dict[str, Any], label: str) -> dict[str, _Traced]:
+def _converted(load: Callable[[dict[str, Any]], Any], tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, _Traced]:
     """What diffusers makes of them. It says that it does not know a name, or a shape, by an error of any kind."""
     traced, touched = _traced(tensors)
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # what it drops is found, and told, here
     try:
-        result = load(traced, **options)
+        result = load(dict(traced))
     except Exception as error:
         what = f"{type(error).__name__}: {ascii(str(error))[:200]}"
         at = ", ".join(shown(name) for name in touched[:3] or list(tensors)[:1])

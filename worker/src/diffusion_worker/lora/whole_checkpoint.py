@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters by a conversion that was written for whole checkpoints of a model, where diffusers has none for adapters.
+
+Such a conversion renames weights, splits their rows and swaps halves of them. All of that is as right for the second factor of
+a LoRA, which has the rows of its weight, so it is given that in the weight's place; the first factor is the same for all parts.
+Weights that the adapter says nothing of are stood in for by a few rows, and forgotten.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from diffusion_worker.lora.formats import Part, take_apart
+
+PREFIXES = ("lora_unet_", "diffusion_model.")
+# Rows of what stands in: projections are split in three, modulations in two.
+STAND_IN_ROWS = 6
+
+
+class WeightsOfSD3(dict[str, torch.Tensor]):
+    """What the conversion of Stable Diffusion 3 takes for a whole checkpoint."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], *, blocks: int, dual: tuple[int, ...]) -> None:
+        """`weights` by names with underscores only.
+
+        It looks at names for the number of blocks, and for those that have a second attention: both are told here.
+        """
+        super().__init__()
+        self._weights = weights
+        self._last = f"joint_blocks.{blocks - 1}."
+        self._dual = dict.fromkeys(f"joint_blocks.{block}.x_block.attn2." for block in dual)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self._last])
+
+    def keys(self) -> Any:
+        """Names by which it finds the blocks with a second attention."""
+        return self._dual.keys()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        module = name.removesuffix(".weight").replace(".", "_")
+        found = self._weights.get(module) if name.endswith(".weight") else None
+        return torch.zeros(STAND_IN_ROWS, 1) if found is None else found
+
+    def pop(self, name: str, *_: Any) -> torch.Tensor:
+        """The weight of a name; nothing is taken out."""
+        return self[name]
+
+
+def convert_sd3(
+    tensors: Mapping[str, torch.Tensor],
+    convert: Callable[[WeightsOfSD3], Mapping[str, torch.Tensor]],
+    *,
+    blocks: int,
+    dual: tuple[int, ...],
+    source_of: Callable[[torch.Tensor], str | None],
+) -> dict[str, torch.Tensor]:
+    """The factors of the denoiser under diffusers' names, without those whose weights the conversion does not ask for.
+
+    `source_of` tells the name of the tensor that a converted one was made of.
+    """
+    first: dict[str, torch.Tensor] = {}
+    second: dict[str, torch.Tensor] = {}
+    module_of: dict[str | None, str] = {}
+    for name, tensor in tensors.items():
+        taken = take_apart(name)
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
+        if taken is not None and prefix is not None:
+            module = module_of[name] = taken.module.removeprefix(prefix).replace(".", "_")
+            {Part.A: first, Part.B: second}.get(taken.part, {})[module] = tensor
+    found = {}
+    for name, weight in convert(WeightsOfSD3(second, blocks=blocks, dual=dual)).items():
+        owner = module_of.get(source_of(weight))
+        if owner is not None:
+            found[f"transformer.{name.removesuffix('.weight')}.lora_A.weight"] = first[owner]
+            found[f"transformer.{name.removesuffix('.weight')}.lora_B.weight"] = weight
+    return found
