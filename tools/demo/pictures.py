@@ -26,8 +26,8 @@ class Request:
     size: str = "64x64"
     steps: int = 12
     guidance_scale: float = 4.0
-    adapters: tuple[str, ...] = ()
-    """Mixed into one picture, each at its default scale."""
+    adapters: tuple[tuple[str, float], ...] = ()
+    """Mixed into one picture, each with its scale."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def ask_and_be_refused(client: openai.OpenAI, request: Request) -> Refusal:
 
 
 def _generate(client: openai.OpenAI, request: Request) -> Picture:
-    lora = {"lora": [{"name": name} for name in request.adapters]} if request.adapters else {}
+    lora = {"lora": [{"name": name, "scale": scale} for name, scale in request.adapters]} if request.adapters else {}
     answer = client.images.generate(
         model=request.model,
         prompt=request.prompt,

@@ -16,6 +16,7 @@ from .weights_memory import RankMemory, check_given_back, megabytes, read_weight
 
 MANIFESTS = ROOT / "examples" / "quickstart"
 MODEL, ADAPTER, SECOND = "digits", "stripes", "frame"
+MIXTURE = ((ADAPTER, 0.6), (SECOND, 1.0))
 DEPLOYMENT, LORA, SECOND_LORA = f"diffusiondeployments/{MODEL}", f"loraadapters/{ADAPTER}", f"loraadapters/{SECOND}"
 PROMPTS = ("a red digit seven", "a blue digit three", "a green digit eight")
 SEED = 2
@@ -50,7 +51,8 @@ class Demo:
 
 
 def clear_what_an_earlier_run_left(demo: Demo, step: Step) -> None:
-    demo.kubectl.text("delete", DEPLOYMENT, LORA, SECOND_LORA, "--ignore-not-found", deadline_s=REMOVAL_S)
+    demo.kubectl.text("delete", MIXTURE = ((ADAPTER, 0.6), (SECOND, 1.0))
+DEPLOYMENT, LORA, SECOND_LORA, "--ignore-not-found", deadline_s=REMOVAL_S)
     wait_until_gone(demo.kubectl, "pods", f"diffusion-operator.dev/deployment={MODEL}", deadline_s=REMOVAL_S)
 
 
@@ -87,7 +89,7 @@ def mix_two_adapters(demo: Demo, step: Step) -> None:
     demo.story.say("$ kubectl apply -f examples/quickstart/second-adapter.yaml")
     demo.story.say(demo.kubectl.apply(MANIFESTS / "second-adapter.yaml"))
     wait_for(demo.kubectl, SECOND_LORA, ADAPTER_READY, deadline_s=ADAPTER_S, tell=demo.story.say)
-    demo.pictures["mixture"] = _take(demo, MODEL, "mixture", adapters=(ADAPTER, SECOND))
+    demo.pictures["mixture"] = _take(demo, MODEL, "mixture", adapters=MIXTURE)
     differences = [mean_difference(*pair) for pair in zip(demo.pictures["adapter"], demo.pictures["mixture"], strict=True)]
     if min(differences) == 0:
         raise DemoFailed(f"a picture from {ADAPTER!r} with {SECOND!r} is that of {ADAPTER!r} alone; expected both styles in each")
@@ -162,16 +164,17 @@ STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
 )
 
 
-def _take(demo: Demo, model: str, name: str, *, adapters: tuple[str, ...] = ()) -> list[Picture]:
+def _take(demo: Demo, model: str, name: str, *, adapters: tuple[tuple[str, float], ...] = ()) -> list[Picture]:
     """One picture a prompt, one after the other: a request alone is the same to the last bit every time."""
     taken = []
+    mixed = " and ".join(f"{scale:g} of {adapter!r}" for adapter, scale in adapters)
     with demo.connect(MODEL) as url:
         client = client_for(url)
         for number, prompt in enumerate(PROMPTS):
             began = demo.story.clock()
             picture = ask(client, Request(prompt, SEED + number, model, adapters=adapters))
             path = save(demo.output, f"{name}-{number + 1}", picture)
-            demo.story.say(f"{prompt!r} from {' and '.join(adapters) or model!r}: {demo.story.clock() - began:.1f} s -> {path}")
+            demo.story.say(f"{prompt!r} from {mixed or repr(model)}: {demo.story.clock() - began:.1f} s -> {path}")
             taken.append(picture)
     return taken
 
