@@ -347,6 +347,35 @@ def test_generated_code_computes_what_the_blocks_do_for_one_row_and_for_many(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not any(Path(folder, "g++").exists() for folder in ("/usr/bin", "/usr/local/bin")), reason="no g++: what is traced is tested above"
+)
+def test_generated_code_has_any_adapters_in_each_row_and_is_generated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = Blocks().eval().requires_grad_(False)
+    base, names = copy.deepcopy(model), ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]
+    adapters = [random_factors(base, names, rank=rank, seed=rank) for rank in (1, 8, 16)]
+    compilation, layers = Compilation(Compile.DEFAULT, {"transformer": model}), layers_of(model, slots=3)
+    layers.make_static(compilation.regions)
+    for rows in (1, 2):
+        run(layers, model, torch.randn(rows, 8), [[(0, 1.0)]] * rows)
+    for slot, factors in enumerate(adapters):
+        load(layers, slot, factors)
+    asked: list[list[list[tuple[int, float]]]] = [
+        [[(2, 1.0)]],
+        [[(0, 1.0), (1, 0.5), (2, -1.0)]],
+        [[(0, 1.0)], [], [(2, 0.5), (1, 1.0)]],
+        [[(1, 1.0)], [(2, 1.0)], [(0, 1.0)], [], [(1, 0.3)]],
+    ]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for uses in asked:
+            x = torch.randn(len(uses), 8)
+            torch.testing.assert_close(run(layers, model, x, uses), adapted(base, uses, x, adapters), atol=1e-5, rtol=1e-5)
+    assert compilation.features == {"compile": "default (regional, 3 blocks)"}
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
 def test_without_a_compiler_on_the_machine_the_worker_serves_and_its_state_says_that_nothing_is_compiled(tmp_path: Path) -> None:
     # As in the worker's image, which has no g++.
     env = {"PATH": str(tmp_path), "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}

@@ -107,6 +107,30 @@ def test_lower_precisions_stay_within_their_own_rounding(net: Net, dtype: torch.
         torch.testing.assert_close(made[:2].float(), expected[:2], atol=10 * torch.finfo(dtype).eps, rtol=0.02)
 
 
+def test_under_autocast_adapters_compute_in_its_precision_as_peft_does(net: Net, without_onednn: None) -> None:
+    factors, x = random_factors(net, ALL), torch.randn(3, 5, 10)
+    theirs = with_peft(copy.deepcopy(net), factors)
+    layers = layers_of(net)
+    load(layers, 0, factors)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = theirs(x)
+        for uses in ([[(0, 1.0)]] * 3, [[(0, 1.0)], [(0, 1.0)], []]):
+            made = run(layers, net, x, uses)
+            assert made.dtype is expected.dtype is torch.bfloat16
+            torch.testing.assert_close(made[:2], expected[:2], atol=0.05, rtol=0.05)
+
+
+def test_a_copy_of_a_model_in_another_precision_has_the_adapters_of_the_original(net: Net) -> None:
+    factors, x = random_factors(net, ALL), torch.randn(3, 5, 10)
+    layers = layers_of(net, target_modules=["all"])
+    other = copy.deepcopy(net).double()
+    load(layers, 0, factors)
+    uses: list[list[tuple[int, float]]] = [[(0, 1.0)], [], [(0, 0.5)]]
+    made = run(layers, other, x.double(), uses)
+    assert made.dtype is torch.float64
+    torch.testing.assert_close(made.float(), run(layers, net, x, uses), **TIGHT)
+
+
 def test_ranks_may_differ_from_layer_to_layer_and_layers_that_are_not_named_are_their_base(net: Net) -> None:
     factors = {"first": factors_of(net.first, rank=2, scaling=1.5), "last": factors_of(net.last, rank=9, scaling=0.25)}
     x = torch.randn(2, 5, 10)
@@ -239,7 +263,10 @@ def test_an_adapter_that_fits_in_part_is_refused_whole_with_expected_and_found_s
 def test_a_rank_over_the_limit_is_refused_with_both_numbers_and_what_to_change(net: Net) -> None:
     error = refusal(net, random_factors(net, ALL, rank=5), max_rank=4)
     assert error.code is ErrorCode.RANK_TOO_LARGE
-    assert error.message == "adapter 'mine': rank 5 is over the limit of 4, first at transformer.first: start the worker with a larger --max-lora-rank"
+    assert (
+        error.message
+        == "adapter 'mine': rank 5 is over the limit of 4, first at transformer.first: start the worker with a larger --max-lora-rank"
+    )
 
 
 OTHERS = (nn.Embedding(24, 10), nn.LayerNorm(10), nn.Conv2d(10, 20, 1, groups=2))
