@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from diffusion_worker.config import Compile, Offload, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
 from diffusion_worker.runner.faults import RankFault
 from diffusion_worker.runner.merge_policy import FIRST_TRIAL_CALLS, TRIAL_CALLS, MergePolicy
 from diffusion_worker.runner.weight_loading import read_weights
+from peft_adapters import write_adapter
 from runner_rig import RunnerRig, levels_apart, request
 from worker_process import DIGITS
 
@@ -320,3 +324,38 @@ def test_what_became_of_the_option_is_a_feature_of_the_model(shared: Merging) ->
     assert "lora_merge" not in RunnerRig().model.features
     halved = RunnerRig(lora_merge=True, dtype="bfloat16")
     assert halved.model.features["lora_merge"] == "none: weights of bfloat16, in which a merge is not exact"
+
+
+class TwoExperts:
+    """A pair of denoisers, of which an adapter changes the first, as Wan 2.2 has them."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.modules = {"transformer": nn.Sequential(nn.Linear(6, 6)), "transformer_2": nn.Sequential(nn.Linear(6, 6))}
+        weights = ModelWeights(torch.device("cpu"))
+        for module in self.modules.values():
+            module.requires_grad_(False)
+            weights.place(module, folder / "no checkpoint")
+        loras = DiffusionLoRAManager(self.modules, denoiser="transformer", slots=1, cached=1, max_rank=4, device=torch.device("cpu"))
+        write_adapter(folder, {"0": self.modules["transformer"][0]})
+        loras.add_adapter(LoRARequest("adapter", 1, str(folder)))
+        loras.activate(STRIPES)
+        self.policy = MergePolicy()
+        self.merging = AdapterMerging(loras, weights, self.modules, policy=self.policy, clock=lambda: self.now)
+        self.now = 0.0
+
+    def call(self, component: str, uses: list[LoRAUse]) -> str | None:
+        """What was merged in a call, which takes half as long when something is."""
+        with torch.inference_mode(), self.merging.rows(component, [uses, uses], (2, 6), plain=False):
+            self.modules[component](torch.ones(2, 6))
+            self.now += 1.0 if self.merging.merged is None else 0.5
+            return self.merging.merged
+
+
+def test_calls_of_a_denoiser_that_the_adapter_does_not_change_neither_merge_nor_restore_nor_count(tmp_path: Path) -> None:
+    experts = TwoExperts(tmp_path)
+    assert [experts.call("transformer_2", STRIPES) for _ in range(2 * FIRST_TRIAL_CALLS)] == [None] * 2 * FIRST_TRIAL_CALLS
+    first = [experts.call("transformer", STRIPES) for _ in range(FIRST_TRIAL_CALLS + 1)]
+    assert [merged is not None for merged in first] == [False] * FIRST_TRIAL_CALLS + [True]
+    assert experts.call("transformer_2", STRIPES) == first[-1]
+    assert experts.call("transformer_2", []) is None

@@ -18,6 +18,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_layers import AdapterLayers, Delta, HostAdapter, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.model_layers import can_be_wrapped
 from diffusion_worker.lora.naming import Model
 from diffusion_worker.lora.registry import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
@@ -76,7 +77,12 @@ class DiffusionLoRAManager:
         self._cached = cached
         self._in_use = in_use
         self._layers = AdapterLayers(
-            components, slots=max(1, slots), max_rank=max_rank, device=device, part_of=part_of, target_modules=target_modules
+            components,
+            slots=max(1, slots),
+            max_rank=max_rank,
+            device=device,
+            part_of=part_of,
+            target_modules=target_modules if slots else (),
         )
         self._copies = LRUCacheLoRAModelManager(self._layers, slots=slots, capacity=cached + 1, in_use=self._copies_in_use)
         self._known: dict[int, _Known] = {}
@@ -115,7 +121,7 @@ class DiffusionLoRAManager:
             raise RequestError(ErrorCode.CONFLICT, message)
         if not self._slots:
             raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {name!r}: adapters are off, --max-loras is 0")
-        if not any(isinstance(part, nn.Linear) for module in self._components.values() for part in module.modules()):
+        if not any(can_be_wrapped(part) for module in self._components.values() for part in module.modules()):
             found = ", ".join(type(module).__name__ for module in self._components.values()) or "no component"
             raise RequestError(ErrorCode.NO_MATCHING_MODULES, f"adapter {name!r}: the model has no layer for adapters in {found}")
         checkpoint = read_checkpoint(request.lora_path, name=name, options=options, model=self._model)

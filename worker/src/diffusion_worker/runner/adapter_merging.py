@@ -97,11 +97,9 @@ class AdapterMerging:
     def _denoising(self, component: str, uses: Sequence[Sequence[LoRAUse]], shape: tuple[int, ...], plain: bool) -> Iterator[None]:
         use = None if plain else self._used_by_all(uses)
         identity = None if use is None else self._loras.identity_of(use)
-        if use is not None and self._loras.identity_in(component, [use]) is None:
-            # A denoiser that this adapter does not change: merged or not is the same to it.
-            wanted = identity if self.merged == identity else None
-        else:
-            wanted = self._policy.decide(identity, (component, shape))
+        # One that does not change this denoiser is the same to it whether it is merged or not: nothing is to be learnt.
+        concerned = use is None or self._loras.identity_in(component, [use]) is not None
+        wanted = self._policy.decide(identity, (component, shape)) if concerned else identity if self.merged == identity else None
         if wanted != self.merged:
             self.restore()
             if wanted is not None and use is not None:
@@ -109,7 +107,8 @@ class AdapterMerging:
         began = self._clock()
         with contextlib.nullcontext() if self.merged is not None else self._loras.rows(component, uses):
             yield
-        self._policy.took(self._clock() - began)
+        if concerned:
+            self._policy.took(self._clock() - began)
 
     def _used_by_all(self, uses: Sequence[Sequence[LoRAUse]]) -> LoRAUse | None:
         """The one adapter that every row uses alike, if it can be merged."""
