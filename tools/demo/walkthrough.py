@@ -51,8 +51,7 @@ class Demo:
 
 
 def clear_what_an_earlier_run_left(demo: Demo, step: Step) -> None:
-    demo.kubectl.text("delete", MIXTURE = ((ADAPTER, 0.6), (SECOND, 1.0))
-DEPLOYMENT, LORA, SECOND_LORA, "--ignore-not-found", deadline_s=REMOVAL_S)
+    demo.kubectl.text("delete", DEPLOYMENT, LORA, SECOND_LORA, "--ignore-not-found", deadline_s=REMOVAL_S)
     wait_until_gone(demo.kubectl, "pods", f"diffusion-operator.dev/deployment={MODEL}", deadline_s=REMOVAL_S)
 
 
