@@ -26,6 +26,8 @@ Wanted = str | LoRARequest | Sequence[str | LoRARequest] | None
 Scales = float | Sequence[float] | None
 # What a folder of an adapter is read from.
 READ = ("*.safetensors", "adapter_config.json")
+# Of several files in a folder the ranks read the first of these.
+WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 # Names, sizes and times of files; what changes when they are written.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
@@ -125,9 +127,11 @@ def _fingerprint(source: Source) -> Fingerprint:
 
 def _digest(source: Source) -> str | None:
     """Of the weights file at a path, where there is one that can be read; in a thread."""
+    files = [file for file in _files(source) if file.suffix == ".safetensors"]
+    known = [file for name in WEIGHTS for file in files if file.name == name]
     try:
-        (weights,) = (file for file in _files(source) if file.suffix == ".safetensors")
+        weights = known[0] if known else next(iter(files))
         with weights.open("rb") as file:
             return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-    except (OSError, ValueError):
+    except (OSError, StopIteration):
         return None
