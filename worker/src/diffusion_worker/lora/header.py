@@ -23,6 +23,8 @@ from diffusion_worker.errors import ErrorCode, RequestError
 MAX_HEADER_BYTES = 16 << 20
 # Far over any adapter: rank 256 of a model of 12 billion parameters in float32 is 4 GB.
 MAX_FILE_BYTES = 16 << 30
+# Each takes a table and two lists in the header. Adapters have some thousand; more would take seconds to make objects of.
+MAX_TENSORS = 100_000
 MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
 LENGTH_BYTES = 8
@@ -153,6 +155,8 @@ def _decode(data: bytes, label: str) -> dict[str, Any]:
             raise _invalid(f"{label}: its header has {shown(twice)} twice")
         return table
 
+    if data.count(b"{") > MAX_TENSORS or data.count(b"[") > 2 * MAX_TENSORS:
+        raise _invalid(f"{label}: its header has more tables or lists than {MAX_TENSORS} tensors need")
     try:
         document = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of thousands of digits
