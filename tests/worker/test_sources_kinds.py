@@ -154,6 +154,14 @@ async def test_a_pinned_adapter_whose_source_is_gone_comes_from_the_cache(rig: S
 
 
 @pytest.mark.slow
+async def test_a_pinned_file_that_came_from_another_source_needs_no_network(rig: SourceRig, hub: HubServer) -> None:
+    hub.push("org/x", {"a.safetensors": adapter_bytes()})
+    first = await rig.adapter(Source(hugging_face=HuggingFaceSource("org/x", file="a.safetensors")))
+    gone = Source(http=HttpSource("http://127.0.0.1:9/gone.safetensors", digest_of(adapter_bytes()).removeprefix("sha256:")))
+    assert content(await rig.adapter(gone)) == content(first)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shelf", REMOTE, indirect=True)
 async def test_another_digest_than_the_pinned_one_is_refused_and_the_file_does_not_stay(rig: SourceRig, shelf: Shelf) -> None:
     files = {"a.safetensors": adapter_bytes()}
@@ -243,8 +251,14 @@ async def test_a_fetch_takes_no_token_and_no_proxy_from_its_surroundings(
 ) -> None:
     for name, value in {"HF_TOKEN": "hf_ofauser", "HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
-    hub.push("org/x", {"a.safetensors": adapter_bytes()})
-    assert content(await rig.adapter(Source(hugging_face=HuggingFaceSource("org/x", file="a.safetensors")))) == {"": adapter_bytes()}
+    file = Served(adapter_bytes(), gate_after=10)
+    hub.push("org/x", {"a.safetensors": file})
+    fetching = asyncio.create_task(rig.adapter(Source(hugging_face=HuggingFaceSource("org/x", file="a.safetensors"))))
+    await until(hub.at_gate.is_set)
+    [process] = fetch_processes()
+    assert b"hf_ofauser" not in content(Fetched(f"/proc/{process}/environ"))[""]
+    file.gate.set()
+    assert content(await fetching) == {"": adapter_bytes()}
     assert set(hub.authorizations) == {None}
 
 
