@@ -439,6 +439,27 @@ async def _registered(edge: Edge, *paths: str) -> bool:
     return sorted(edge.ranks.registered.values()) == list(paths)
 
 
+async def test_a_version_that_is_loaded_while_a_request_wants_the_old_one_back_stays(loading_edge: Edge) -> None:
+    """The old one was evicted meanwhile, and its load for the request comes behind that of the new one."""
+    edge = loading_edge
+    await put(edge, "a")
+    edge.fetcher.arriving.clear()
+    replacing = asyncio.create_task(edge.engine.put_adapter("a", remote("org/a")))
+    await edge.wait_for(lambda: _half_fetched(edge, "a"))
+    await put(edge, "b", "c")
+    assert states(edge)["b"] == states(edge)["c"] == "Loaded"
+    edge.ranks.calling.clear()
+    edge.fetcher.arriving.set()
+    await edge.wait_for(lambda: _called(edge, "add_lora", 4))
+    asking = asyncio.create_task(made(edge, "a"))
+    await edge.wait_state(queued=1)
+    edge.ranks.calling.set()
+    assert (await replacing).digest == fake_digest("/cache/org/a")
+    for generation in (await asking, await made(edge, "a")):
+        assert generation.provenance.adapters[0].digest == fake_digest("/cache/org/a")
+    assert [document.digest for document in records(edge.engine, "a")] == [fake_digest("/cache/org/a")]
+
+
 async def test_the_same_put_twice_is_one_load(edge: Edge) -> None:
     edge.fetcher.arriving.clear()
     puts = [asyncio.create_task(edge.engine.put_adapter("a", remote("org/a", scale=scale))) for scale in (0.5, 0.75)]

@@ -217,15 +217,18 @@ class AdapterLoader:
 
     def _succeeded(self, adapter: Adapter, load: Load, loaded: LoadedLoRA) -> None:
         adapter.load = None
-        if load.superseded is not None:
+        if load.superseded is not None or adapter not in self._table:
             self._in_background(self._tell.undo(adapter, adapter.lora_int_id))
             self._release(adapter)
+            load.end(RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r}: nobody wants it any more"))
             return
         adapter.loaded, adapter.state = loaded, AdapterState.LOADED
         self._table.touch(adapter)
         self.loads.codes["OK"] += 1
         if self._table.get(adapter.name) is not adapter:
             previous = self._table.put(adapter)
+            # It may have been evicted, and be on its way back for a request.
+            self._give_up(previous, f"adapter {adapter.name!r}: a newer call replaced it")
             if previous is not None:
                 self._in_background(self._retired(previous, REPLACE_DRAIN_S))
         log.info("adapter=%s loaded digest=%s rank=%d", adapter.name, loaded.digest, loaded.rank)
