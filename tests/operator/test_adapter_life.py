@@ -209,16 +209,51 @@ async def test_an_evicted_adapter_that_requests_load_again_is_ready() -> None:
     assert rig.instance()["state"] == "Cached"
 
 
-async def test_an_evicted_adapter_whose_requests_are_refused_is_not_ready_and_says_what_to_change() -> None:
-    rig = await with_adapter()
-    worker_of(rig).evict("x")
+async def crowded(*evicted: str) -> Rig:
+    """Room for two adapters in memory; those named are out of it."""
+    rig = await serving(lora={"maxLoaded": 1, "maxCached": 2})
+    for name in ("a", "b", "c", "d1"):
+        rig.cluster.put(adapter(name, f"/loras/{name}", priority=1 if name == "d1" else 0))
+    await rig.run()
+    for name in evicted:
+        worker_of(rig).evict(name)
+    worker_of(rig).loads.clear()
     await rig.run(30)
-    assert rig.adapter_condition("Ready") == ("False", "Evicted")
+    return rig
+
+
+async def test_an_evicted_adapter_whose_requests_are_refused_is_not_ready_and_says_what_to_change() -> None:
+    rig = await crowded("a", "d1")
+    assert rig.adapter_condition("Ready", "a") == ("False", "Evicted")
     for word in ("replica 0", "503 AdapterNotLoaded", "maxCached", "onMissing", "Resident"):
-        assert word in rig.adapter_message("Ready")
-    assert rig.adapter_condition("Loaded") == ("False", "Evicted")
+        assert word in rig.adapter_message("Ready", "a")
+    assert rig.adapter_condition("Loaded", "a") == ("False", "Evicted")
+    assert rig.adapter_condition("Ready", "b") == ("True", "LoadedEverywhere")
     assert rig.condition("AdaptersReady") == ("False", "CapacityExceeded")
-    assert "16 fit" in rig.message("AdaptersReady")
+    assert "2 fit" in rig.message("AdaptersReady")
+
+
+async def test_evicted_adapters_come_back_as_room_allows_by_their_priority_and_no_more_than_fit() -> None:
+    rig = await crowded("a", "d1")
+    assert worker_of(rig).loads == [], "there is no room: one more would push another one out"
+    rig.cluster.remove(ADAPTER, "b")
+    await rig.run(60)
+    assert worker_of(rig).loads == ["d1"]
+    assert rig.adapter_condition("Ready", "d1") == ("True", "LoadedEverywhere")
+    assert rig.adapter_condition("Ready", "a") == ("False", "Evicted")
+    rig.cluster.remove(ADAPTER, "c")
+    await rig.run(60)
+    assert worker_of(rig).loads == ["d1", "a"]
+    assert rig.condition("AdaptersReady") == ("True", "AllReady")
+
+
+async def test_a_replica_with_less_room_than_the_spec_says_is_not_filled_up() -> None:
+    """maxCached was raised, and it is not replaced yet."""
+    rig = await crowded("a", "d1")
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2, lora={"maxLoaded": 1, "maxCached": 4}))
+    await rig.run(30)
+    assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
+    assert worker_of(rig).loads == []
 
 
 async def test_an_adapter_on_demand_is_ready_before_anybody_has_fetched_it() -> None:

@@ -14,12 +14,13 @@ import msgspec
 from diffusion_operator.api.adapter import InstanceState, Residency, UsageStatus
 from diffusion_operator.api.deployment import AdaptersStatus, GroupState, Lora, OnMissing
 from diffusion_operator.api.worker_state import AdapterRecord, WireError
-from diffusion_operator.plan.acceptance import Decision, Holders, decide_all, overruled
+from diffusion_operator.plan.acceptance import Decision, DesiredAdapter, Holders, decide_all, overruled
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter
 from diffusion_operator.plan.attempts import learn
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.instances import Instance, instance_of, leaving_instances, strays
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
+from diffusion_operator.plan.refilling import refills
 from diffusion_operator.plan.usage import usage_of
 
 _SERVING = (GroupState.AWAKE, GroupState.VERIFYING)
@@ -95,9 +96,10 @@ class AdapterPlan(msgspec.Struct, frozen=True):
 def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime, *, revision: str) -> AdapterPlan:
     present = tuple(group for group in groups if group.state is not GroupState.TERMINATING)
     decisions = decide_all(observed.deployment, observed.adapters, holders=_holders(present))
-    attempts = _attempts(observed, decisions, present, now)
+    desired = [decision.desired for decision in decisions if decision.desired is not None]
+    attempts = _attempts(observed, desired, present, now)
     table = [_instances(decision, present, attempts, now) for decision in decisions]
-    wanted = frozenset(decision.desired.name for decision in decisions if decision.desired is not None)
+    wanted = frozenset(one.name for one in desired)
     lora = observed.deployment.spec.lora
     removals = {group.index: strays(group, wanted, lora=lora) for group in present}
     rows = [row for decision, row in zip(decisions, table, strict=True) if decision.desired is not None]
@@ -105,15 +107,16 @@ def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime, 
         group.index: _verified(group, [row[column] for row in rows], removals=removals[group.index]) for column, group in enumerate(present)
     }
     states = {index: group.state for index, group in verified.items()}
-    # Others are about to go, and refuse by settings that the spec has no more.
-    current = frozenset(group.index for group in present if group.pod.revision == revision)
+    # Others are about to go, and have settings that the spec has no more.
+    current = tuple(group for group in present if group.pod.revision == revision)
+    pushes = tuple(instance.push for row in rows for instance in row if instance.push is not None)
     return AdapterPlan(
         views=tuple(
             _view(observed, overruled(decision, _errors(row, current)), row, states, usage=_usage(observed, decision, present, now))
             for decision, row in zip(decisions, table, strict=True)
         ),
         groups=tuple(verified.get(group.index, group) for group in groups),
-        pushes=tuple(instance.push for row in rows for instance in row if instance.push is not None),
+        pushes=(*pushes, *refills(desired, current, lora=lora, pushes=pushes, attempts=attempts, now=now)),
         removals=tuple(removal for one in removals.values() for removal in one),
         attempts=attempts,
     )
@@ -137,8 +140,9 @@ def _view(
     )
 
 
-def _errors(row: Sequence[Instance], groups: frozenset[int]) -> list[WireError]:
-    return [one.error for one in row if one.error is not None and one.status.group in groups]
+def _errors(row: Sequence[Instance], groups: Sequence[Group]) -> list[WireError]:
+    indices = {group.index for group in groups}
+    return [one.error for one in row if one.error is not None and one.status.group in indices]
 
 
 def _usage(observed: Observed, decision: Decision, groups: Sequence[Group], now: datetime) -> UsageStatus | None:
@@ -161,13 +165,12 @@ def _holders(groups: Sequence[Group]) -> Holders:
     return holders
 
 
-def _attempts(observed: Observed, decisions: Sequence[Decision], groups: Sequence[Group], now: datetime) -> dict[AttemptKey, Attempt]:
+def _attempts(observed: Observed, desired: Sequence[DesiredAdapter], groups: Sequence[Group], now: datetime) -> dict[AttemptKey, Attempt]:
     """A document that could not be refreshed says nothing new."""
     answering = tuple(group for group in groups if group.state is GroupState.AWAKE and group.poll.fresh)
     learned = dict(observed.attempts)
-    for decision in decisions:
-        if decision.desired is not None:
-            learned |= learn(observed.attempts, answering, decision.desired, now=now)
+    for one in desired:
+        learned |= learn(observed.attempts, answering, one, now=now)
     return learned
 
 

@@ -56,15 +56,15 @@ def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[Atte
     document = group.document
     if document is None or group.state is not GroupState.AWAKE:
         return Instance(status=_status(group, InstanceState.DEFERRED))
-    key = attempt_key(group, desired)
-    record, attempt, other = current_record(document, desired), attempts.get(key), other_version(document, desired)
+    record, attempt = current_record(document, desired), attempts.get(attempt_key(group, desired))
+    other = other_version(document, desired)
     state = _state(record, desired, attempt)
     error = _error(record, desired, attempt) if state is InstanceState.FAILED else None
     due = _due(record, desired, attempt, now=now)
     return Instance(
         status=_status(group, state, record=record, attempt=attempt, error=error),
         record=_steady(record) if record is not None else None,
-        push=_push(group, desired, key=key, attempt=attempt) if due else None,
+        push=push_of(group, desired, attempt=attempt) if due else None,
         error=error,
         other_digest=other.digest if other is not None else None,
         drifted=other is not None and desired.load.digest is not None and comes_from(other, desired),
@@ -145,14 +145,15 @@ def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt
     return (attempt.error is None or attempt.error.retryable) and now >= attempt.next_retry
 
 
-def _push(group: Group, desired: DesiredAdapter, *, key: AttemptKey, attempt: Attempt | None) -> PutAdapter | None:
+def push_of(group: Group, desired: DesiredAdapter, *, attempt: Attempt | None) -> PutAdapter | None:
+    """None while the replica cannot be called."""
     address = worker_address(group)
     if address is None:
         return None
     count = attempt.count if attempt else 0
     return PutAdapter(
         worker=address,
-        key=key,
+        key=attempt_key(group, desired),
         operation_id=f"put-{desired.name}-{desired.uid[:8]}-{desired.generation}-{count + 1}",
         name=desired.name,
         load=desired.load,
