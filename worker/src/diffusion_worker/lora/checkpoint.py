@@ -6,6 +6,7 @@ Where it lies and what it holds is `adapter_file`'s, what names mean `formats`' 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from diffusion_worker.lora.request import LoadOptions
 from diffusion_worker.messages import Recipe
 
 BASE_MODEL_KEYS = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name")
+FIRST, SECOND = "transformer", "transformer_2"
 # Asked for together they are what a model has of both: the file of an adapter may be for one of them.
-DENOISERS = {"transformer", "transformer_2"}
+DENOISERS = {FIRST, SECOND}
 PLAIN = LoadOptions()
 ANY_MODEL = Model()
 
@@ -115,9 +117,15 @@ def _scaling(module: str, names: Written, settings: Mapping[str, PeftSettings], 
 
 
 def _of_components(factors: dict[str, Factors], components: list[str], label: str) -> dict[str, LoRAFactors]:
-    """Those of the components that are asked for, in the order of their names."""
-    found = sorted({module.partition(".")[0] for module in factors})
+    """Those of the components that are asked for, in the order of their names.
+
+    Files for the second of two denoisers name the first one, as diffusers wants them (`load_into_transformer_2`): who asks for
+    the second alone says which of them is meant.
+    """
     asked = set(components)
+    if asked & DENOISERS == {SECOND} and not any(module.startswith(f"{SECOND}.") for module in factors):
+        factors = {re.sub(rf"^{FIRST}\.", f"{SECOND}.", module): pair for module, pair in factors.items()}
+    found = sorted({module.partition(".")[0] for module in factors})
     if asked >= DENOISERS and DENOISERS & set(found):
         asked -= DENOISERS - set(found)
     if missing := sorted(asked - set(found)):
