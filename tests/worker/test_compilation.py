@@ -234,10 +234,10 @@ def test_compiled_rows_that_cannot_be_told_apart_have_the_adapters_of_all_or_are
     assert compilation.features == {"compile": "default (regional, 2 blocks)"}
 
 
-def pictures_of(rig: RunnerRig, *, count: int, adapter: int | None, guidance: float) -> dict[str, Any]:
-    use = [] if adapter is None else [LoRAUse(adapter, 1.0)]
+def pictures_of(rig: RunnerRig, *, count: int, adapters: tuple[int, ...], guidance: float) -> dict[str, Any]:
+    uses = [LoRAUse(adapter, 1.0 / len(adapters)) for adapter in adapters]
     specs: list[RequestSpec] = [
-        request(f"{index}", seed=index, height=64, width=64, steps=2, guidance_scale=guidance, loras=use[: 1 - index % 2])
+        request(f"{index}", seed=index, height=64, width=64, steps=2, guidance_scale=guidance, loras=[] if index % 2 else uses)
         for index in range(count)
     ]
     pictures, errors = rig.run(*specs)
@@ -250,9 +250,9 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
     plain, rig = RunnerRig(), RunnerRig(compile=Compile.DEFAULT, max_loras=2)
     assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
 
-    def both(count: int, adapter: int | None = None, guidance: float = 4.0) -> None:
-        ours = pictures_of(rig, count=count, adapter=adapter, guidance=guidance)
-        theirs = pictures_of(plain, count=count, adapter=adapter, guidance=guidance)
+    def both(count: int, *adapters: int, guidance: float = 4.0) -> None:
+        ours = pictures_of(rig, count=count, adapters=adapters, guidance=guidance)
+        theirs = pictures_of(plain, count=count, adapters=adapters, guidance=guidance)
         assert max(levels_apart(ours[name], theirs[name]) for name in theirs) <= 1
 
     def change(*, add: tuple[str, int] | None = None, remove: int | None = None) -> None:
@@ -273,6 +273,8 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
         both(3, 1)
         change(add=("frame", 2))
         both(2, 2)
+        both(1, 1, 2)
+        both(3, 2, 1)
         change(remove=1)
         change(add=("paper", 3))
         both(4, 3)
