@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The managers of adapters: what each call returns, who goes for whom, and what two names for one adapter share."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -15,13 +16,19 @@ from torch import nn
 
 import diffusion_worker.lora
 import rank_processes
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.adapter_layers import HostAdapter
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.registry import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
+from diffusion_worker.ranks.worker_proc import RPC_METHODS
+from diffusion_worker.runner.diffusion_worker import DiffusionWorker
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from peft_adapters import write_adapter
+from runner_rig import OneRank, RunnerRig
+from worker_process import DIGITS
 
 
 class FakeSlots:
@@ -501,3 +508,48 @@ def test_an_adapter_is_registered_on_all_ranks_or_on_none_and_nothing_goes_for_o
     assert [{**each, "said": each["said"].split("'")[1:2]} for each in first] == [
         {**each, "said": each["said"].split("'")[1:2]} for each in second
     ]
+
+
+# --- what the server calls ------------------------------------------------------------------------------------------------
+
+
+def worker_around(runner: DiffusionModelRunner) -> DiffusionWorker:
+    """The worker of a rank without a process group of its own."""
+    made = object.__new__(DiffusionWorker)
+    made.model_runner = runner
+    return made
+
+
+def test_a_worker_that_has_loaded_nothing_knows_no_adapters() -> None:
+    config = WorkerConfig(model="(none)", served_name="none")
+    worker = worker_around(DiffusionModelRunner(config, torch.device("cpu"), OneRank()))  # type: ignore[arg-type]
+    assert worker.list_loras() == []
+    assert not worker.remove_lora(lora_int_id=1)
+    assert not worker.pin_lora(lora_int_id=1)
+    assert not worker.unpin_lora(lora_int_id=1)
+
+
+def test_every_method_that_the_server_may_call_takes_the_arguments_that_the_wire_has_for_it() -> None:
+    for name, types in RPC_METHODS.items():
+        parameters = list(inspect.signature(getattr(DiffusionWorker, name)).parameters)[1:]
+        assert types is not None and parameters == list(types)
+    assert {"add_lora", "remove_lora", "list_loras", "pin_lora", "unpin_lora"} <= RPC_METHODS.keys()
+
+
+def test_the_calls_of_a_loaded_worker_say_what_they_did() -> None:
+    worker = worker_around(RunnerRig(max_loras=1, max_cached_loras=1).runner)
+    stripes, frame = (LoRARequest(name, number, str(DIGITS / "loras" / name)) for number, name in ((1, "stripes"), (2, "frame")))
+    assert worker.add_lora(request=stripes, options=LoadOptions()).evicted == []
+    assert worker.pin_lora(lora_int_id=1)
+    with pytest.raises(RequestError, match="too few of them can go"):
+        worker.add_lora(request=frame, options=LoadOptions())
+    assert worker.unpin_lora(lora_int_id=1)
+    assert worker.add_lora(request=frame, options=LoadOptions()).evicted == [1]
+    assert worker.list_loras() == [2]
+    assert worker.remove_lora(lora_int_id=2)
+    assert not worker.remove_lora(lora_int_id=2)
+
+
+def test_fewer_adapters_in_memory_than_in_slots_are_refused_at_load_by_the_name_of_the_option() -> None:
+    with pytest.raises(ConfigError, match=r"--max-cached-loras: expected at least as many as .* found 1, and --max-loras is 2"):
+        RunnerRig(max_loras=2, max_cached_loras=1)
