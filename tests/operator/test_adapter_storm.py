@@ -23,10 +23,11 @@ QUIET_S = 1500.0
 
 
 class Storm:
-    def __init__(self, rig: Rig, seed: int) -> None:
+    def __init__(self, rig: Rig, seed: int, *, max_cached: int) -> None:
         self.rig = rig
         self.dice = random.Random(seed)
         self.happened: list[str] = []
+        self.script: dict[str, Any] = {"refusals": {BAD: BROKEN}, "max_cached": max_cached}
 
     def workers(self) -> list[ScriptedWorker]:
         pods = [self.rig.cluster.find(POD, name) for name in self.rig.cluster.names(POD)]
@@ -86,7 +87,7 @@ class Storm:
     def restart(self) -> str:
         pods = [name for name in self.rig.cluster.names(POD) if (self.rig.cluster.find(POD, name) or {}).get("status")]
         what: Callable[[], object] = self.dice.choice(
-            [self.rig.restart_operator, lambda: self.rig.restart_container(self.dice.choice(pods), refusals={BAD: BROKEN})]
+            [self.rig.restart_operator, lambda: self.rig.restart_container(self.dice.choice(pods), **self.script)]
         )
         what()
         return "operator or container"
@@ -97,32 +98,39 @@ class Storm:
         return str(change)
 
 
-async def after_the_storm(seed: int) -> Storm:
-    rig = await serving(2, lora={"onMissing": "Load", "maxLoaded": 8})
-    storm = Storm(rig, seed)
+async def after_the_storm(seed: int, lora: dict[str, Any]) -> Storm:
+    rig = await serving(2, lora=lora)
+    storm = Storm(rig, seed, max_cached=lora["maxCached"])
     for worker in storm.workers():
-        worker.refusals[BAD] = BROKEN
+        worker.refusals[BAD], worker.max_cached = BROKEN, lora["maxCached"]
     for _ in range(STEPS):
         storm.one()
         await rig.run(storm.dice.choice((0.0, 0.3, 2.0, 12.0)))
-        rig.start_all(refusals={BAD: BROKEN})
+        rig.start_all(**storm.script)
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update({"sleep": {}, "replicas": 2}))
     for _ in range(3):
         for worker in storm.workers():
             worker.held.clear()
             storm.calm(worker)
         await rig.run(60)
-        rig.start_all(refusals={BAD: BROKEN})
+        rig.start_all(**storm.script)
     await rig.run(QUIET_S)
     return storm
 
 
-@pytest.mark.parametrize("seed", range(12))
-async def test_after_a_storm_the_replicas_have_what_is_declared_and_all_is_quiet(seed: int) -> None:
-    storm = await after_the_storm(seed)
+ROOM = {"onMissing": "Load", "maxLoaded": 8, "maxCached": 8}
+NO_ROOM = {"onMissing": "Reject", "maxLoaded": 2, "maxCached": 2}
+
+
+@pytest.mark.parametrize("lora", [ROOM, NO_ROOM], ids=["room", "no room"])
+@pytest.mark.parametrize("seed", range(6))
+async def test_after_a_storm_the_replicas_have_what_is_declared_and_all_is_quiet(seed: int, lora: dict[str, Any]) -> None:
+    storm = await after_the_storm(seed, lora)
     rig, told = storm.rig, "\n".join(storm.happened)
     declared = {name: rig.cluster.find(ADAPTER, name) for name in NAMES}
-    wanted = {name: found["spec"] for name, found in declared.items() if found is not None and not found["spec"].get("suspend")}
+    running = {name: found["spec"] for name, found in declared.items() if found is not None and not found["spec"].get("suspend")}
+    wanted = {name: spec for name, spec in running.items() if rig.adapter_condition("Accepted", name)[1] != "CapacityExceeded"}
+    assert wanted == running or sum(spec.get("residency") == "Resident" for spec in running.values()) > lora["maxLoaded"], told
     assert {one["name"] for one in rig.desired()["adapters"]} == set(wanted), told
     assert len(storm.workers()) == 2, told
     for worker in storm.workers():
@@ -144,7 +152,9 @@ def check(rig: Rig, name: str, spec: dict[str, Any], worker: ScriptedWorker, tol
         return
     if path == BAD:
         return
-    assert rig.adapter_condition("Ready", name)[0] == "True", about
+    ready = rig.adapter_condition("Ready", name)
+    crowded = ready == ("False", "Evicted") and worker.max_cached == NO_ROOM["maxCached"]
+    assert ready[0] == "True" or crowded, about
     assert record.digest in (None, "sha256:" + path.strip("/").replace("/", "-")), about
     assert record.source.path == path, about
     assert record.scale == float(spec.get("defaultScale", "1.0")), about

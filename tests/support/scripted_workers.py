@@ -41,6 +41,8 @@ class ScriptedWorker:
     """By identity: what a branch is found to be."""
     held: set[str] = field(default_factory=set)
     """Identities of sources whose load stays in progress until `finish_load`; the put itself goes unanswered."""
+    max_cached: int = 1000
+    """So many stay in memory; then the one with the lowest priority goes for one that comes."""
     rank: int = 8
     components: tuple[str, ...] = ("transformer",)
     """What the files of adapters have."""
@@ -168,7 +170,14 @@ class ScriptedWorker:
             ),
             load,
         )
+        self._make_room(name)
         return error
+
+    def _make_room(self, newest: str) -> None:
+        loaded = {name: record for name, record in self.adapters.items() if record.state is RecordState.LOADED}
+        may_go = [name for name, record in loaded.items() if name != newest and record.residency is not Residency.RESIDENT]
+        if len(loaded) > self.max_cached and may_go:
+            self.evict(min(may_go, key=lambda name: loaded[name].priority))
 
     def _same(self, record: AdapterRecord, load: AdapterLoad) -> bool:
         same = record.digest == load.digest if load.digest and record.digest else record.source == load.source
