@@ -155,10 +155,13 @@ async def test_a_pinned_adapter_whose_source_is_gone_comes_from_the_cache(rig: S
 
 @pytest.mark.slow
 async def test_a_pinned_file_that_came_from_another_source_needs_no_network(rig: SourceRig, hub: HubServer) -> None:
-    hub.push("org/x", {"a.safetensors": adapter_bytes()})
-    first = await rig.adapter(Source(hugging_face=HuggingFaceSource("org/x", file="a.safetensors")))
-    gone = Source(http=HttpSource("http://127.0.0.1:9/gone.safetensors", digest_of(adapter_bytes()).removeprefix("sha256:")))
-    assert content(await rig.adapter(gone)) == content(first)
+    hub.files["/a"] = Served(adapter_bytes())
+    first = await rig.adapter(Source(http=HttpSource(f"{hub.url}/a", hub.files["/a"].sha256)))
+    hub.asked.clear()
+    gone = Source(hugging_face=HuggingFaceSource("org/gone", file="a.safetensors"))
+    assert content(await rig.adapter(gone, digest=first.digest)) == content(first)
+    assert not hub.asked
+    assert (await rig.refusal(gone)).code is ErrorCode.SOURCE_NOT_FOUND
 
 
 @pytest.mark.slow
