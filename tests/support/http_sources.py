@@ -17,6 +17,7 @@ class Served:
 
     content: bytes = b""
     ranges: bool = True
+    if_range: bool = True
     # Sends so many bytes of each answer, then closes the connection, or waits for `gate` and sends the rest.
     break_after: int | None = None
     gate_after: int | None = None
@@ -27,7 +28,7 @@ class Served:
     status: int | None = None
     etag: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    # What it serves from the second request on.
+    # What it serves at the next request.
     then: "Served | None" = None
 
     @property
@@ -96,8 +97,8 @@ def _handler(server: SourceServer) -> type[BaseHTTPRequestHandler]:
             served = server.find(self.command, path)
             if served is None:
                 return self._say(404)
-            if served.then is not None and server.asked[path] > 1:
-                served = served.then
+            for _ in range(server.asked[path] - 1):
+                served = served.then or served
             if served.status is not None:
                 return self._say(served.status)
             if served.redirect is not None:
@@ -132,7 +133,7 @@ def _handler(server: SourceServer) -> type[BaseHTTPRequestHandler]:
         def _begin(self, served: Served, etag: str) -> int:
             asked = self.headers.get("Range")
             server.ranges.append(asked)
-            if not asked or not served.ranges or self.headers.get("If-Range", etag) != etag:
+            if not asked or not served.ranges or (served.if_range and self.headers.get("If-Range", etag) != etag):
                 return 0
             return int(asked.removeprefix("bytes=").rstrip("-"))
 
