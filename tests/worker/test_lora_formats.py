@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+from diffusers.training_utils import _collate_lora_metadata
 from safetensors.torch import save_file
 
 from diffusion_worker.errors import ErrorCode, RequestError
@@ -70,6 +72,27 @@ def test_diffusers_loads_the_same_updates_from_the_same_file(case: Case, tmp_pat
     pipeline.load_lora_weights(str(tmp_path), weight_name=made.path.name)
     expected = of_diffusers(pipeline)
     assert_same({name: update for name, update in found.items() if not case.lost(name)}, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"use_rslora": True}, {"rank_pattern": {"to_q": 3}, "alpha_pattern": {"to_k": 5, "transformer_blocks.1.attn.to_v": 7}}]
+)
+def test_what_training_with_diffusers_saves_is_read_as_it_was_trained(options: dict[str, Any], tmp_path: Path) -> None:
+    pipeline = case_named("SD3, diffusers").build()
+    config = peft.LoraConfig(r=4, lora_alpha=10, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "ff.net.2"], **options)
+    pipeline.transformer.add_adapter(config)
+    pipeline.text_encoder.add_adapter(peft.LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, target_modules=["q_proj"]))
+    parts = {"transformer": pipeline.transformer, "text_encoder": pipeline.text_encoder}
+    pipeline.save_lora_weights(
+        tmp_path,
+        **{f"{name}_lora_layers": peft.get_peft_model_state_dict(part, adapter_name="default") for name, part in parts.items()},
+        **_collate_lora_metadata(parts),
+    )
+    trained = of_diffusers(pipeline)
+    found, format = ours(tmp_path, case_named("SD3, diffusers").build())
+    assert format == "diffusers"
+    assert_same(found, trained)
 
 
 # --- what a conversion would drop -----------------------------------------------------------------------------------------
