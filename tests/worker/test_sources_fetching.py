@@ -80,6 +80,7 @@ async def test_another_digest_is_told_with_both_and_nothing_of_the_file_stays(se
     assert rig.files("partial") == rig.files("blobs") == rig.files("trees") == []
 
 
+@pytest.mark.slow
 async def test_a_digest_that_contradicts_that_of_the_source_is_refused_unasked(server: SourceServer, rig: SourceRig) -> None:
     error = await rig.refusal(serve(server, Served(LARGE)), digest=f"sha256:{'1' * 64}")
     assert error.code is ErrorCode.DIGEST_MISMATCH
@@ -122,6 +123,7 @@ async def test_a_source_that_misbehaves_ends_in_a_clear_error(server: SourceServ
     assert fetch_processes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "code"),
     [
@@ -182,7 +184,7 @@ def test_a_file_that_changes_whenever_it_is_read_is_an_error(server: SourceServe
     assert refused.value.code is ErrorCode.NETWORK_ERROR
 
 
-@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("ranges", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_a_download_whose_process_is_killed_goes_on_in_the_next_one(server: SourceServer, rig: SourceRig, ranges: bool) -> None:
     served = Served(LARGE, gate_after=200_000, ranges=ranges)
     source = serve(server, served)
@@ -198,6 +200,7 @@ async def test_a_download_whose_process_is_killed_goes_on_in_the_next_one(server
     assert rig.files("partial") == []
 
 
+@pytest.mark.slow
 async def test_what_a_dead_process_left_of_an_older_file_is_not_kept(server: SourceServer, rig: SourceRig) -> None:
     served = Served(LARGE)
     source = serve(server, served)
@@ -304,6 +307,7 @@ async def test_a_fetching_process_ends_with_the_server_that_started_it(server: S
     await until(lambda: not Path(f"/proc/{process}").exists() or b") Z" in Path(f"/proc/{process}/stat").read_bytes())
 
 
+@pytest.mark.slow
 async def test_a_private_cache_goes_with_its_fetcher(server: SourceServer, tmp_path: Path) -> None:
     rig = SourceRig(tmp_path, cache_dir=None)
     fetched = await rig.adapter(serve(server, Served(LARGE)))
@@ -374,6 +378,7 @@ async def test_a_damaged_blob_is_fetched_again(server: SourceServer, rig: Source
     assert server.asked[PATH] == 2
 
 
+@pytest.mark.slow
 async def test_a_cache_that_cannot_be_written_to_is_told(tmp_path: Path, server: SourceServer) -> None:
     (tmp_path / "file").write_text("x")
     error = await SourceRig(tmp_path, cache_dir=str(tmp_path / "file")).refusal(serve(server, Served(LARGE)))

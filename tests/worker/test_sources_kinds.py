@@ -200,6 +200,7 @@ async def test_new_bytes_under_an_old_name_are_fetched_and_the_same_ones_are_not
     assert second.revision != first.revision
 
 
+@pytest.mark.slow
 async def test_a_branch_of_a_hub_is_resolved_to_its_commit(rig: SourceRig, hub: HubServer) -> None:
     commit = hub.push("org/x", {"a.safetensors": adapter_bytes()}, branch="v1")
     hub.push("org/x", {"a.safetensors": adapter_bytes(fill=2)})
