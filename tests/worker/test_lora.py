@@ -111,6 +111,7 @@ def test_an_adapter_over_the_capacity_of_the_host_is_refused_and_changes_nothing
     assert manager.list_adapters() == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_slots_of_adapters_are_in_the_memory_report_by_layers_and_not_by_adapters() -> None:
     rig = RunnerRig(max_loras=2, max_lora_rank=16)
     assert rig.runner.loras is not None

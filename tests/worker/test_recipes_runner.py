@@ -39,7 +39,7 @@ def by_diffusers(rig: RunnerRig, spec: RequestSpec) -> Any:
 RECIPES = [{"sigmas": SIGMAS, "steps": None}, {"sigmas": SIGMAS, "steps": 3}, {"shift": SHIFT}, {"sigmas": SIGMAS, "shift": SHIFT}]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", [*(pytest.param(each, marks=pytest.mark.slow) for each in RECIPES[:3]), RECIPES[3]], ids=str)
 def test_a_request_with_a_schedule_of_its_own_makes_the_picture_that_diffusers_makes_with_it(
     rig: RunnerRig, recipe: dict[str, Any]
 ) -> None:
@@ -49,6 +49,7 @@ def test_a_request_with_a_schedule_of_its_own_makes_the_picture_that_diffusers_m
     assert levels_apart(pictures["recipe"], by_diffusers(rig, spec)) <= 1
 
 
+@pytest.mark.slow
 def test_requests_of_different_schedules_share_calls_and_leave_the_pipeline_as_it_is(rig: RunnerRig) -> None:
     specs = [request("plain"), *(request(f"recipe {number}", **recipe) for number, recipe in enumerate(RECIPES))]
     before = dict(rig.runner.pipeline.scheduler.config)
@@ -70,6 +71,7 @@ def test_sigmas_that_are_not_one_for_each_step_are_refused_with_both_numbers(rig
     assert errors["two"].message == "num_inference_steps: expected 3, the number of the adapter's sigmas, found 2"
 
 
+@pytest.mark.slow
 def test_an_edit_takes_as_many_steps_as_there_are_sigmas(rig: RunnerRig) -> None:
     spec = request("edit", sigmas=SIGMAS, steps=None, task=Task.EDIT, images=[PictureInput(0, (32, 32, 3))], strength=1.0)
     pictures, errors = rig.run(spec, frames={"edit": [bytes(32 * 32 * 3)]})
