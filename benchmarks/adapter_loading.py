@@ -2,10 +2,12 @@
 """P3: an adapter from its file to usable, against diffusers' two ways with the same file; and what activation and memory cost.
 
 The load is of 418 modules in a tree of FLUX's shape with small layers, where the time of every way is that of its modules and
-not of its bytes; ours reads, hashes, checks, packs and writes into a slot. Activation is of an adapter of FLUX.1's real sizes
-(the model is a shell without weights) against a plain copy of as many bytes.
+not of its bytes; ours reads, hashes, checks, packs and writes into a slot. Its ratios are of CPU time in one thread, which other
+processes of the machine disturb less than the clock on the wall (those ratios are printed too). Activation is of an adapter of
+FLUX.1's real sizes (the model is a shell without weights) against a plain copy of as many bytes.
 """
 
+import ctypes
 import functools
 import gc
 import statistics
@@ -64,13 +66,17 @@ def measure() -> Measured:
     switches = _switches()
     fastest = {name: min(sample[name] for sample in loads) for name in loads[0]}
     results = {
-        "speedup_vs_load_lora_adapter": round(fastest["load_lora_adapter"] / fastest["ours"], 2),
-        "speedup_vs_hotswap": round(fastest["hotswap"] / fastest["ours"], 2),
+        "speedup_vs_load_lora_adapter": round(fastest["load_lora_adapter_cpu_s"] / fastest["ours_cpu_s"], 2),
+        "speedup_vs_hotswap": round(fastest["hotswap_cpu_s"] / fastest["ours_cpu_s"], 2),
         "slot_switch_us": round(statistics.median(sample["slot_switch_us"] for sample in switches), 1),
         "activation_vs_copy": round(min(s["copy_s"] for s in activations) / min(s["activation_s"] for s in activations), 3),
         "host_bytes_ratio": round(kept, 3),
-        "first_load_speedup": round(fastest["load_lora_adapter"] / fastest["ours_first"], 2),
-        "load_ms": round(fastest["ours"] * 1000, 2),
+        "wall_speedup_vs_load_lora_adapter": round(fastest["load_lora_adapter_s"] / fastest["ours_s"], 2),
+        "wall_speedup_vs_hotswap": round(fastest["hotswap_s"] / fastest["ours_s"], 2),
+        # Into layers that no adapter has named before, which are wrapped on the way.
+        "first_speedup_vs_load_lora_adapter": round(fastest["load_lora_adapter_cpu_s"] / fastest["ours_first_cpu_s"], 2),
+        "load_ms": round(fastest["ours_cpu_s"] * 1000, 2),
+        "hotswap_ms": round(fastest["hotswap_cpu_s"] * 1000, 2),
         "modules": float(modules),
     }
     return Measured(results=results, targets=TARGETS_OF, samples=loads + activations + switches)
@@ -120,7 +126,7 @@ def _loads(file: Path) -> list[dict[str, float]]:
         }
         names = list(ways)
         names = names[number % len(names) :] + names[: number % len(names)]
-        rounds.append({name: _timed(ways[name]) for name in names})
+        rounds.append({key: seconds for name in names for key, seconds in _timed_both(name, ways[name]).items()})
     return rounds
 
 
@@ -129,14 +135,15 @@ def _host_bytes(file: Path) -> float:
     layers = _layers(_small())
     registered = [layers.pack(read_checkpoint(str(file)), name="warm-up") for _ in range(3)]
     registered.clear()
-    gc.collect()
     before = _resident_bytes()
     registered = [layers.pack(read_checkpoint(str(file)), name=f"adapter{number}") for number in range(ADAPTERS)]
-    gc.collect()
     return (_resident_bytes() - before) / (ADAPTERS * file.stat().st_size)
 
 
 def _resident_bytes() -> int:
+    """What this process holds, after what nobody needs any more went back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024
 
@@ -182,6 +189,12 @@ def _switches() -> list[dict[str, float]]:
 def _enter(layers: AdapterLayers, uses: list[list[SlotUse]]) -> None:
     with layers.rows(uses):
         pass
+
+
+def _timed_both(name: str, run: Callable[[], Any]) -> dict[str, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return {f"{name}_cpu_s": time.process_time() - cpu, f"{name}_s": time.perf_counter() - wall}
 
 
 def _timed(run: Callable[[], Any]) -> float:

@@ -216,6 +216,8 @@ def test_folded_rows_with_the_same_adapters_have_them_and_others_are_an_error_th
     for slot, factors in enumerate((one, two, outer)):
         load(layers, slot, factors)
     torch.testing.assert_close(run(layers, net, x, [[(0, 0.5)]] * 2), with_peft(copy.deepcopy(base), one, 0.5)(x), **TIGHT)
+    both = merged(merged(copy.deepcopy(base), one, 0.5), two)
+    torch.testing.assert_close(run(layers, net, x, [[(0, 0.5), (1, 1.0)], [(1, 1.0), (0, 0.5)]]), both(x), **TIGHT)
     for uses in ([[(0, 1.0)], [(1, 1.0)]], [[(0, 1.0)], []], [[(0, 1.0)], [(0, 0.5)]]):
         with pytest.raises(RowsCannotBeToldApart, match="cannot be told apart"):
             run(layers, net, x, uses)

@@ -63,7 +63,8 @@ class RowAdapters:
     """
 
     def __init__(self, uses: Uses, layout: BankLayout) -> None:
-        used = [tuple(use for use in row if use.scale and layout.ranks[use.slot]) for row in uses]
+        # In one order: what is the same is then seen to be.
+        used = [tuple(sorted(use for use in row if use.scale and layout.ranks[use.slot])) for row in uses]
         self.total = len(used)
         self.mask = sum(1 << slot for slot in {use.slot for row in used for use in row})
         self.shared = len(set(used)) == 1
