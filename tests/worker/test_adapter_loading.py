@@ -2,6 +2,8 @@
 """The life of adapters over fake ranks and a fake fetcher: fetched, loaded, evicted, waited for, replaced, removed."""
 
 import asyncio
+import contextlib
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -494,6 +496,74 @@ async def test_a_removed_adapter_gives_its_file_back_and_an_evicted_one_does_not
     for name in ("a", "b"):  # the evicted one, and a loaded one
         await edge.engine.delete_adapter(name, operation_id="d", boot_id=None, drain_s=1.0)
     assert edge.fetcher.released == ["/a", "/b"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_changes_meanwhile_a_picture_is_made_with_what_its_names_stood_for(loading_edge: Edge, seed: int) -> None:
+    """Four names over six contents with room for two, all changed while requests, ranks and sources take their time."""
+    edge, rng = loading_edge, random.Random(seed)
+    names, contents = [f"a{n}" for n in range(4)], [f"/content-{n}" for n in range(4)] + ["org/one", "org/two"]
+    # What a name may have stood for since the last request began: its content, or None while it may be unknown.
+    could_be: dict[str, list[str | None]] = {name: [None] for name in names}
+    watched: dict[int, dict[str, set[str | None]]] = {}
+
+    def becomes(name: str, content: str | None) -> None:
+        could_be[name].append(content)
+        for seen in watched.values():
+            seen[name].add(content)
+
+    async def change() -> None:
+        name, content = rng.choice(names), rng.choice([*contents, *contents, None])
+        if len(could_be[name]) > 1:
+            return  # one change of a name at a time, so that the test knows what it stands for
+        becomes(name, content)
+        if content is None:
+            with contextlib.suppress(RequestError):
+                await edge.engine.delete_adapter(name, operation_id="d", boot_id=None, drain_s=5.0)
+        else:
+            await edge.engine.put_adapter(name, remote(content) if content.startswith("org") else call(content))
+        could_be[name] = [content]
+
+    async def ask() -> None:
+        wanted = rng.sample(names, rng.choice([1, 1, 2]))
+        seen = {name: set(could_be[name]) for name in names}
+        watched[id(seen)] = seen
+        try:
+            generation = await made(edge, *wanted)
+        except RequestError as error:
+            assert error.code is ErrorCode.NOT_FOUND and any(None in seen[name] for name in wanted), error.message
+            return
+        finally:
+            del watched[id(seen)]
+        for name, applied in zip(wanted, generation.provenance.adapters, strict=True):
+            assert applied.digest in {_digest_of(content) for content in seen[name] if content}, (name, seen[name])
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(250):
+            tasks.create_task(change() if rng.random() < 0.3 else ask())
+            for event in (edge.ranks.calling, edge.fetcher.arriving, edge.ranks.stepping):
+                (event.set if rng.random() < 0.6 else event.clear)()
+            for _ in range(rng.randrange(12)):
+                await asyncio.sleep(0)
+        for event in (edge.ranks.calling, edge.fetcher.arriving, edge.ranks.stepping):
+            event.set()
+    await edge.wait_for(lambda: _settled(edge))
+    document = edge.engine.state_document()
+    held = {name: content for name, (content,) in could_be.items() if content}
+    assert {adapter.name for adapter in document.adapters} == set(held)
+    assert all(adapter.digest == _digest_of(held[adapter.name]) for adapter in document.adapters)
+    loaded = {adapter.digest for adapter in document.adapters if adapter.state is AdapterState.LOADED}
+    assert loaded == {fake_digest(path) for path in edge.ranks.registered.values()}
+    assert edge.ranks.most_active <= 2
+
+
+def _digest_of(content: str) -> str:
+    return fake_digest(f"/cache/{content}" if content.startswith("org") else content)
+
+
+async def _settled(edge: Edge) -> bool:
+    adapters = edge.engine.state_document().adapters
+    return len({adapter.name for adapter in adapters}) == len(adapters) and len(set(edge.ranks.registered.values())) <= 2
 
 
 # Ranks

@@ -82,6 +82,20 @@ async def test_a_version_beside_the_one_it_replaces_has_a_place_of_its_own() -> 
     assert table.newest("a") is version and table.get("a") is not version
 
 
+async def test_a_version_has_no_place_of_its_own_where_the_old_bytes_stay_or_went_before() -> None:
+    table, adapters = table_of("a", "b", "c")
+    version = table.new("a", call("/other"))
+    table.arrive(version)
+    alias = loaded(table, "alias", "/a")
+    assert going(table, version) == ["b"]
+    table.take_out("alias")
+    alias.registered = False
+    assert going(table, version) == []
+    adapters["a"].state, adapters["a"].registered = AdapterState.CACHED, False
+    loaded(table, "d")
+    assert going(table, version) == ["b"]
+
+
 async def test_names_of_the_same_bytes_are_one_copy_and_go_together() -> None:
     table, adapters = table_of("a", "b", capacity=2)
     alias = loaded(table, "alias", "/a")

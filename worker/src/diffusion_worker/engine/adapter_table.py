@@ -117,7 +117,7 @@ class AdapterTable:
         digest = adapter.pinned
         if digest is not None and any(key[0] == digest for key in copies):
             return []  # most likely the same copy; the ranks have room for one more where its components are others
-        excess = len(copies) + 1 - self._capacity - (self._arriving.get(adapter.name) is adapter)
+        excess = len(copies) + 1 - self._capacity - self._goes_by_itself(adapter, copies)
         if excess <= 0:
             return []
         turn = min(adapter.wanted, default=None)
@@ -126,6 +126,13 @@ class AdapterTable:
             return None
         may_go.sort(key=lambda group: max((bool(each.wanted), each.call.priority, each.touched) for each in group))
         return [each for group in may_go[:excess] for each in group]
+
+    def _goes_by_itself(self, adapter: Adapter, copies: dict[tuple[object, ...], list[Adapter]]) -> bool:
+        """Whether the copy of what an adapter replaces goes when that is done: not where another name has it as well."""
+        current = self._named.get(adapter.name)
+        if self._arriving.get(adapter.name) is not adapter or current is None or not current.registered:
+            return False
+        return len(copies[current.copy_key()]) == 1
 
     def holders(self) -> list[str]:
         """Names of what the ranks hold."""
