@@ -39,6 +39,7 @@ def checkpoint_of(factors: Factors, component: str = "transformer") -> LoRACheck
 
 def layers_of(model: nn.Module, **options: Any) -> AdapterLayers:
     """The layers of a model that is a pipeline's transformer."""
+    torch.set_num_threads(1)
     return AdapterLayers({"transformer": model}, **{"slots": 4, "max_rank": 16, "device": CPU} | options)
 
 

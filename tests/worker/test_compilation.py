@@ -183,6 +183,7 @@ def test_compiled_blocks_have_any_adapters_in_each_row_and_neither_these_nor_slo
     assert compilation.features == {"compile": "default (regional, 3 blocks)"}
 
 
+@pytest.mark.slow
 def test_rows_without_an_adapter_are_not_reached_by_one_that_overflows(traced: None) -> None:
     model = Blocks().eval().requires_grad_(False)
     compilation, layers = Compilation(Compile.DEFAULT, {"transformer": model}), layers_of(model, slots=1)
@@ -216,6 +217,7 @@ class Window(nn.Module):
         return x + self.inner(x.reshape(-1, 4)).reshape(x.shape)
 
 
+@pytest.mark.slow
 def test_compiled_rows_that_cannot_be_told_apart_have_the_adapters_of_all_or_are_an_error(traced: None) -> None:
     torch.manual_seed(0)
     model = Windowed().eval().requires_grad_(False)
