@@ -91,6 +91,8 @@ class _Traced(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS and len(args) == 2 and isinstance(args[0], _Traced) and _is_one(args[1]):
+            return args[0]
         given = [value for value in _flat((args, (kwargs or {}).values())) if isinstance(value, _Traced) and hasattr(value, "sources")]
         sources = frozenset[str]().union(*(value.sources for value in given))
         for value in given:
@@ -100,6 +102,15 @@ class _Traced(torch.Tensor):
             if isinstance(value, _Traced) and given:
                 value.sources, value.touched = sources, given[0].touched
         return result
+
+
+# Alphas that scale nothing are given, and diffusers multiplies by them: nothing changes, and nothing has to be copied.
+_PRODUCTS = {torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__imul__}
+
+
+def _is_one(value: Any) -> bool:
+    single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1 and not isinstance(value, _Traced))
+    return single and bool(value == 1)
 
 
 def _traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Traced], list[str]]:

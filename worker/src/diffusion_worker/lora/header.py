@@ -23,8 +23,8 @@ from diffusion_worker.errors import ErrorCode, RequestError
 MAX_HEADER_BYTES = 16 << 20
 # Far over any adapter: rank 256 of a model of 12 billion parameters in float32 is 4 GB.
 MAX_FILE_BYTES = 16 << 30
-# Each takes a table and two lists in the header. Adapters have some thousand; more would take seconds to make objects of.
-MAX_TENSORS = 100_000
+# Each takes a table and two lists in the header. Adapters have up to some thousand; more would take long to make objects of.
+MAX_TENSORS = 20_000
 MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
 LENGTH_BYTES = 8
