@@ -6,6 +6,8 @@ The digest is of exactly the bytes that the tensors lie in. A file in place may 
 
 import hashlib
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 FACTOR_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # Some trainers write alpha as a whole number.
 ALPHA_DTYPES = FACTOR_DTYPES | {"I64": torch.int64, "I32": torch.int32}
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 16 << 20
 
 
 class AdapterFile(NamedTuple):
@@ -79,23 +81,26 @@ def read_file(path: Path, label: str) -> AdapterFile:
     """
     label = f"{label}: {path.name}"
     descriptor = open_file(path, label)
-    try:
-        beginning, size = read_beginning(descriptor, label)
-        header = parse_header(beginning, size, label=label)
-        _check_dtypes(header, label)
-        digest = hashlib.sha256(beginning)
-        buffer = _read_rest(descriptor, size - len(beginning), digest, label)
-    finally:
-        os.close(descriptor)
-    views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for entry in header.tensors.values()}}
-    tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in header.tensors.items()}
-    _check_finite(header, tensors, buffer, label)
-    tensors = {name: _at_most_single(name, tensor, label) for name, tensor in tensors.items()}
+    digest = hashlib.sha256()
+    # Beside the checks: hashing takes as long as all of them, and lets other threads run meanwhile.
+    with ThreadPoolExecutor(max_workers=1) as hashing:
+        try:
+            beginning, size = read_beginning(descriptor, label)
+            header = parse_header(beginning, size, label=label)
+            _check_dtypes(header, label)
+            hashing.submit(digest.update, beginning)
+            buffer = _read_rest(descriptor, size - len(beginning), lambda chunk: hashing.submit(digest.update, chunk), label)
+        finally:
+            os.close(descriptor)
+        views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for entry in header.tensors.values()}}
+        tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in header.tensors.items()}
+        _check_finite(header, tensors, buffer, label)
+        tensors = {name: _at_most_single(name, tensor, label) for name, tensor in tensors.items()}
     return AdapterFile(header, f"sha256:{digest.hexdigest()}", tensors)
 
 
-def _read_rest(descriptor: int, size: int, digest: "hashlib._Hash", label: str) -> torch.Tensor:
-    """The rest of an open file, hashed while a chunk of it is still in the processor's cache."""
+def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], object], label: str) -> torch.Tensor:
+    """The rest of an open file; each chunk is given away to be hashed when it is there."""
     buffer = torch.empty(size, dtype=torch.uint8)
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     at = 0
@@ -103,7 +108,7 @@ def _read_rest(descriptor: int, size: int, digest: "hashlib._Hash", label: str) 
         count = os.readv(descriptor, [view[at : at + CHUNK_BYTES]])
         if not count:
             raise _invalid(f"{label}: the file became shorter while it was read: {at} of {size} bytes")
-        digest.update(view[at : at + count])
+        hash_chunk(view[at : at + count])
         at += count
     if os.read(descriptor, 1):
         raise _invalid(f"{label}: the file became longer while it was read")

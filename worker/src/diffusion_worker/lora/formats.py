@@ -22,7 +22,7 @@ class Format(enum.StrEnum):
     KOHYA = "kohya"
 
 
-class Part(enum.Enum):
+class Part(enum.StrEnum):
     """What a tensor is of its module."""
 
     A = "A"

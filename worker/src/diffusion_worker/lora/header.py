@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -50,13 +50,29 @@ _BEGINNINGS = (
 )
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """One tensor: `begin` and `end` are counted in bytes from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_FILE_BYTES)]
+
+
+class _Entry(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """One tensor as the header writes it."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_document = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry_decoder = msgspec.json.Decoder(_Entry)
+_KEYS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 
 
 class AdapterHeader(msgspec.Struct, frozen=True):
@@ -133,9 +149,10 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
         RequestError: InvalidAdapter with the first tensor that is not as it should be.
     """
     document = _decode(beginning[LENGTH_BYTES:], label)
-    metadata = document.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _invalid(f"{label}: __metadata__ of its header is no table of strings")
+    try:
+        metadata = msgspec.json.decode(document.pop("__metadata__", b"{}"), type=dict[str, str])
+    except msgspec.DecodeError:
+        raise _invalid(f"{label}: __metadata__ of its header is no table of strings") from None
     tensors = {name: _entry(name, value, label) for name, value in document.items()}
     _check_ranges(tensors, size_bytes - len(beginning), label)
     return AdapterHeader(metadata=metadata, tensors=tensors, data_start=len(beginning), size_bytes=size_bytes)
@@ -146,44 +163,61 @@ def shown(name: str) -> str:
     return name if len(name) <= 160 and _NAME.fullmatch(name) else ascii(name[:160])
 
 
-def _decode(data: bytes, label: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise _invalid(f"{label}: its header has {shown(twice)} twice")
-        return table
-
+def _decode(data: bytes, label: str) -> dict[str, msgspec.Raw]:
     if data.count(b"{") > MAX_TENSORS or data.count(b"[") > 2 * MAX_TENSORS:
         raise _invalid(f"{label}: its header has more tables or lists than {MAX_TENSORS} tensors need")
     try:
-        document = json.loads(data.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of thousands of digits
-        raise _invalid(f"{label}: its header is no JSON: {str(error)[:120]}") from None
-    if not isinstance(document, dict):
-        raise _invalid(f"{label}: its header is no JSON object")
+        document = _document.decode(data)
+        if any(data.count(key) != len(document) - ("__metadata__" in document) for key in _KEYS):
+            _refuse_repeated_names(data, label)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _invalid(f"{label}: its header is no JSON object: {str(error)[:120]}") from None
     return document
 
 
-def _entry(name: str, value: Any, label: str) -> TensorEntry:
+def _refuse_repeated_names(data: bytes, label: str) -> None:
+    """Of a name that is there twice the decoder keeps the last."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _invalid(f"{label}: its header has {shown(name)} twice")
+            seen.add(name)
+
+    json.loads(data.decode(), object_pairs_hook=unique)
+
+
+def _entry(name: str, raw: msgspec.Raw, label: str) -> TensorEntry:
     """One tensor of the header, when what it says fits together."""
     if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name) or ".." in name:
         raise _invalid(f"{label}: {shown(name)} is no name of a tensor")
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _invalid(f"{label}: {name}: expected dtype, shape and data_offsets in the header, found {ascii(value)[:120]}")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    item = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
+    try:
+        dtype, shape, (begin, end) = msgspec.structs.astuple(_entry_decoder.decode(raw))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        raise _wrong_entry(name, raw, label) from None
+    item = ITEM_BYTES.get(dtype)
     if item is None:
         raise _invalid(f"{label}: {name}: {ascii(dtype)[:120]} is no dtype")
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _invalid(f"{label}: {name}: {ascii(shape)[:120]} is no shape")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise _invalid(f"{label}: {name}: {ascii(offsets)[:120]} are no data_offsets")
-    begin, end = offsets
     if end - begin != math.prod(shape) * item:
-        raise _invalid(f"{label}: {name}: {dtype} {shape} takes {math.prod(shape) * item} bytes, its data_offsets have {end - begin}")
-    return TensorEntry(dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+        expected = f"{dtype} {list(shape)} takes {math.prod(shape) * item} bytes"
+        raise _invalid(f"{label}: {name}: {expected}, its data_offsets have {end - begin}")
+    return TensorEntry(dtype=dtype, shape=shape, begin=begin, end=end)
+
+
+def _wrong_entry(name: str, raw: msgspec.Raw, label: str) -> RequestError:
+    """What is wrong with an entry that cannot be decoded."""
+    try:
+        value = json.loads(bytes(raw))
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        return _invalid(f"{label}: {name}: expected dtype, shape and data_offsets in the header, found {ascii(value)[:120]}")
+    if not isinstance(value["dtype"], str):
+        return _invalid(f"{label}: {name}: {ascii(value['dtype'])[:120]} is no dtype")
+    if not _are_sizes(value["shape"]) or len(value["shape"]) > MAX_DIMENSIONS:
+        return _invalid(f"{label}: {name}: {ascii(value['shape'])[:120]} is no shape")
+    return _invalid(f"{label}: {name}: {ascii(value['data_offsets'])[:120]} are no data_offsets")
 
 
 def _are_sizes(values: Any) -> bool:
