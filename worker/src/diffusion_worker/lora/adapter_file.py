@@ -31,7 +31,7 @@ DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 FACTOR_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # Some trainers write alpha as a whole number.
 ALPHA_DTYPES = FACTOR_DTYPES | {"I64": torch.int64, "I32": torch.int32}
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 1 << 20
 
 
 class AdapterFile(NamedTuple):

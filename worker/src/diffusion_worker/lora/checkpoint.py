@@ -97,14 +97,14 @@ def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions 
         base_model=_base_model(file.header.metadata, config),
         recipe=read_recipe(file.header.metadata, label),
     )
-    if options.expected_rank not in (None, checkpoint.rank):
+    if options.expected_rank is not None and options.expected_rank != checkpoint.rank:
         raise invalid(f"{label}: expected rank {options.expected_rank}, found {checkpoint.rank}")
     return checkpoint
 
 
 def _scaling(module: str, names: Written, settings: Mapping[str, PeftSettings], model: Model, label: str) -> float:
     """What a module's product is multiplied with: by its own alpha, by a configuration, or not at all, which is alpha = rank."""
-    component, _, path = module_path(module, denoiser=model.denoiser).partition(".")
+    component, _, path = module_path(module, denoiser=model.denoiser).partition(".") if settings else ("", "", "")
     of_component = settings.get(component)
     if of_component is None:
         return names.rank**-1 * names.alpha if names.alpha is not None else 1.0

@@ -37,9 +37,10 @@ class Model(NamedTuple):
 
     def own_name(self, module: str) -> str:
         """The name as the model has it: a CLIP text model may or may not have an inner module that all others are in."""
+        if not module.startswith("text_encoder"):
+            return module
         component, _, path = module.partition(".")
-        inner = component.startswith("text_encoder") and path.startswith("text_model.") and component in self.components
-        if inner and not hasattr(self.components[component], "text_model"):
+        if path.startswith("text_model.") and component in self.components and not hasattr(self.components[component], "text_model"):
             return f"{component}.{path.removeprefix('text_model.')}"
         return module
 
