@@ -78,7 +78,7 @@ def http_source(url: str, served: Served, path: str = "/a.safetensors") -> Sourc
     return Source(http=HttpSource(f"{url}{path}", served.sha256))
 
 
-async def until(condition: Callable[[], object], *, deadline_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], *, deadline_s: float = 60.0) -> None:
     """Wait until it holds."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110
