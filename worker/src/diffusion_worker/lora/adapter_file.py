@@ -7,7 +7,7 @@ The digest is of exactly the bytes that the tensors lie in. A file in place may 
 import hashlib
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,11 +35,16 @@ CHUNK_BYTES = 1 << 20
 
 
 class AdapterFile(NamedTuple):
-    """The bytes of a file, all of them read; the tensors are views of one buffer."""
+    """The bytes of a file, all of them read; the tensors are views of one buffer, of which hashing may still go on."""
 
     header: AdapterHeader
-    digest: str
+    hashed: Future[str]
     tensors: dict[str, torch.Tensor]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all bytes; waits for it."""
+        return self.hashed.result()
 
 
 class Located(NamedTuple):
@@ -82,21 +87,23 @@ def read_file(path: Path, label: str) -> AdapterFile:
     label = f"{label}: {path.name}"
     descriptor = open_file(path, label)
     digest = hashlib.sha256()
-    # Beside the checks: hashing takes as long as all of them, and lets other threads run meanwhile.
-    with ThreadPoolExecutor(max_workers=1) as hashing:
-        try:
-            beginning, size = read_beginning(descriptor, label)
-            header = parse_header(beginning, size, label=label)
-            _check_dtypes(header, label)
-            hashing.submit(digest.update, beginning)
-            buffer = _read_rest(descriptor, size - len(beginning), lambda chunk: hashing.submit(digest.update, chunk), label)
-        finally:
-            os.close(descriptor)
-        views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for entry in header.tensors.values()}}
-        tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in header.tensors.items()}
-        _check_finite(header, tensors, buffer, label)
-        tensors = {name: _at_most_single(name, tensor, label) for name, tensor in tensors.items()}
-    return AdapterFile(header, f"sha256:{digest.hexdigest()}", tensors)
+    # Beside all that is done with the tensors: it takes as long, and lets other threads run meanwhile.
+    hashing = ThreadPoolExecutor(max_workers=1)
+    try:
+        beginning, size = read_beginning(descriptor, label)
+        header = parse_header(beginning, size, label=label)
+        _check_dtypes(header, label)
+        hashing.submit(digest.update, beginning)
+        buffer = _read_rest(descriptor, size - len(beginning), lambda chunk: hashing.submit(digest.update, chunk), label)
+        hashed = hashing.submit(lambda: f"sha256:{digest.hexdigest()}")
+    finally:
+        os.close(descriptor)
+        hashing.shutdown(wait=False)
+    views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for entry in header.tensors.values()}}
+    tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in header.tensors.items()}
+    _check_finite(header, tensors, buffer, label)
+    tensors = {name: _at_most_single(name, tensor, label) for name, tensor in tensors.items()}
+    return AdapterFile(header, hashed, tensors)
 
 
 def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], object], label: str) -> torch.Tensor:

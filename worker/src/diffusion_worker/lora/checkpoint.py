@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_file import locate, read_file
+from diffusion_worker.lora.adapter_file import AdapterFile, locate, read_file
 from diffusion_worker.lora.formats import Format, module_path
 from diffusion_worker.lora.naming import Factors, Model, Written, bind, modules_of
 from diffusion_worker.lora.peft_settings import PeftSettings, read_settings, settings_in_metadata
@@ -79,8 +79,22 @@ def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions 
     located = locate(Path(path), label)
     config = read_settings(located.config, label) if located.config else None
     file = read_file(located.weights, label)
+    try:
+        checkpoint = _checkpoint(file, config, options, model, label)
+    except RequestError:
+        # That it is another file than was asked for says more than what is wrong with it.
+        _require_digest(file, options, label)
+        raise
+    _require_digest(file, options, label)
+    return checkpoint
+
+
+def _require_digest(file: AdapterFile, options: LoadOptions, label: str) -> None:
     if options.digest is not None and file.digest != options.digest:
         raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected digest {options.digest}, found {file.digest}")
+
+
+def _checkpoint(file: AdapterFile, config: PeftSettings | None, options: LoadOptions, model: Model, label: str) -> LoRACheckpoint:
     written = modules_of(file.tensors, label)
     settings = {model.denoiser: config} if config else settings_in_metadata(file.header.metadata, label)
     scaling = {module: _scaling(module, names, settings, model, label) for module, names in written.items()}
@@ -88,10 +102,11 @@ def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions 
     found = Format.PEFT if config else found
     if options.format not in (None, found):
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected format {options.format}, found {found}")
+    modules = _of_components(factors, options.components, label)
     checkpoint = LoRACheckpoint(
         digest=file.digest,
         size_bytes=file.header.size_bytes,
-        modules=_of_components(factors, options.components, label),
+        modules=modules,
         format=str(found),
         alpha=_common_alpha(written, settings),
         base_model=_base_model(file.header.metadata, config),

@@ -142,10 +142,12 @@ def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch
 
 def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
     """The rank where two factors meet; of a convolution the second one is one of 1 x 1, or plain."""
-    fits = a.dim() >= 2 and b.dim() in (2, a.dim()) and a.shape[0] == b.shape[1] and not any(size != 1 for size in b.shape[2:])
-    if not fits or not a.numel() or not b.numel():
-        raise _invalid(f"{label}: {name}: A is {list(a.shape)} and B is {list(b.shape)}, their ranks do not meet")
-    return int(a.shape[0])
+    # Looked at once: asking a tensor takes longer than all that is done with the answer.
+    left, right = a.shape, b.shape
+    fits = len(left) >= 2 and len(right) in (2, len(left)) and left[0] == right[1] and right[2:].count(1) == len(right) - 2
+    if not fits or 0 in left or 0 in right:
+        raise _invalid(f"{label}: {name}: A is {list(left)} and B is {list(right)}, their ranks do not meet")
+    return left[0]
 
 
 def _converted(
