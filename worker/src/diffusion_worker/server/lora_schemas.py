@@ -116,14 +116,14 @@ def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
     """Whether every path in a request is where its adapter came from; an unknown name is the engine's to refuse.
 
     Raises:
-        RequestError: InvalidRequest that names both.
+        RequestError: InvalidRequest that names the field and the path that was given.
     """
     for field, choice, path in asked:
         own = engine.adapter_source(choice.name) if path is not None else None
         if path is None or own is None or place_of_text(path) == place_of(own):
             continue
-        shown = [place.partition("?")[0][:SHOWN_CHARS] for place in (place_of(own), path)]
-        raise refused(f"{field}.path", f"none, or that of adapter {choice.name!r}, which is {shown[0]!r}", repr(shown[1]))
+        # Where it came from is not for clients of the data port.
+        raise refused(f"{field}.path", f"none, or where adapter {choice.name!r} came from", repr(path.partition("?")[0][:SHOWN_CHARS]))
 
 
 def place_of_text(text: str) -> str:
