@@ -164,7 +164,7 @@ def _activations() -> list[dict[str, float]]:
     for slot in (0, 1):
         layers.write(slot, adapter)
     rounds = []
-    for number in range(2 * ROUNDS):
+    for number in range(6 * ROUNDS):
         ways: dict[str, Callable[[], Any]] = {
             "activation_s": functools.partial(layers.write, number % 2, adapter),
             "copy_s": functools.partial(target.copy_, source),

@@ -80,11 +80,11 @@ def test_memory_of_a_slot_that_was_never_written_is_never_touched() -> None:
 # --- adapters on the host -----------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_names_all_layers_is_one_run_and_of_any_kind_as_large_as_its_factors() -> None:
+def test_an_adapter_that_names_all_layers_is_a_run_of_its_a_and_one_of_its_b_and_of_any_kind_as_large_as_its_factors() -> None:
     model = net()
     layers = layers_of(model)
     whole = layers.pack(checkpoint_of(random_factors(model, NAMES, rank=3)), name="whole")
-    assert [run.values.shape for run in whole.runs] == [(3, 160)]
+    assert [run.values.shape for run in whole.runs] == [(3, 80), (3, 80)]
     for names, runs in ((["1", "2"], 2), (["0", "2", "4"], 6)):
         factors = {name: factors_of(model.get_submodule(name), rank=int(name) + 1, dtype=torch.bfloat16) for name in names[:1]}
         factors |= random_factors(model, names[1:], rank=int(names[0]) + 1)

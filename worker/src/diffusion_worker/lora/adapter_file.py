@@ -5,6 +5,8 @@ The digest is of exactly the bytes that the tensors lie in. A file in place may 
 """
 
 import hashlib
+import itertools
+import operator
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,24 +141,20 @@ def _view(buffer: torch.Tensor, numbers: torch.Tensor, entry: TensorEntry) -> to
     item = numbers.dtype.itemsize
     if entry.begin % item:  # only aligned bytes can be looked at as numbers
         return buffer[entry.begin : entry.end].clone().view(numbers.dtype).view(entry.shape)
-    strides, step = [], 1
-    for size in reversed(entry.shape):
-        strides.append(step)
-        step *= size
-    # One call of torch for each of some hundred tensors: slicing and viewing are three.
-    return numbers.as_strided(entry.shape, strides[::-1], entry.begin // item)
+    shape = entry.shape
+    if len(shape) != 2:
+        return numbers[entry.begin // item : entry.end // item].view(shape)
+    # Nearly all of them, some hundred: one call of torch each.
+    return numbers.as_strided(shape, (shape[1], 1), entry.begin // item)
 
 
 def _check_finite(header: AdapterHeader, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, label: str) -> None:
     """Runs of one dtype, which are one pass over memory; then tensor by tensor to name the first that is wrong."""
-    runs: list[TensorEntry] = []
-    for entry in sorted(header.tensors.values(), key=lambda entry: entry.begin):
-        if runs and runs[-1].dtype == entry.dtype:
-            runs[-1] = TensorEntry(entry.dtype, (), runs[-1].begin, entry.end)
-        else:
-            runs.append(entry)
-    aligned = all(run.begin % ITEM_BYTES[run.dtype] == 0 for run in runs)
-    if aligned and all(_is_finite(buffer[run.begin : run.end].view(ALPHA_DTYPES[run.dtype])) for run in runs):
+    in_order = sorted(header.tensors.values(), key=operator.attrgetter("begin"))
+    groups = [(dtype, list(group)) for dtype, group in itertools.groupby(in_order, key=operator.attrgetter("dtype"))]
+    runs = [(dtype, group[0].begin, group[-1].end) for dtype, group in groups]
+    aligned = all(begin % ITEM_BYTES[dtype] == 0 for dtype, begin, _ in runs)
+    if aligned and all(_is_finite(buffer[begin:end].view(ALPHA_DTYPES[dtype])) for dtype, begin, end in runs):
         return
     for name, tensor in tensors.items():
         if not _is_finite(tensor):

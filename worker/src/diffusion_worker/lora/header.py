@@ -193,9 +193,10 @@ def _entry(name: str, raw: msgspec.Raw, label: str) -> TensorEntry:
     if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name) or ".." in name:
         raise _invalid(f"{label}: {shown(name)} is no name of a tensor")
     try:
-        dtype, shape, (begin, end) = msgspec.structs.astuple(_entry_decoder.decode(raw))
+        entry = _entry_decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
         raise _wrong_entry(name, raw, label) from None
+    dtype, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
     item = ITEM_BYTES.get(dtype)
     if item is None:
         raise _invalid(f"{label}: {name}: {ascii(dtype)[:120]} is no dtype")

@@ -39,13 +39,14 @@ class HostAdapter(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What is to be in some columns: [rank, columns]. Sorted by where it is, so those fields come first."""
+    """What is to be in some columns: an A [rank, columns] or a B [columns, rank]. Sorted by where it is, so those fields come first."""
 
     segment: int
     start: int
     stop: int
     rank: int
     scaling: float
+    is_b: bool
     values: torch.Tensor
 
 
@@ -55,8 +56,8 @@ def lay_out(bound: Sequence[Bound], components: frozenset[str]) -> HostAdapter:
     blocks = []
     for _, _, segment, columns, a, b, scaling in bound:
         rank = a.shape[0]
-        blocks.append(_Block(id(segment), columns.a.start, columns.a.stop, rank, 1.0, a))
-        blocks.append(_Block(id(segment), columns.b.start, columns.b.stop, rank, scaling, b.t()))
+        blocks.append(_Block(id(segment), columns.a.start, columns.a.stop, rank, 1.0, False, a))
+        blocks.append(_Block(id(segment), columns.b.start, columns.b.stop, rank, scaling, True, b))
     blocks.sort(key=_PLACE)
     cuts = [0, *(number for number in range(1, len(blocks)) if not _continues(blocks[number - 1], blocks[number])), len(blocks)]
     runs = [_run(segments[blocks[start].segment], blocks[start:stop]) for start, stop in itertools.pairwise(cuts)]
@@ -69,13 +70,15 @@ _PLACE = operator.itemgetter(0, 1)
 
 def _continues(before: _Block, block: _Block) -> bool:
     side_by_side = before.stop == block.start and before.segment == block.segment and before.rank == block.rank
-    return side_by_side and before.values.dtype is block.values.dtype
+    return side_by_side and before.is_b is block.is_b and before.values.dtype is block.values.dtype
 
 
 @torch.inference_mode(False)
 def _run(segment: Segment, blocks: list[_Block]) -> Run:
-    # Also of a single one it is a copy.
-    values = torch.cat([block.values for block in blocks], dim=1)
+    # Also of a single one it is a copy. Turning all at once takes less than each by itself.
+    values = torch.cat([block.values for block in blocks], dim=0 if blocks[0].is_b else 1)
+    if blocks[0].is_b:
+        values = values.t().contiguous()
     first = blocks[0].start
     scalings = []
     for factor, group in itertools.groupby(blocks, key=operator.attrgetter("scaling")):

@@ -2,7 +2,7 @@
 """Device memory of adapters: layers that were wrapped together share one buffer [slots, largest rank, columns].
 
 Every part of a layer has columns for its A and, behind the A of all, columns for its B, transposed. The rank is outermost in a
-slot, so an adapter of rank r is the first r rows of it: one that names all layers is written by one contiguous copy, and
+slot, so an adapter of rank r is the first r rows of it: one that names all layers is written by two copies of rows, and
 what it does not reach is zero. A buffer never moves.
 """
 
