@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bad_adapters import make_bad_adapters
+from hub_server import HubServer
 from worker_process import DIGITS, WorkerProcess
 
 
@@ -31,3 +32,12 @@ def worker_of_two(worker: WorkerProcess) -> Iterator[WorkerProcess]:
     with WorkerProcess(ranks=2, loras={"stripes": DIGITS / "loras" / "stripes"}) as two:
         two.wait_ready()
         yield two
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """An empty hub on loopback, which the fetches of this process ask."""
+    server = HubServer()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with server.running():
+        yield server

@@ -55,14 +55,6 @@ def s3() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    server = HubServer()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    with server.running():
-        yield server
-
-
-@pytest.fixture
 def rig(tmp_path: Path) -> SourceRig:
     return SourceRig(tmp_path)
 

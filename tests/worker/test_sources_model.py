@@ -4,7 +4,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,14 +26,6 @@ from worker_process import DIGITS, DIGITS_MODEL, WorkerProcess
 
 DIGITS_FILES = {str(path.relative_to(DIGITS_MODEL)): path.read_bytes() for path in DIGITS_MODEL.rglob("*") if path.is_file()}
 SMALL = {"model_index.json": b'{"_class_name": "X"}', "unet/x.safetensors": adapter_bytes(100_000)}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    server = HubServer()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    with server.running():
-        yield server
 
 
 def names_in(folder: str) -> set[str] | None:
