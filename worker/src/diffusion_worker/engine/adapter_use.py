@@ -5,6 +5,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from diffusion_worker.config import OnMissing, WorkerConfig
 from diffusion_worker.engine.adapter_loading import AdapterLoader
@@ -12,7 +13,9 @@ from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapters import LOADING, Adapter
 from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
 from diffusion_worker.engine.documents import AdapterState, Problem, Residency
+from diffusion_worker.engine.results import AppliedAdapter
 from diffusion_worker.errors import ErrorCode, RequestError, refused
+from diffusion_worker.messages import LoRAUse
 
 # A load of a file that is here already is a matter of seconds.
 RETRY_AFTER_S = 5.0
@@ -40,6 +43,23 @@ def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[Ada
         found = f"{len(bare)} of {len(choices)} adapters without" if choices else "no adapter, only the base model"
         raise refused("lora_scale", "with it exactly one adapter that has no scale of its own", found)
     return [choice if choice.scale is not None else AdapterChoice(choice.name, params.lora_scale) for choice in choices]
+
+
+class TakenAdapter(NamedTuple):
+    """An adapter that a request holds, and how strongly it is used."""
+
+    adapter: Adapter
+    scale: float
+
+    @property
+    def use(self) -> LoRAUse:
+        """As the ranks are told of it."""
+        return LoRAUse(self.adapter.lora_int_id, self.scale)
+
+    @property
+    def applied(self) -> AppliedAdapter:
+        """As the pictures tell of it."""
+        return AppliedAdapter(self.adapter.name, self.adapter.digest, self.scale)
 
 
 class AdapterUse:
@@ -78,7 +98,7 @@ class AdapterUse:
         return [adapter for name in self._table.names() if (adapter := self._served(name)) is not None]
 
     @asynccontextmanager
-    async def taken(self, choices: Sequence[AdapterChoice], request_id: str) -> AsyncIterator[list[Adapter]]:
+    async def taken(self, choices: Sequence[AdapterChoice], request_id: str) -> AsyncIterator[list[TakenAdapter]]:
         """Holds a request's adapters, all of them at once; waits for those that are to be loaded for it.
 
         Raises:
@@ -91,7 +111,10 @@ class AdapterUse:
             adapter.hold(request_id)
             self._table.touch(adapter)
         try:
-            yield adapters
+            yield [
+                TakenAdapter(adapter, adapter.call.scale if choice.scale is None else choice.scale)
+                for adapter, choice in zip(adapters, choices, strict=True)
+            ]
         finally:
             for adapter in adapters:
                 adapter.let_go(request_id)

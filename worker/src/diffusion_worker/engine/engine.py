@@ -52,7 +52,7 @@ from diffusion_worker.engine.step_loop import StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.engine.warming import warm_up
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import LoRAUse, ModelInfo, Recipe
+from diffusion_worker.messages import ModelInfo, Recipe
 from diffusion_worker.sources.fetching import Fetcher
 from diffusion_worker.sources.source import Source
 
@@ -181,15 +181,13 @@ class Engine:
         choices = chosen(params, served_name=self.config.served_name, most=most)
         self._last_request_at = started = time.monotonic()
         request_id = uuid.uuid4().hex
-        async with self._adapter_use.taken(choices, request_id) as adapters:
+        async with self._adapter_use.taken(choices, request_id) as taken:
             # It may have waited, and the server may serve no more.
             self.life.require_ready("this request", restarting_too=True)
-            recipe, owners = recipes.agreed([(each.name, each.loaded.recipe if each.loaded else None) for each in adapters])
+            recipe, owners = recipes.agreed([(adapter.name, adapter.loaded.recipe if adapter.loaded else None) for adapter, _ in taken])
             params = self._admit(recipes.inherit(params, recipe, owners))
-            scales = [each.call.scale if choice.scale is None else choice.scale for each, choice in zip(adapters, choices, strict=True)]
-            uses = [LoRAUse(each.lora_int_id, scale) for each, scale in zip(adapters, scales, strict=True)]
-            applied = [AppliedAdapter(each.name, each.digest, scale) for each, scale in zip(adapters, scales, strict=True)]
-            work = Work(request_id, started, uses, recipe, self.accelerates(params))
+            applied = [each.applied for each in taken]
+            work = Work(request_id, started, [each.use for each in taken], recipe, self.accelerates(params))
             pictures = await make_pictures(self._steps, params, work, on_event=on_event)
         return Generation(pictures, self._provenance(params, applied, recipe))
 
