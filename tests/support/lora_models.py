@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters with random factors for the layers of a module, applied by our layers, by peft, and by merging."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,3 +75,14 @@ def merged(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Module:
         delta = each.b.float().flatten(1) @ each.a.float().flatten(1)
         layer.weight.data += (delta * each.scaling * scale).reshape(layer.weight.shape).to(layer.weight.dtype)
     return model
+
+
+def require_rows_as_merged(
+    made: torch.Tensor, x: torch.Tensor, uses: Sequence[Sequence[tuple[int, float]]], *, base: nn.Module, adapters: Sequence[Factors]
+) -> None:
+    """Each row is what the base makes of it alone with that row's own adapters added to its weights."""
+    for row, own in enumerate(uses):
+        alone = copy.deepcopy(base)
+        for number, scale in own:
+            merged(alone, adapters[number], scale)
+        torch.testing.assert_close(made[row : row + 1], alone(x[row : row + 1]), atol=1e-5, rtol=1e-5)

@@ -14,7 +14,7 @@ from diffusion_worker.lora.adapter_layers import AdapterLayers
 from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.convolution import LoRAConvolution
 from diffusion_worker.lora.layers import LoRALinear
-from lora_models import checkpoint_of, factors_of, layers_of, load, merged, random_factors, run, with_peft
+from lora_models import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -34,12 +34,7 @@ def compare(model: nn.Module, adapters: list[dict[str, LoRAFactors]], x: torch.T
     for slot, factors in enumerate(adapters):
         load(layers, slot, factors)
     for uses in (MIXED, [MIXED[3]] * 4, [MIXED[0]] * 4):
-        made = run(layers, model, x, uses)
-        for row, own in enumerate(uses):
-            alone = copy.deepcopy(base)
-            for number, scale in own:
-                merged(alone, adapters[number], scale)
-            torch.testing.assert_close(made[row : row + 1], alone(x[row : row + 1]), **TIGHT)
+        require_rows_as_merged(run(layers, model, x, uses), x, uses, base=base, adapters=adapters)
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------------

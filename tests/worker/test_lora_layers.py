@@ -13,7 +13,7 @@ from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.call_rows import RowsCannotBeToldApart
 from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.layers import LoRALinear
-from lora_models import checkpoint_of, factors_of, layers_of, load, merged, random_factors, run, with_peft
+from lora_models import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -86,12 +86,7 @@ def test_several_adapters_of_one_row_add_up_with_their_own_strengths(net: Net) -
         load(layers, slot, factors)
     uses: list[list[tuple[int, float]]] = [[(0, 0.5), (2, -1.0)], [(1, 1.0)], [], [(0, 1.0), (1, 0.2), (2, 0.3)]]
     for chosen in (uses, [uses[3]] * 4):
-        made = run(layers, net, x, chosen)
-        for row, use in enumerate(chosen):
-            alone = copy.deepcopy(base)
-            for slot, scale in use:
-                merged(alone, adapters[slot], scale)
-            torch.testing.assert_close(made[row : row + 1], alone(x[row : row + 1]), **TIGHT)
+        require_rows_as_merged(run(layers, net, x, chosen), x, chosen, base=base, adapters=adapters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
