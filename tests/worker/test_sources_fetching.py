@@ -4,6 +4,7 @@
 import asyncio
 import gzip
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -162,6 +163,17 @@ def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> byt
         blob, lease = downloader.bring(RemoteFile(url=url, what="the file", identity=url, etag=etag))
     lease.close()
     return cache.blob(blob.sha256).read_bytes()
+
+
+def test_the_last_bytes_before_a_source_stalls_are_told() -> None:
+    told: queue.Queue[tuple[int, int | None]] = queue.Queue()
+    with Totals(lambda done, total: told.put((done, total)), {"a": 10, "b": 20}) as totals:
+        # Faster than they are told, and then nothing more.
+        for done in (1, 2, 3):
+            totals.set("b", done, 20)
+        while told.get(timeout=30) != (3, 30):
+            pass
+    assert told.empty()
 
 
 @pytest.mark.parametrize("if_range", [True, False])

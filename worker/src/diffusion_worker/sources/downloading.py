@@ -8,11 +8,11 @@ import errno
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http import HTTPStatus
+from typing import Self
 
 import httpx2
 import msgspec
@@ -26,6 +26,8 @@ MAX_VAIN_TRIES = 4
 FIRST_PAUSE_S = 0.1
 # While somebody else fetches the file.
 LOOK_S = 0.05
+# Between two reports of progress.
+TELL_S = 0.1
 
 
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,14 +54,26 @@ class Interrupted(Exception):
 
 
 class Totals:
-    """Bytes of all files of one fetch, told to `report` at most ten times a second."""
+    """Bytes of all files of one fetch. While it is entered a thread tells them to `report`, which nothing else may call then.
+
+    Told by a clock and not as bytes arrive, so that the last ones before a source stalls are told too.
+    """
 
     def __init__(self, report: Callable[[int, int | None], None], sizes: Mapping[str, int | None]) -> None:
         self._report = report
         self._sizes = dict(sizes)
         self._done: dict[str, int] = {}
-        self._told_at = 0.0
         self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tell, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
 
     @property
     def total(self) -> int | None:
@@ -71,9 +85,17 @@ class Totals:
         """So much of a file is here, of so much where that is known."""
         with self._lock:
             self._done[identity], self._sizes[identity] = done, size
-            if time.monotonic() - self._told_at >= 0.1 or done == size:
-                self._told_at = time.monotonic()
-                self._report(sum(self._done.values()), self.total)
+
+    def _tell(self) -> None:
+        told = None
+        last = False
+        while not last:
+            last = self._ended.wait(TELL_S)
+            with self._lock:
+                now = sum(self._done.values()), self.total
+            if now != told:
+                told = now
+                self._report(*now)
 
 
 class Downloader:

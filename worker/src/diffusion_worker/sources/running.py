@@ -54,7 +54,8 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
         if totals.total is not None and totals.total > job.max_bytes:
             raise RequestError(ErrorCode.TOO_LARGE, f"{job.what}: expected at most {job.max_bytes} bytes, found {totals.total}")
         downloader = Downloader(client, cache, max_bytes=job.max_bytes, stall_s=job.limits.stall_s, totals=totals)
-        blobs = bring_all(downloader, resolved.files, leases)
+        with totals:
+            blobs = bring_all(downloader, resolved.files, leases)
     return _finish(job, cache, resolved, blobs)
 
 
