@@ -17,7 +17,7 @@ import pytest
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode
+from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
@@ -56,11 +56,21 @@ class Driver:
         return await self.client.state(IP, token=self.token)
 
     async def sleep(self, mode: DrainMode = DrainMode.WAIT, operation_id: str | None = None) -> None:
-        call = SleepWorker(worker=self.address, operation_id=operation_id or self._id(), attempt=1, mode=mode, deadline_s=30)
+        call = SleepWorker(
+            worker=self.address,
+            operation_id=operation_id or self._id(),
+            attempt=1,
+            mode=mode,
+            deadline_s=30,
+            level=SleepLevel.HOST_MEMORY,
+            policy=SleepPolicy.ASLEEP,
+        )
         await self.client.sleep(call, token=self.token)
 
     async def wake(self, operation_id: str | None = None) -> None:
-        call = WakeWorker(worker=self.address, operation_id=operation_id or self._id(), attempt=1, deadline_s=30)
+        call = WakeWorker(
+            worker=self.address, operation_id=operation_id or self._id(), attempt=1, deadline_s=30, policy=SleepPolicy.ALWAYS_AWAKE
+        )
         await self.client.wake(call, token=self.token)
 
     def lora(self, name: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DrainMode
+from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
@@ -70,18 +70,29 @@ async def test_the_state_document_is_read_and_unknown_members_are_ignored(server
 
 
 async def test_calls_carry_operation_and_boot_id(server: Server, client: HttpWorkerClient) -> None:
-    await client.sleep(SleepWorker(worker=ADDRESS, operation_id="s", attempt=1, mode=DrainMode.ABORT, deadline_s=7), token="t")
-    await client.wake(WakeWorker(worker=ADDRESS, operation_id="w", attempt=1, deadline_s=8), token="t")
+    await client.sleep(
+        SleepWorker(
+            worker=ADDRESS,
+            operation_id="s",
+            attempt=1,
+            mode=DrainMode.ABORT,
+            deadline_s=7,
+            level=SleepLevel.DISCARD,
+            policy=SleepPolicy.ON_IDLE,
+        ),
+        token="t",
+    )
+    await client.wake(WakeWorker(worker=ADDRESS, operation_id="w", attempt=1, deadline_s=8, policy=SleepPolicy.ALWAYS_AWAKE), token="t")
     await client.put_adapter(PUT, token="t")
     await client.remove_adapter(RemoveAdapter(worker=ADDRESS, operation_id="r", name="x", drain_s=5), token="t")
-    sleep = {"operationId": "s", "bootId": "b", "level": "HostMemory", "mode": "Abort", "deadlineSeconds": 7}
+    sleep = {"operationId": "s", "bootId": "b", "level": "Discard", "mode": "Abort", "deadlineSeconds": 7, "policy": "OnIdle"}
     put = {
         "operationId": "o", "bootId": "b", "deadlineSeconds": 9, "source": {"path": "/l"}, "digest": None, "scale": 0.5,
         "components": [], "format": None, "expectedRank": None, "residency": "Cached", "priority": 0,
     }  # fmt: skip
     assert server.asked == [
         ("POST", "/v1/sleep", sleep),
-        ("POST", "/v1/wake", {"operationId": "w", "bootId": "b", "deadlineSeconds": 8}),
+        ("POST", "/v1/wake", {"operationId": "w", "bootId": "b", "deadlineSeconds": 8, "policy": "AlwaysAwake"}),
         ("PUT", "/v1/adapters/x", put),
         ("DELETE", "/v1/adapters/x?operationId=r&bootId=b&drainSeconds=5", None),
     ]

@@ -21,9 +21,11 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import (
     ErrorReport,
     Failed,
+    Fingerprint,
     Finished,
     LoadedLoRA,
     MemoryReport,
+    MemoryTag,
     ModelInfo,
     Preview,
     Progress,
@@ -31,9 +33,14 @@ from diffusion_worker.messages import (
     Recipe,
     RequestSpec,
     RpcReply,
+    SleepLevel,
+    SleepTask,
     StageSeconds,
+    TaskAck,
+    TaskStatus,
     Tick,
     TickDone,
+    WakeTask,
     pack,
 )
 
@@ -107,6 +114,9 @@ class FakeRankGroup:
         self.warm_ups = 0
         # What became of the worker's options, as the ranks say after their warm-up.
         self.features: dict[str, str] = {}
+        # What the ranks say of their weights and make of a fixed seed, and how the next wakes end: an error, or None.
+        self.weights_checksum, self.probe = "weights", "probe"
+        self.wake_errors: list[ErrorReport | None] = []
         self.stopped = False
         # How the next restarts end, in order: an error to raise, or None; past them every restart works.
         self.restart_errors: list[Exception | None] = []
@@ -124,6 +134,8 @@ class FakeRankGroup:
         self._frames: dict[str, list[bytes | memoryview]] = {}
         self._active: dict[str, tuple[RequestSpec, int]] = {}
         self._adapters: dict[int, str] = {}
+        self._asleep: list[MemoryTag] = []
+        self._level: SleepLevel | None = None
         self._prompt_cache: set[str] = set()
         self._prompt_hits = self._prompt_misses = 0
 
@@ -147,15 +159,21 @@ class FakeRankGroup:
         if not self._failure.done():
             self._failure.set_result(Loss(reason, fault))
 
-    async def start(self) -> ModelInfo:
+    async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Load; waits for `loading`."""
         if self._config_error is not None:
             raise ConfigError(self._config_error)
         await self._wait(self.loading)
-        self._state = [RankState.READY] * len(self._state)
+        self._state = [RankState.ASLEEP if asleep else RankState.READY] * len(self._state)
+        self._asleep = list(MemoryTag) if asleep else []
+        self._level = SleepLevel.DISCARD if asleep else None
         return self.model
 
-    async def restart(self) -> ModelInfo:
+    def lose(self, reason: str, fault: Fault) -> None:
+        """As if it had died."""
+        self.die(reason, fault)
+
+    async def restart(self, *, asleep: bool = False) -> ModelInfo:
         """The next generation, unless `restart_errors` says otherwise; waits for `loading`."""
         self._begin()
         self.generation += 1
@@ -164,7 +182,7 @@ class FakeRankGroup:
         if error is not None:
             self.die(str(error))
             raise error
-        return await self.start()
+        return await self.start(asleep=asleep)
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Queue one tick."""
@@ -259,15 +277,38 @@ class FakeRankGroup:
                 return self._replies(self._adapters.pop(msgspec.msgpack.decode(raw["lora_int_id"], type=int), None) is not None)
             case "list_loras":
                 return self._replies(sorted(self._adapters))
-            case "sleep":
-                self._state = [RankState.ASLEEP] * len(self._state)
-                return self._replies(WEIGHTS_BYTES)
-            case "wake_up":
-                self._state = [RankState.READY] * len(self._state)
+            case "handle_sleep_task":
+                return self._sleep(msgspec.msgpack.decode(raw["task"], type=SleepTask))
+            case "handle_wake_task":
+                return self._wake(msgspec.msgpack.decode(raw["task"], type=WakeTask))
+            case "fingerprint":
+                return self._replies(Fingerprint(self.weights_checksum, dict.fromkeys(self._adapters, "digest"), self.probe))
+            case "synchronize":
                 return self._replies(None)
             case "profile":
                 return self._replies(msgspec.msgpack.decode(raw["is_start"]) or f"/traces/{self.generation}.json")
         raise AssertionError(f"the worker has no method {method}")
+
+    def _sleep(self, task: SleepTask) -> list[RpcReply]:
+        freed = WEIGHTS_BYTES if MemoryTag.WEIGHTS not in self._asleep else 0
+        self._state = [RankState.ASLEEP] * len(self._state)
+        self._asleep, self._level = list(MemoryTag), task.level
+        return self._acks(task.task_id, freed)
+
+    def _wake(self, task: WakeTask) -> list[RpcReply]:
+        if self.wake_errors and (error := self.wake_errors.pop(0)) is not None:
+            return self._acks(task.task_id, 0, error)
+        self._asleep = [tag for tag in self._asleep if task.tags is not None and tag not in task.tags]
+        if not self._asleep:
+            self._state, self._level = [RankState.READY] * len(self._state), None
+        return self._acks(task.task_id, 0)
+
+    def _acks(self, task_id: str, freed: int, error: ErrorReport | None = None) -> list[RpcReply]:
+        status = TaskStatus.ERROR if error else TaskStatus.SUCCESS
+        code, message = (error.code, error.message) if error else (None, None)
+        resident = 0 if MemoryTag.WEIGHTS in self._asleep else WEIGHTS_BYTES
+        acks = [TaskAck(task_id, status, rank, freed, resident, code, message) for rank in range(len(self._state))]
+        return [self._replies(ack)[ack.rank] for ack in acks]
 
     def _add_lora(self, request: LoRARequest, options: LoadOptions) -> list[RpcReply]:
         found = fake_digest(request.lora_path)
@@ -296,8 +337,8 @@ class FakeRankGroup:
         return [RpcReply(1, rank, raw, error, None if error else self._memory()) for rank in range(len(self._state))]
 
     def _memory(self) -> MemoryReport:
-        resident = WEIGHTS_BYTES if self._state[0] is RankState.READY else 0
-        return MemoryReport(WEIGHTS_BYTES, resident, WEIGHTS_BYTES, 0, ["1000-2000"])
+        resident = 0 if MemoryTag.WEIGHTS in self._asleep else WEIGHTS_BYTES
+        return MemoryReport(WEIGHTS_BYTES, resident, WEIGHTS_BYTES, 0, ["1000-2000"], asleep=self._asleep, level=self._level)
 
     async def failed(self) -> Loss:
         """Returns when `die` was called."""

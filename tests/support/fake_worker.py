@@ -35,12 +35,12 @@ class ScriptedRankGroup(FakeRankGroup):
         super().__init__(config.ranks, config_error=BEHAVIOUR.get("configError"), step_s=BEHAVIOUR.get("stepSeconds", 0.0))
         self.max_cached = config.max_cached_loras
 
-    async def start(self) -> ModelInfo:
+    async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Load, slowly if told so."""
         if "dieAfterSeconds" in BEHAVIOUR:
             asyncio.get_running_loop().call_later(BEHAVIOUR["dieAfterSeconds"], self.die, "rank 0 was ended by SIGKILL")
         await asyncio.sleep(BEHAVIOUR.get("loadSeconds", 0.0))
-        return await super().start()
+        return await super().start(asleep=asleep)
 
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object

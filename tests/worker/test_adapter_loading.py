@@ -19,9 +19,9 @@ from diffusion_worker.engine.documents import (
     AdapterState,
     DesiredAdapter,
     DesiredState,
-    OperationCall,
     Residency,
     SleepCall,
+    WakeCall,
 )
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.results import AppliedAdapter, Generation
@@ -335,7 +335,7 @@ async def test_a_request_that_waits_for_its_adapter_when_the_server_stops_servin
         await edge.wait_state(state="asleep")
         edge.fetcher.arriving.set()
         assert (await asking).code is ErrorCode.ASLEEP
-        edge.engine.wake(OperationCall(operation_id="w"))
+        edge.engine.wake(WakeCall(operation_id="w"))
         await edge.wait_state(state="ready")
         await made(edge, "a")
     else:

@@ -281,7 +281,7 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
         change(add=("paper", 3))
         both(4, 3)
         rig.runner.release()
-        rig.runner.weights.restore()
+        rig.runner.restore()
         both(2, 3)
     assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
 

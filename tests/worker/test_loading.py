@@ -78,7 +78,7 @@ def test_a_loaded_model_makes_the_picture_that_diffusers_makes_and_has_no_copy_o
         np.testing.assert_array_equal(pictures["one"], expected)
         rig.runner.release()
         assert rig.runner.weights.report().weights_resident_bytes <= 0.02 * rig.model.weights_bytes
-        rig.runner.weights.restore()
+        rig.runner.restore()
     report = rig.runner.weights.report()
     assert report.mirror_memory_bytes < 10_000 < report.mirror_file_bytes
 

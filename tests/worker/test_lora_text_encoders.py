@@ -175,7 +175,7 @@ def ends_by_all_being_dropped(adapters: Adapters) -> None:
 
 def ends_by_sleep(adapters: Adapters) -> None:
     adapters.rig.runner.release()
-    adapters.rig.runner.weights.restore()
+    adapters.rig.runner.restore()
 
 
 def ends_by_an_error(adapters: Adapters) -> None:
@@ -214,7 +214,7 @@ def test_adapters_work_after_sleep_as_they_did_before(one_slot: Adapters) -> Non
     spec = request("styled", loras=[LoRAUse(2, 1.0)])
     before, _ = one_slot.rig.run(spec)
     one_slot.rig.runner.release()
-    one_slot.rig.runner.weights.restore()
+    one_slot.rig.runner.restore()
     after, _ = one_slot.rig.run(spec)
     np.testing.assert_array_equal(after["styled"], before["styled"])
 

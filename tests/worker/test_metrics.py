@@ -204,7 +204,7 @@ async def test_sleeps_wakes_and_restarts_are_counted(edge: Edge) -> None:
 
 
 async def test_a_sleep_that_fails_is_counted(edge: Edge) -> None:
-    edge.ranks.method_errors["sleep"] = ErrorReport(ErrorCode.RANK_FAILED, "no")
+    edge.ranks.method_errors["handle_sleep_task"] = ErrorReport(ErrorCode.RANK_FAILED, "no")
     await edge.operate("sleep")
 
     async def failed() -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
-from diffusion_worker.messages import Fatal, Finished, Rpc, RpcReply, Shutdown, Tick, TickDone
+from diffusion_worker.messages import Fatal, Finished, Rpc, RpcReply, Shutdown, SleepTask, Tick, TickDone, pack
 from diffusion_worker.ranks.finished_pictures import PictureReport
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.ranks.worker_proc import WorkerProc
@@ -48,7 +48,7 @@ class FakeWorker:
     def execute_stepwise(self, tick: Tick, frames: Any) -> StepOutput:
         return self._ticks.get(tick.number, StepOutput)()
 
-    def sleep(self) -> None:
+    def handle_sleep_task(self, *, task: SleepTask) -> None:
         self.slept = True
 
     def memory(self) -> None:
@@ -107,10 +107,10 @@ def test_sleep_is_answered_after_the_pictures_that_were_finished_before_it() -> 
     asleep = threading.Event()
 
     class Sleeps(FakeWorker):
-        def sleep(self) -> None:
+        def handle_sleep_task(self, *, task: SleepTask) -> None:
             asleep.set()
 
-    wire = Wire(Tick(1), Rpc(7, "sleep"), Shutdown())
+    wire = Wire(Tick(1), Rpc(7, "handle_sleep_task", pack(task=SleepTask("s"))), Shutdown())
     loop(wire, Sleeps({1: lambda: finished("a", SlowPicture(asleep))}))
     assert [type(message) for message in wire.said] == [TickDone, RpcReply]
     assert (wire.said[0].finished[0].request_id, wire.said[1].error) == ("a", None)

@@ -71,7 +71,7 @@ def test_new_weights_stay_over_sleep_and_wake(rig: RunnerRig) -> None:
     rig.runner.load_weights(halved(rig).items())
     before, _ = rig.run(request("one"))
     rig.runner.release()
-    rig.runner.weights.restore()
+    rig.runner.restore()
     after, _ = rig.run(request("one"))
     np.testing.assert_array_equal(before["one"], after["one"])
 

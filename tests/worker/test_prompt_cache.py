@@ -84,7 +84,7 @@ def test_sleep_and_new_weights_empty_it(rig: RunnerRig) -> None:
     rig.run(request("a", prompt="a digit", steps=1))
     assert counts(rig)["size"] > 0
     rig.runner.release()
-    rig.runner.weights.restore()
+    rig.runner.restore()
     assert counts(rig)["size"] == 0
 
 

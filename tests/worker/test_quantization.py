@@ -88,7 +88,7 @@ def test_quantized_weights_are_given_back_in_sleep_and_are_the_same_bits_after_i
     quantized.runner.release()
     asleep = quantized.runner.weights.report()
     assert asleep.weights_resident_bytes < 0.02 * awake.weights_resident_bytes
-    quantized.runner.weights.restore()
+    quantized.runner.restore()
     for one, other in zip(before, pictures(quantized, steps=3), strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -51,11 +51,12 @@ class HttpWorkerClient:
             raise ControlUnreachable(f"the state document of {ip} is not understood: {error}") from error
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
-        body = {"level": "HostMemory", "mode": call.mode.value, "deadlineSeconds": call.deadline_s}
+        body: dict[str, Any] = {"level": call.level.value, "mode": call.mode.value, "deadlineSeconds": call.deadline_s}
+        body |= {"policy": call.policy.value} | ({} if call.if_idle_since_s is None else {"ifIdleSince": call.if_idle_since_s})
         await self._call("POST", "/v1/sleep", call, body, token=token)
 
     async def wake(self, call: WakeWorker, *, token: str) -> None:
-        await self._call("POST", "/v1/wake", call, {"deadlineSeconds": call.deadline_s}, token=token)
+        await self._call("POST", "/v1/wake", call, {"deadlineSeconds": call.deadline_s, "policy": call.policy.value}, token=token)
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
         await self._call("PUT", f"/v1/adapters/{call.name}", call, adapter_body(call), token=token)

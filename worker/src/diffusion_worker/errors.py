@@ -45,6 +45,9 @@ class ErrorCode(enum.StrEnum):
     ENGINE_FAILED = "EngineFailed"
     TIMEOUT = "Timeout"
     CANCELLED = "Cancelled"
+    OVERLOADED = "Overloaded"
+    VERIFICATION_FAILED = "VerificationFailed"
+    MEMORY_NOT_RELEASED = "MemoryNotReleased"
 
 
 STATUS: dict[ErrorCode, int] = {
@@ -80,6 +83,9 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.TIMEOUT: 504,
     # nginx's number for a request that its client closed; no other says that nobody failed.
     ErrorCode.CANCELLED: 499,
+    ErrorCode.OVERLOADED: 429,
+    ErrorCode.VERIFICATION_FAILED: 500,
+    ErrorCode.MEMORY_NOT_RELEASED: 500,
 }
 
 # The same call may succeed later without anybody changing it.
@@ -98,6 +104,9 @@ RETRYABLE = frozenset(
         ErrorCode.RANK_FAILED,
         ErrorCode.ENGINE_FAILED,
         ErrorCode.TIMEOUT,
+        ErrorCode.OVERLOADED,
+        ErrorCode.VERIFICATION_FAILED,
+        ErrorCode.MEMORY_NOT_RELEASED,
     }
 )
 

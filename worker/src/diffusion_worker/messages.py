@@ -104,13 +104,78 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 ToRank = Tick | Rpc | Shutdown
 
 
+class SleepLevel(enum.StrEnum):
+    """What a sleeping rank keeps: a mirror of its weights in host memory or in files that are read already, or nothing."""
+
+    HOST_MEMORY = "HostMemory"
+    DISCARD = "Discard"
+
+
+class MemoryTag(enum.StrEnum):
+    """What of a rank's device memory comes back by itself at a wake."""
+
+    WEIGHTS = "weights"
+    ADAPTERS = "adapters"
+    CACHES = "caches"
+
+
+class SleepTask(msgspec.Struct, frozen=True):
+    """Give the memory back. A rank that did a task of this id, or sleeps at this level already, has nothing to do."""
+
+    task_id: str
+    level: SleepLevel = SleepLevel.HOST_MEMORY
+
+
+class WakeTask(msgspec.Struct, frozen=True):
+    """Have the memory of these tags again; None: all. A rank that has it already has nothing to do."""
+
+    task_id: str
+    tags: list[MemoryTag] | None = None
+
+
+class TaskStatus(enum.StrEnum):
+    """How a sleep or wake ended on one rank."""
+
+    SUCCESS = "SUCCESS"
+    ERROR = "ERROR"
+
+
+class TaskAck(msgspec.Struct, frozen=True):
+    """One rank's answer to a `SleepTask` or `WakeTask`; errors are answers too, and the rank lives on.
+
+    `freed_bytes` is what a sleep gave back by it, `resident_bytes` what of weights, slots and caches is on the device after it.
+    """
+
+    task_id: str
+    status: TaskStatus
+    rank: int
+    freed_bytes: int = 0
+    resident_bytes: int = 0
+    error_code: str | None = None
+    error_msg: str | None = None
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What a rank holds and what it makes of it, to be compared with itself before a sleep.
+
+    `weights` is a checksum of all weights as they are on the device, `adapters` has the digest of each registered adapter by
+    its id, `probe` is the SHA-256 of what one step from a fixed seed makes; None where the model cannot be run for that.
+    """
+
+    weights: str
+    adapters: dict[int, str] = {}
+    probe: str | None = None
+
+
 class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     """Where one rank's weights are, in bytes.
 
     `weights_resident_bytes` is what the kernel counts in `/proc/self/smaps` for the mappings of the slabs (on a GPU: what
     the slabs hold on the device); `mappings` are their address ranges. `mirror_*` is where wake gets the weights from:
     the mapped checkpoint, whose pages the system may drop, and memory of our own for what is in no file.
-    `adapter_slots_bytes` are those of the slots of adapters, beside the weights.
+    `adapter_slots_bytes` are those of the slots of adapters, beside the weights, of which `adapter_slots_resident_bytes` are
+    held now; `adapter_host_bytes` are the registered adapters in host memory, `cache_bytes` what the prompt cache keeps.
+    `asleep` are the tags whose memory is given back; `level` is how deep that sleep is.
     """
 
     weights_bytes: int = 0
@@ -119,6 +184,11 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     mirror_memory_bytes: int = 0
     mappings: list[str] = []
     adapter_slots_bytes: int = 0
+    adapter_slots_resident_bytes: int = 0
+    adapter_host_bytes: int = 0
+    cache_bytes: int = 0
+    asleep: list[MemoryTag] = []
+    level: SleepLevel | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

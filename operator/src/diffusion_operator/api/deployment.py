@@ -38,6 +38,17 @@ class PullPolicy(StrEnum):
 class SleepPolicy(StrEnum):
     ALWAYS_AWAKE = "AlwaysAwake"
     ASLEEP = "Asleep"
+    ON_IDLE = "OnIdle"
+
+
+class SleepLevel(StrEnum):
+    HOST_MEMORY = "HostMemory"
+    DISCARD = "Discard"
+
+
+class ColdMode(StrEnum):
+    HOLD = "Hold"
+    REJECT = "Reject"
 
 
 class DrainMode(StrEnum):
@@ -148,9 +159,21 @@ class Lora(_Spec, frozen=True):
 
 class Sleep(_Spec, frozen=True):
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    level: SleepLevel = SleepLevel.HOST_MEMORY
+    idle_seconds: int = 300
+    min_awake: int = 0
+    min_awake_seconds: int = 60
     drain: DrainMode = DrainMode.WAIT
     drain_timeout_seconds: int = 300
     wake_timeout_seconds: int = 120
+
+
+class ColdRequests(_Spec, frozen=True):
+    """What becomes of requests while no replica is awake."""
+
+    mode: ColdMode = ColdMode.HOLD
+    max_held: int = 64
+    hold_timeout_seconds: int = 300
 
 
 class Startup(_Spec, frozen=True):
@@ -171,6 +194,7 @@ class DeploymentSpec(_Spec, frozen=True):
     resources: Resources = Resources()
     lora: Lora = Lora()
     sleep: Sleep = Sleep()
+    cold_requests: ColdRequests = ColdRequests()
     startup: Startup = Startup()
     service: ServiceSpec = ServiceSpec()
 
@@ -231,6 +255,13 @@ class EndpointsStatus(_Status, frozen=True):
     url: str | None = None
 
 
+class HeldStatus(_Status, frozen=True):
+    """Requests that wait for a replica to be awake."""
+
+    current: int | None = None
+    oldest_seconds: int | None = None
+
+
 class AdaptersStatus(_Status, frozen=True):
     desired: int | None = None
     ready: int | None = None
@@ -254,6 +285,9 @@ class DeploymentStatus(_Status, frozen=True):
     model: ModelStatus | None = None
     endpoints: EndpointsStatus | None = None
     adapters: AdaptersStatus | None = None
+    held: HeldStatus | None = None
+    last_request_time: datetime | None = None
+    sleep_eligible_time: datetime | None = None
     groups: tuple[GroupStatus, ...] = ()
     conditions: tuple[Condition, ...] = ()
 

@@ -11,6 +11,7 @@ from functools import cached_property
 import msgspec
 
 from diffusion_operator.api.adapter import Residency
+from diffusion_operator.api.deployment import SleepLevel, SleepPolicy
 from diffusion_operator.api.source import AdapterSource
 
 
@@ -43,6 +44,16 @@ class Operation(_Wire, frozen=True):
     operation_id: str
     kind: str
     error: WireError | None = None
+    seconds: float = 0.0
+    freed_bytes: int | None = None
+    level: SleepLevel | None = None
+
+
+class HeldReport(_Wire, frozen=True):
+    """Requests that wait until the model can serve them."""
+
+    current: int = 0
+    oldest_age_seconds: float | None = None
 
 
 class LoadReport(_Wire, frozen=True):
@@ -63,12 +74,16 @@ class RankReport(_Wire, frozen=True):
 
 
 class RecordState(StrEnum):
-    """An adapter as its worker says. A `Cached` one is known and its file is there, but in no rank's memory."""
+    """An adapter as its worker says. A `Cached` one is known and its file is there, but in no rank's memory.
+
+    A `Deferred` one is loaded before its sleeping worker serves again.
+    """
 
     FETCHING = "Fetching"
     LOADING = "Loading"
     LOADED = "Loaded"
     CACHED = "Cached"
+    DEFERRED = "Deferred"
     DRAINING = "Draining"
     FAILED = "Failed"
 
@@ -125,6 +140,10 @@ class WorkerState(_Wire, frozen=True, dict=True):
     adapters: tuple[AdapterRecord, ...] = ()
     failure: WireError | None = None
     last_loss: LossReport | None = None
+    last_request_age_seconds: float | None = None
+    state_age_seconds: float = 0.0
+    policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    held: HeldReport = HeldReport()
 
     @cached_property
     def named(self) -> Mapping[str, tuple[AdapterRecord, ...]]:

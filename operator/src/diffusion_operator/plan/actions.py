@@ -4,7 +4,7 @@
 import msgspec
 
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DrainMode
+from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.plan.observed import AttemptKey
 
 
@@ -39,6 +39,10 @@ class SleepWorker(msgspec.Struct, frozen=True):
     attempt: int
     mode: DrainMode
     deadline_s: int
+    level: SleepLevel
+    policy: SleepPolicy
+    if_idle_since_s: int | None = None
+    """The worker refuses it if a request came or ran within so many seconds, by its own clock."""
 
 
 class WakeWorker(msgspec.Struct, frozen=True):
@@ -46,6 +50,7 @@ class WakeWorker(msgspec.Struct, frozen=True):
     operation_id: str
     attempt: int
     deadline_s: int
+    policy: SleepPolicy
 
 
 class PutAdapter(msgspec.Struct, frozen=True):

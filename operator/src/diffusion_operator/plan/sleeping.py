@@ -40,10 +40,14 @@ def _call(observed: Observed, group: Group) -> SleepWorker | WakeWorker | None:
             attempt=attempt,
             mode=sleep.drain if patient else DrainMode.ABORT,
             deadline_s=max(1, sleep.drain_timeout_seconds),
+            level=sleep.level,
+            policy=sleep.policy,
         )
     if sleep.policy is SleepPolicy.ALWAYS_AWAKE and document.state is WorkerPhase.ASLEEP:
         operation_id, attempt = _operation("wake", generation, document.last_operation)
-        return WakeWorker(worker=address, operation_id=operation_id, attempt=attempt, deadline_s=sleep.wake_timeout_seconds)
+        return WakeWorker(
+            worker=address, operation_id=operation_id, attempt=attempt, deadline_s=sleep.wake_timeout_seconds, policy=sleep.policy
+        )
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ConfigMap a worker starts from, so that a restart needs no operator: sleep policy and adapters. No secrets."""
+"""The ConfigMap a worker starts from, so that a restart needs no operator: sleep policy, cold requests, adapters. No secrets."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,10 @@ from diffusion_operator.render.metadata import child_metadata
 
 
 def desired_config(deployment: DiffusionDeployment, adapters: Sequence[DesiredAdapter]) -> Manifest:
+    sleep = deployment.spec.sleep
     content = {
-        "sleep": {"policy": deployment.spec.sleep.policy.value},
+        "sleep": {"policy": sleep.policy.value, "level": sleep.level.value, "wakeTimeoutSeconds": sleep.wake_timeout_seconds},
+        "coldRequests": msgspec.to_builtins(deployment.spec.cold_requests),
         "adapters": [
             {"name": one.name, **msgspec.to_builtins(one.load), "loadTimeoutSeconds": one.load_timeout_s}
             for one in sorted(adapters, key=lambda one: one.name)

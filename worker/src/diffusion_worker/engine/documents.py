@@ -6,7 +6,7 @@ import enum
 import msgspec
 
 from diffusion_worker.errors import Fault
-from diffusion_worker.messages import MemoryReport, Recipe
+from diffusion_worker.messages import MemoryReport, MemoryTag, Recipe, SleepLevel
 from diffusion_worker.sources.source import Source
 
 
@@ -36,12 +36,16 @@ class LoadStage(enum.StrEnum):
 
 
 class AdapterState(enum.StrEnum):
-    """One adapter's life; only a `Loaded` one is served. A `Cached` one is known and its file is here, but in no rank's memory."""
+    """One adapter's life; only a `Loaded` one is served. A `Cached` one is known and its file is here, but in no rank's memory.
+
+    A `Deferred` one came, or was dropped from memory, while the model slept: it is loaded before the model serves again.
+    """
 
     FETCHING = "Fetching"
     LOADING = "Loading"
     LOADED = "Loaded"
     CACHED = "Cached"
+    DEFERRED = "Deferred"
     DRAINING = "Draining"
     FAILED = "Failed"
 
@@ -63,10 +67,18 @@ class SleepMode(enum.StrEnum):
 
 
 class SleepPolicy(enum.StrEnum):
-    """The declared policy; with `Asleep` a group goes to sleep by itself after it loaded."""
+    """The declared policy. With `Asleep` a group sleeps and refuses requests; with `OnIdle` a request wakes it."""
 
     ALWAYS_AWAKE = "AlwaysAwake"
     ASLEEP = "Asleep"
+    ON_IDLE = "OnIdle"
+
+
+class ColdMode(enum.StrEnum):
+    """What becomes of a request that meets a model which cannot serve it yet: it waits, or is refused with a time to come back."""
+
+    HOLD = "Hold"
+    REJECT = "Reject"
 
 
 class Residency(enum.StrEnum):
@@ -94,11 +106,21 @@ class Operation(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
-    """The sleep or wake that ended last."""
+    """The sleep or wake that ended last. `freed_bytes` is what a sleep gave back, over all ranks."""
 
     operation_id: str
     kind: str
     error: Problem | None = None
+    seconds: float = 0.0
+    freed_bytes: int | None = None
+    level: SleepLevel | None = None
+
+
+class HeldDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """Requests that wait until the model can serve them."""
+
+    current: int = 0
+    oldest_age_seconds: float | None = None
 
 
 class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
@@ -179,7 +201,8 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     """Everything the operator needs, in one cheap document. Ages are seconds on this worker's own clock.
 
     `generation` counts the lives of the rank group in this one of the server, `failure` is why it is not serving now, and
-    `last_loss` why the group was started again last.
+    `last_loss` why the group was started again last. `policy` is the sleep policy that this worker acts by, `paused` tells that
+    requests are accepted but no step is made.
     """
 
     boot_id: str
@@ -199,10 +222,14 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     last_loss: LossDocument | None = None
     # What became of the options that speed up or shrink the model, by their names; one that is not used is not there.
     features: dict[str, str] = {}
+    state_age_seconds: float = 0.0
+    policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    held: HeldDocument = HeldDocument()
+    paused: bool = False
 
 
 class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a wake; base of the other control calls. Without `boot_id` the call is for whatever runs."""
+    """Base of the control calls. Without `boot_id` the call is for whatever runs."""
 
     operation_id: str
     boot_id: str | None = None
@@ -210,11 +237,30 @@ class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", f
 
 
 class SleepCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a sleep; `deadline_seconds` bounds the drain, after it running requests are ended as by `Abort`."""
+    """Body of a sleep; `deadline_seconds` bounds the drain, after it running requests are ended as by `Abort`.
 
-    level: str = "HostMemory"
+    With `if_idle_since` it is refused with Busy unless no request came or ran for so many seconds, by this worker's own clock.
+    `policy` is the sleep policy from now on; None leaves it.
+    """
+
+    level: SleepLevel = SleepLevel.HOST_MEMORY
     mode: SleepMode = SleepMode.WAIT
     deadline_seconds: float = 300.0
+    if_idle_since: float | None = None
+    policy: SleepPolicy | None = None
+
+
+class WakeCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Body of a wake, of everything or of some tags; until all are awake nothing is served. `policy` as of a sleep."""
+
+    tags: list[MemoryTag] | None = None
+    policy: SleepPolicy | None = None
+
+
+class PauseCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Body of a pause: no step begins any more; it is answered when the ranks' work of those that did is over."""
+
+    deadline_seconds: float = 60.0
 
 
 class AdapterCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -263,13 +309,24 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):
-    """The sleep part of the desired file."""
+    """The sleep part of the desired file; the level is for the sleeps that the worker begins itself."""
 
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    level: SleepLevel = SleepLevel.HOST_MEMORY
+    wake_timeout_seconds: float = 120.0
+
+
+class ColdRequests(msgspec.Struct, frozen=True, rename="camel"):
+    """What becomes of requests that meet a model which loads, sleeps or wakes: at most `max_held` wait, each at most so long."""
+
+    mode: ColdMode = ColdMode.HOLD
+    max_held: int = 64
+    hold_timeout_seconds: float = 300.0
 
 
 class DesiredState(msgspec.Struct, frozen=True, rename="camel"):
     """The mounted file that lets a worker restart without its operator."""
 
     sleep: DesiredSleep = DesiredSleep()
+    cold_requests: ColdRequests = ColdRequests()
     adapters: list[DesiredAdapter] = []

@@ -5,10 +5,8 @@ Runs on the server's event loop and holds no torch. Requests that were admitted 
 """
 
 import asyncio
-import importlib.metadata
 import logging
 import time
-import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,13 @@ from typing import Any
 import msgspec
 
 from diffusion_worker.compatibility import why_awake
-from diffusion_worker.config import StepCache, WorkerConfig
-from diffusion_worker.engine import admission, recipes
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine import admission
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.adapter_ranks import AdapterLoads
 from diffusion_worker.engine.adapter_start import load_at_start
 from diffusion_worker.engine.adapter_table import AdapterTable
-from diffusion_worker.engine.adapter_use import AdapterUse, chosen
+from diffusion_worker.engine.adapter_use import AdapterUse
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.documents import (
     AdapterCall,
@@ -37,22 +35,23 @@ from diffusion_worker.engine.documents import (
     SleepCall,
     SleepPolicy,
     StateDocument,
+    WakeCall,
 )
 from diffusion_worker.engine.life import EngineLife
-from diffusion_worker.engine.making import Work, make_pictures
 from diffusion_worker.engine.model_digest import ModelDigest
 from diffusion_worker.engine.model_fetching import ModelFetch
 from diffusion_worker.engine.operations import Operations, OperationsDone, read_desired
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
-from diffusion_worker.engine.results import AppliedAdapter, Generation, Provenance, RequestEvent
+from diffusion_worker.engine.requests import Requests
+from diffusion_worker.engine.results import Generation, RequestEvent
 from diffusion_worker.engine.sleeping import Sleeper
 from diffusion_worker.engine.step_loop import StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
 from diffusion_worker.engine.warming import warm_up
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ModelInfo, Recipe
+from diffusion_worker.messages import ModelInfo
 from diffusion_worker.sources.fetching import Fetcher
 from diffusion_worker.sources.source import Source
 
@@ -77,12 +76,9 @@ class Engine:
             window_s=config.batch_window_s,
             broken=lambda reason: self._supervisor.on_stepping_broken(reason),
         )
-        # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
-        self.version = importlib.metadata.version("diffusion-worker")
         self._digest = ModelDigest(Path(config.model))
         self._fetcher = fetcher or Fetcher(config)
         self._model_fetch = ModelFetch(config, self._fetcher)
-        self._last_request_at: float | None = None
         self._adapters = AdapterTable(capacity=config.max_cached_loras, residents=config.max_loras)
         self._loader = AdapterLoader(
             self._adapters,
@@ -94,6 +90,9 @@ class Engine:
             require_serving=self._require_serving,
         )
         self._adapter_use = AdapterUse(self._adapters, self._loader, config)
+        self._requests = Requests(
+            config, self.life, self._steps, self._adapter_use, identity=lambda: (self._model_fetch.revision, self._digest.value)
+        )
         self._operations = Operations()
         self._supervisor = Supervisor(
             self.life,
@@ -111,6 +110,11 @@ class Engine:
     def state(self) -> EngineState:
         """What it does."""
         return self.life.state
+
+    @property
+    def version(self) -> str:
+        """Of the worker."""
+        return self._requests.version
 
     @property
     def model(self) -> ModelInfo | None:
@@ -165,64 +169,12 @@ class Engine:
         await self._fetcher.close()
 
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
-        """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its rows.
-
-        `on_event` is called on the event loop with each step and each preview, in order, and must not wait; a picture that is
-        made again after a loss of the ranks says so by step 0.
-
-        Raises:
-            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Whatever
-                `on_event` raises.
-        """
-        self.life.require_ready("this request", restarting_too=True)
-        assert self._model is not None
-        self._admit(params)
-        most = min(self.config.max_loras_per_request, self.config.max_loras)
-        choices = chosen(params, served_name=self.config.served_name, most=most)
-        self._last_request_at = started = time.monotonic()
-        request_id = uuid.uuid4().hex
-        async with self._adapter_use.taken(choices, request_id) as taken:
-            # It may have waited, and the server may serve no more.
-            self.life.require_ready("this request", restarting_too=True)
-            recipe, owners = recipes.agreed([(adapter.name, adapter.loaded.recipe if adapter.loaded else None) for adapter, _ in taken])
-            params = self._admit(recipes.inherit(params, recipe, owners))
-            applied = [each.applied for each in taken]
-            work = Work(request_id, started, [each.use for each in taken], recipe, self.accelerates(params))
-            pictures = await make_pictures(self._steps, params, work, on_event=on_event)
-        return Generation(pictures, self._provenance(params, applied, recipe))
-
-    def _admit(self, params: GenerationParams) -> GenerationParams:
-        """The request with the worker's defaults; raises RequestError where it cannot be served."""
-        assert self._model is not None
-        params = admission.with_defaults(params, self.config.defaults, self.config.limits, self._model)
-        admission.check(params, self.config.limits, self._model)
-        admission.check_memory(params, self._model, self._steps.memory.most_load(time.monotonic()))
-        return params
+        """Make the pictures of a request; see `Requests.generate`."""
+        return await self._requests.generate(params, on_event=on_event)
 
     def accelerates(self, params: GenerationParams) -> bool:
         """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
-        exact = params.exact or self.config.exact
-        return self.config.step_cache is not StepCache.NONE and params.accelerated is not False and not exact
-
-    def _provenance(self, params: GenerationParams, adapters: list[AppliedAdapter], recipe: Recipe) -> Provenance:
-        assert self._model is not None
-        return Provenance(
-            model=self.config.served_name,
-            pipeline=self._model.pipeline,
-            # A folder has none; what is in it has a digest.
-            revision=self._model_fetch.revision,
-            digest=self._digest.value,
-            task=params.task,
-            strength=params.strength,
-            adapters=adapters,
-            steps=params.steps or self._model.default_steps,
-            guidance_scale=self._model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,
-            accelerated=self.accelerates(params),
-            exact=params.exact or self.config.exact,
-            engine=self.version,
-            sigmas=recipe.sigmas,
-            shift=recipe.shift,
-        )
+        return self._requests.accelerates(params)
 
     @property
     def dropped_frames(self) -> tuple[int, int]:
@@ -274,7 +226,6 @@ class Engine:
 
     def state_document(self) -> StateDocument:
         """Everything the control API shows; cheap, and answers in every state."""
-        age = None if self._last_request_at is None else round(time.monotonic() - self._last_request_at, 3)
         done, total = self._model_fetch.progress if self.life.stage is LoadStage.FETCHING else self._ranks.load_progress()
         model = self._model
         return StateDocument(
@@ -285,7 +236,7 @@ class Engine:
             last_operation=self._operations.last,
             in_flight=self._steps.running,
             queued=self._steps.waiting + self._adapter_use.waiting,
-            last_request_age_seconds=age,
+            last_request_age_seconds=self._requests.last_age_s,
             load=LoadDocument(self.life.load_stage(total), done, total),
             model=ModelDocument(
                 self.config.served_name,
@@ -312,11 +263,9 @@ class Engine:
         """
         if option := why_awake(self.config):
             raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with {option}")
-        if call.level != "HostMemory":
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"level: expected HostMemory, found {call.level!r}", details={"field": "level"})
         return self._begin(call, "sleep", EngineState.ASLEEP, lambda: self._sleeper.sleep(call))
 
-    def wake(self, call: OperationCall) -> bool:
+    def wake(self, call: WakeCall) -> bool:
         """Start waking up; False when the model is awake already.
 
         Raises:
@@ -376,7 +325,7 @@ class Engine:
 
     async def _prepare(self, model: ModelInfo) -> None:
         """Have ranks that have just loaded ready to serve; raises ConfigError or GroupFailed."""
-        self._model = model
+        self._model = self._requests.model = model
         admission.check_defaults(self.config.defaults, self.config.limits, model)
         self._steps.describe(model)
         self.life.stage = LoadStage.WARMUP

@@ -79,8 +79,8 @@ class Operations:
             problem = Problem(ErrorCode.ENGINE_FAILED, str(error), True)
         finally:
             self._current = None
-        self.last = OperationResult(operation_id, kind, problem)
         seconds = time.monotonic() - started
+        self.last = OperationResult(operation_id, kind, problem, seconds=round(seconds, 4))
         if problem is None:
             self.done.durations[kind].observe(seconds)
         else:

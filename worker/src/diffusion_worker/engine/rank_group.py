@@ -43,11 +43,17 @@ class RankGroup(Protocol):
     def dropped_frames(self) -> tuple[int, int]:
         """Frames that were no message and were not acted on, at the server's end and at the ranks'."""
 
-    async def start(self) -> ModelInfo:
-        """Start the processes and load the model; raises ConfigError where the model or an option is wrong."""
+    async def start(self, *, asleep: bool = False) -> ModelInfo:
+        """Start the processes and load the model; raises ConfigError where the model or an option is wrong.
 
-    async def restart(self) -> ModelInfo:
+        With `asleep` they know the model but hold no weights, as after a sleep of level Discard: the first wake loads them.
+        """
+
+    async def restart(self, *, asleep: bool = False) -> ModelInfo:
         """End what is left of a lost generation and start the next one; raises as `start` does."""
+
+    def lose(self, reason: str, fault: Fault) -> None:
+        """End this generation as lost, because what it would serve cannot be trusted; harmless where it is lost already."""
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Queue one tick for every rank, with the frames that `tick.frames` counts; does not wait."""

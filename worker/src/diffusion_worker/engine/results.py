@@ -24,7 +24,14 @@ class PreviewMade(msgspec.Struct, frozen=True):
     width: int
 
 
-RequestEvent = StepTaken | PreviewMade
+class Held(msgspec.Struct, frozen=True):
+    """The request waits because the model is in this state (`asleep`, `waking`, …), with so many others before it."""
+
+    state: str
+    ahead: int
+
+
+RequestEvent = StepTaken | PreviewMade | Held
 
 
 class Timings(msgspec.Struct, frozen=True):

@@ -2,11 +2,13 @@
 """Puts a rank group to sleep and wakes it, through a loss of the group in the middle of it."""
 
 from diffusion_worker.engine.adapter_loading import AdapterLoader
-from diffusion_worker.engine.documents import EngineState, OperationCall, SleepCall, SleepMode
+from diffusion_worker.engine.documents import EngineState, SleepCall, SleepMode, WakeCall
 from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.step_loop import StepLoop
 from diffusion_worker.engine.supervision import Supervisor
+from diffusion_worker.engine.tasks import run_task
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import SleepTask, WakeTask
 
 
 class Sleeper:
@@ -31,7 +33,8 @@ class Sleeper:
             await self._steps.drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
             await self._supervisor.settled()
             self._life.enter(EngineState.SLEEPING)
-            await self._loader.call_all("sleep", timeout_s=self._call_timeout_s)
+            task = SleepTask(call.operation_id, call.level)
+            await run_task(self._loader.call_all, "handle_sleep_task", task, timeout_s=self._call_timeout_s)
         except GroupFailed:
             await self._supervisor.settled()
             if self._life.beneath is EngineState.READY:
@@ -42,7 +45,7 @@ class Sleeper:
         else:
             self._life.enter(EngineState.ASLEEP)
 
-    async def wake(self, call: OperationCall) -> None:
+    async def wake(self, call: WakeCall) -> None:
         """A group that is lost meanwhile is started again, and then is awake.
 
         Raises:
@@ -50,7 +53,8 @@ class Sleeper:
         """
         self._life.enter(EngineState.WAKING)
         try:
-            await self._loader.call_all("wake_up", timeout_s=call.deadline_seconds)
+            task = WakeTask(call.operation_id, call.tags)
+            await run_task(self._loader.call_all, "handle_wake_task", task, timeout_s=call.deadline_seconds)
         except GroupFailed:
             await self._supervisor.settled()
         except RequestError:

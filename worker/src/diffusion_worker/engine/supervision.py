@@ -16,8 +16,9 @@ from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.rank_group import Loss, RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.step_loop import StepLoop
+from diffusion_worker.engine.tasks import run_task
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout, RequestError
-from diffusion_worker.messages import ModelInfo
+from diffusion_worker.messages import ModelInfo, SleepTask
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ class Supervisor:
         self._life.stage = LoadStage.DONE
         if self._life.beneath is EngineState.ASLEEP:
             try:
-                await self._loader.call_all("sleep", timeout_s=self._call_timeout_s)
+                task = SleepTask(f"restart-{self._ranks.generation}")
+                await run_task(self._loader.call_all, "handle_sleep_task", task, timeout_s=self._call_timeout_s)
             except RequestError as error:
                 log.error("the ranks do not go back to sleep: %s", error.message)
                 self._life.enter(EngineState.READY)

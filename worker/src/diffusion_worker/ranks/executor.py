@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.documents import RankDocument, RankState
 from diffusion_worker.engine.rank_group import Loss, TickReport
-from diffusion_worker.errors import GroupFailed
+from diffusion_worker.errors import Fault, GroupFailed
 from diffusion_worker.messages import MemoryReport, ModelInfo, RpcReply, Tick
 from diffusion_worker.ranks.generation import Generation
 
@@ -39,21 +39,26 @@ class RankExecutor:
         now = self._current.dropped_frames if self._current is not None else (0, 0)
         return self._dropped_before[0] + now[0], self._dropped_before[1] + now[1]
 
-    async def start(self) -> ModelInfo:
+    async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Start the processes and wait until all have loaded; raises ConfigError, LoadTimeout or GroupFailed."""
         if self._stopped:
             raise GroupFailed("the ranks were ended")
-        self._current = Generation(self._config, self._number)
+        self._current = Generation(self._config, self._number, asleep=asleep)
         return await self._current.start()
 
-    async def restart(self) -> ModelInfo:
+    async def restart(self, *, asleep: bool = False) -> ModelInfo:
         """End what is left of the lost generation, then start the next one."""
         if self._current is not None:
             self._dropped_before = self.dropped_frames
             ended, self._current = self._current, None
             await ended.end()
         self._number += 1
-        return await self.start()
+        return await self.start(asleep=asleep)
+
+    def lose(self, reason: str, fault: Fault) -> None:
+        """End this generation as lost."""
+        if self._current is not None:
+            self._current.lose(reason, fault)
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Queue one tick for every rank, with its frames."""

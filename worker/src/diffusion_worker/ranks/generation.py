@@ -22,6 +22,7 @@ from diffusion_worker.messages import (
     Fatal,
     Finished,
     LoadProgress,
+    MemoryReport,
     ModelInfo,
     Preview,
     Ready,
@@ -54,13 +55,14 @@ STOP_WATCH_S = 0.5
 class Generation:
     """One generation. Make and use it on the event loop of the server; `start` once, `end` once."""
 
-    def __init__(self, config: WorkerConfig, number: int) -> None:
+    def __init__(self, config: WorkerConfig, number: int, *, asleep: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.number = number
         self.ranks: list[RankProcess] = []
         self.loss: asyncio.Future[Loss] = self._loop.create_future()
         self.wire = ServerEnd()
         self._config = config
+        self._asleep = asleep
         self._reports: asyncio.Queue[TickReport] = asyncio.Queue()
         self._calls = CallsInFlight()
         self._ready = asyncio.Event()
@@ -78,7 +80,7 @@ class Generation:
         limit_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.to_thread(start_processes, self._config, self.number, self.wire, self._add)
+                await asyncio.to_thread(start_processes, self._config, self.number, self.wire, self._add, self._asleep)
                 await self._or_loss(self.wire.wait_for_ranks(len(self.ranks)))
                 await self._or_loss(self._ready.wait())
         except TimeoutError:
@@ -254,8 +256,9 @@ class Generation:
         elif isinstance(message, LoadProgress):
             rank.loaded = (message.bytes_done, message.bytes_total)
         elif isinstance(message, Ready):
-            rank.model, rank.memory, rank.state = message.model, message.memory, RankState.READY
-            if all(other.state is RankState.READY for other in self.ranks):
+            rank.model, rank.memory = message.model, message.memory
+            rank.state = _state_of(message.memory)
+            if all(other.model is not None for other in self.ranks):
                 self._ready.set()
         elif isinstance(message, Fatal):
             rank.last_words = message
@@ -269,7 +272,7 @@ class Generation:
     def _on_reply(self, rank: RankProcess, reply: RpcReply) -> None:
         if reply.memory is not None and rank.state is not RankState.DEAD:
             rank.memory = reply.memory
-            rank.state = RankState.ASLEEP if reply.memory.weights_resident_bytes == 0 else RankState.READY
+            rank.state = _state_of(reply.memory)
         self._calls.take(reply)
 
     def _on_overdue(self, call: CallInFlight) -> None:
@@ -287,6 +290,11 @@ class Generation:
             return task.result()
         finally:
             task.cancel()
+
+
+def _state_of(memory: MemoryReport) -> RankState:
+    """A rank that lacks anything sleeps."""
+    return RankState.ASLEEP if memory.asleep else RankState.READY
 
 
 def _frames_fit(done: TickDone, frames: list[bytes | memoryview]) -> bool:

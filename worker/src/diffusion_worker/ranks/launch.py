@@ -21,7 +21,9 @@ RANK_NAME = "diffusion-worker-rank-"
 _preparation_data = spawn.get_preparation_data
 
 
-def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, started: Callable[[RankProcess], bool]) -> None:
+def start_processes(
+    config: WorkerConfig, generation: int, wire: ServerEnd, started: Callable[[RankProcess], bool], asleep: bool = False
+) -> None:
     """Start every rank; `started` hears of each, and stops the rest with False.
 
     Blocks: the first start waits for the fork server's imports, some seconds; later ones take milliseconds.
@@ -40,7 +42,7 @@ def start_processes(config: WorkerConfig, generation: int, wire: ServerEnd, star
         for number in range(config.ranks):
             process = context.Process(
                 target=_worker_main,
-                args=(_arguments(config, number, wire, rendezvous), listener if number == 0 else None),
+                args=(_arguments(config, number, wire, rendezvous, asleep), listener if number == 0 else None),
                 name=f"{RANK_NAME}{number}",
                 daemon=True,
             )
@@ -76,13 +78,14 @@ def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:
     WorkerProc.worker_main(arguments, listener)
 
 
-def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dict[str, object]) -> bytes:
+def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dict[str, object], asleep: bool) -> bytes:
     return msgspec.msgpack.encode(
         {
             "config": config,
             "rank": rank,
             "endpoints": wire.endpoints,
             "rendezvous": rendezvous,
+            "asleep": asleep,
             # What a server that is killed cannot remove: the folders of its sockets and of the fork server's.
             "folders": [str(wire.folder), util.get_temp_dir()],
             # Ranks say as much as the process that starts them: a server more than a script.

@@ -29,9 +29,11 @@ from diffusion_worker.messages import (
     Rpc,
     RpcReply,
     Shutdown,
+    SleepTask,
     Tick,
     TickDone,
     ToRank,
+    WakeTask,
 )
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd
 from diffusion_worker.ranks.extension import extended_worker
@@ -51,8 +53,8 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "list_loras": {},
     "pin_lora": {"lora_int_id": int},
     "unpin_lora": {"lora_int_id": int},
-    "sleep": {},
-    "wake_up": {},
+    "handle_sleep_task": {"task": SleepTask},
+    "handle_wake_task": {"task": WakeTask},
     "warm_up": {},
     "profile": {"is_start": bool, "prefix": str},
     "load_weights": {"path": str},
@@ -68,6 +70,8 @@ class RankArguments(msgspec.Struct, frozen=True):
     endpoints: Endpoints
     rendezvous: Rendezvous
     folders: list[str]
+    # Hold no weights until the first wake.
+    asleep: bool = False
     log_level: int = logging.INFO
 
 
@@ -98,13 +102,13 @@ class WorkerProc:
         sys.stderr.flush()
         os._exit(code)
 
-    def load(self) -> None:
-        """Load the model and say so."""
+    def load(self, *, asleep: bool) -> None:
+        """Load the model, or only what it is, and say so."""
 
         def report(done: int, total: int) -> None:
             self._output.send(LoadProgress(self._rank, done, total))
 
-        model = self.worker.load_model(report)
+        model = self.worker.load_model(report, asleep=asleep)
         self._output.send(Ready(self._rank, os.getpid(), model, self.worker.memory()))
 
     def worker_busy_loop(self) -> None:
@@ -204,7 +208,7 @@ def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None
         worker_class, extension = extended_worker(arguments.config.worker_extension)
         worker = worker_class(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)
         proc = WorkerProc(arguments.rank, output, wire, worker, extension)
-        proc.load()
+        proc.load(asleep=arguments.asleep)
         proc.worker_busy_loop()
         worker.shutdown()
         return 0

@@ -8,7 +8,7 @@ caller's fault and anything else for a fault of the rank.
 import gc
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,9 +16,21 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from diffusion_worker.config import WorkerConfig, usable_cores
+from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
-from diffusion_worker.messages import LoadedLoRA, MemoryReport, ModelInfo, Tick
+from diffusion_worker.messages import (
+    LoadedLoRA,
+    MemoryReport,
+    MemoryTag,
+    ModelInfo,
+    SleepLevel,
+    SleepTask,
+    TaskAck,
+    TaskStatus,
+    Tick,
+    WakeTask,
+)
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
 from diffusion_worker.runner.offloading import check_device
 from diffusion_worker.runner.parallel import Parallel
@@ -76,10 +88,10 @@ class DiffusionWorker:
             store = TCPStore(place.host, place.port, self._config.ranks, False, wait_for_workers=False)
         return PrefixStore(f"generation-{place.generation}", store)
 
-    def load_model(self, report: ReportProgress) -> ModelInfo:
-        """Load the model; raises ConfigError."""
+    def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
+        """Load the model, or with `asleep` all of it but its weights; raises ConfigError."""
         check_device(self._config.offload, self.device)
-        model = self.model_runner.load_model(report)
+        model = self.model_runner.load_model(report, asleep=asleep)
         free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes)
         return msgspec.structs.replace(model, free_bytes=free)
 
@@ -121,13 +133,35 @@ class DiffusionWorker:
         """Replace tensors of the loaded model by those of the same names in a safetensors file or folder; returns the names."""
         return sorted(self.model_runner.load_weights(read_weights(Path(path))))
 
-    def sleep(self) -> None:
-        """Level 1: give the weights' memory back, keep their mirror. What is left is measured for the reply."""
-        self.model_runner.release()
+    def sleep(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> int:
+        """Give the memory of weights, slots and caches back; returns the bytes. Raises RequestError."""
+        before = self.resident_bytes()
+        self.model_runner.release(level)
+        return before - self.resident_bytes()
 
-    def wake_up(self) -> None:
-        """Fill the weights again."""
-        self.model_runner.weights.restore()
+    def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Have the memory of these tags again with what was in it, of all if None; raises RequestError, MemoryError."""
+        self.model_runner.restore(tuple(MemoryTag) if tags is None else tags)
+
+    def resident_bytes(self) -> int:
+        """What weights and slots hold on the device now."""
+        memory = self.memory()
+        return memory.weights_resident_bytes + memory.adapter_slots_resident_bytes
+
+    def handle_sleep_task(self, *, task: SleepTask) -> TaskAck:
+        """`sleep` with an answer whatever happens."""
+        return self._acknowledged(task.task_id, lambda: self.sleep(task.level))
+
+    def handle_wake_task(self, *, task: WakeTask) -> TaskAck:
+        """`wake_up` with an answer whatever happens."""
+        return self._acknowledged(task.task_id, lambda: self.wake_up(task.tags))
+
+    def _acknowledged(self, task_id: str, work: Callable[[], int | None]) -> TaskAck:
+        try:
+            freed = work()
+        except RequestError as error:
+            return TaskAck(task_id, TaskStatus.ERROR, self._rank, error_code=error.code, error_msg=error.message)
+        return TaskAck(task_id, TaskStatus.SUCCESS, self._rank, freed or 0, self.resident_bytes())
 
     def re_init_pipeline(self, *, pipeline: str) -> ModelInfo:
         """Serve the model folder with another pipeline class, a diffusers one by name or one of yours as MODULE:CLASS.

@@ -18,7 +18,7 @@ from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
-from diffusion_worker.messages import LoadedLoRA, LoRAUse, MemoryReport, ModelInfo, RequestSpec, Tick
+from diffusion_worker.messages import LoadedLoRA, LoRAUse, MemoryReport, MemoryTag, ModelInfo, RequestSpec, SleepLevel, Tick
 from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
 from diffusion_worker.runner.adapters import add_on_all_ranks, make_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
@@ -78,15 +78,22 @@ class DiffusionModelRunner:
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
         self._merging: AdapterMerging | None = None
+        self._asleep: list[MemoryTag] = []
+        self._level: SleepLevel | None = None
 
-    def load_model(self, report: ReportProgress) -> ModelInfo:
+    def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
         """Load the pipeline and move its weights into slabs; `report` hears of bytes done and in all.
+
+        With `asleep` the weights are given back at once.
 
         Raises:
             ConfigError: the model cannot be loaded.
         """
         dtype, unread = dtype_of(self._config.dtype, self._device), Placeholders()
-        return self.adopt(load_pipeline(self._config, dtype, unread=unread), dtype, report, unread=unread)
+        model = self.adopt(load_pipeline(self._config, dtype, unread=unread), dtype, report, unread=unread)
+        if asleep:
+            self.release(SleepLevel.DISCARD)
+        return model
 
     def adopt(self, pipeline: Any, dtype: torch.dtype, report: ReportProgress, *, unread: Placeholders = NOTHING_UNREAD) -> ModelInfo:
         """Serve a pipeline that is in host memory, but for what `unread` says is still in files."""
@@ -361,9 +368,15 @@ class DiffusionModelRunner:
     def memory(self) -> MemoryReport:
         """Where the weights are, and what adapters take beside them."""
         slots_bytes = 0 if self.loras is None else self.loras.layers.nbytes
-        return msgspec.structs.replace(self.weights.report(), adapter_slots_bytes=slots_bytes)
+        return msgspec.structs.replace(
+            self.weights.report(),
+            adapter_slots_bytes=slots_bytes,
+            adapter_slots_resident_bytes=slots_bytes,
+            asleep=self._asleep,
+            level=self._level,
+        )
 
-    def release(self) -> None:
+    def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
         """Sleep: forget every request and all that was made with the weights, and give their memory back."""
         self.drop_all()
         self.clear_prompt_embed_cache()
@@ -371,6 +384,15 @@ class DiffusionModelRunner:
         self.weights.release()
         if self._merging is not None:
             self._merging.released()
+        self._asleep, self._level = list(MemoryTag), level
+
+    def restore(self, tags: Sequence[MemoryTag] = tuple(MemoryTag)) -> None:
+        """Wake: have the memory of these tags again."""
+        if MemoryTag.WEIGHTS in tags and MemoryTag.WEIGHTS in self._asleep:
+            self.weights.restore()
+        self._asleep = [tag for tag in self._asleep if tag not in tags]
+        if not self._asleep:
+            self._level = None
 
     def _drop(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from diffusion_worker.engine.results import Generation, Picture, PreviewMade, StepTaken
+from diffusion_worker.engine.results import Generation, Held, Picture, PreviewMade, StepTaken
 from diffusion_worker.server.encoding import OutputFormat, encode, metadata_of
 from diffusion_worker.server.pieces import Pieces, cut, json_with_file
 
@@ -82,6 +82,11 @@ def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces,
 def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
     """A step that a picture has taken; an event of ours, which the SDK hands on with its `type`."""
     return server_sent(f"{options.events}.progress", {"index": step.index, "step": step.step, "steps": step.steps})
+
+
+def held_event(held: Held, options: AnswerOptions) -> Pieces:
+    """The request waits for the model; an event of ours."""
+    return server_sent(f"{options.events}.held", {"state": held.state, "ahead": held.ahead})
 
 
 def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: bool, created: int) -> Pieces:

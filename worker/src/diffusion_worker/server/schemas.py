@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from diffusion_worker.engine.admission import MAX_LORA_SCALE
-from diffusion_worker.engine.documents import AdapterCall, OperationCall, ProfileCall, Residency, SleepCall, SleepMode
+from diffusion_worker.engine.documents import AdapterCall, ProfileCall, Residency, SleepCall, SleepMode, SleepPolicy, WakeCall
+from diffusion_worker.messages import MemoryTag, SleepLevel
 from diffusion_worker.server.image_schemas import Finite
 from diffusion_worker.server.source_schemas import ControlBody, SourceBody
 
@@ -26,6 +27,9 @@ Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
 OperationId = Annotated[str, Field(min_length=1, max_length=128)]
 BootId = Annotated[str, Field(min_length=1, max_length=128)]
 AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
+Tag = Literal["weights", "adapters", "caches"]
+# From now on, as the operator's file says it too, only later.
+Policy = Literal["AlwaysAwake", "Asleep", "OnIdle"]
 ComponentName = Annotated[str, Field(pattern=COMPONENT_PATTERN, max_length=64)]
 
 
@@ -49,10 +53,20 @@ class WakeBody(ControlBody):
     operation_id: OperationId
     boot_id: BootId | None = None
     deadline_seconds: Deadline = 120.0
+    tags: Annotated[
+        list[Tag] | None, Field(min_length=1, max_length=8, description="Only these; nothing is served before all are awake.")
+    ] = None
+    policy: Policy | None = None
 
-    def call(self) -> OperationCall:
+    def call(self) -> WakeCall:
         """The body as the engine takes it."""
-        return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
+        return WakeCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            tags=None if self.tags is None else [MemoryTag(tag) for tag in self.tags],
+            policy=None if self.policy is None else SleepPolicy(self.policy),
+        )
 
 
 class SleepBody(ControlBody):
@@ -61,8 +75,13 @@ class SleepBody(ControlBody):
     operation_id: OperationId
     boot_id: BootId | None = None
     deadline_seconds: Deadline = 300.0
-    level: Literal["HostMemory"] = "HostMemory"
+    level: Literal["HostMemory", "Discard"] = "HostMemory"
     mode: Literal["Wait", "Abort"] = "Wait"
+    if_idle_since: Annotated[
+        float | None,
+        Field(ge=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="Refused with Busy if a request came within so many seconds."),
+    ] = None
+    policy: Policy | None = None
 
     def call(self) -> SleepCall:
         """The body as the engine takes it."""
@@ -70,8 +89,10 @@ class SleepBody(ControlBody):
             operation_id=self.operation_id,
             boot_id=self.boot_id,
             deadline_seconds=self.deadline_seconds,
-            level=self.level,
+            level=SleepLevel(self.level),
             mode=SleepMode(self.mode),
+            if_idle_since=self.if_idle_since,
+            policy=None if self.policy is None else SleepPolicy(self.policy),
         )
 
 

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.results import RequestEvent, StepTaken
+from diffusion_worker.engine.results import Held, RequestEvent, StepTaken
 from diffusion_worker.errors import GroupFailed, RequestError
-from diffusion_worker.server.answers import AnswerOptions, completed_event, preview_event, progress_event, server_sent
+from diffusion_worker.server.answers import AnswerOptions, completed_event, held_event, preview_event, progress_event, server_sent
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.pieces import Pieces, send_piece
 from diffusion_worker.server.problems import client_gone, error_body, lost_ranks, unexpected_error
@@ -101,6 +101,8 @@ class EventStream(Response):
     async def _encoded(self, event: RequestEvent) -> Pieces:
         if isinstance(event, StepTaken):
             return progress_event(event, self._options)
+        if isinstance(event, Held):
+            return held_event(event, self._options)
         accelerated = self._engine.accelerates(self._params)
         created = int(time.time())
         return await self._encoding.run(preview_event, event, self._options, accelerated=accelerated, created=created)

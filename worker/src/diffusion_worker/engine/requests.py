@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for pictures, from their parameters to their pictures: checked, given their adapters, made."""
+
+import importlib.metadata
+import time
+import uuid
+from collections.abc import Callable
+
+from diffusion_worker.config import StepCache, WorkerConfig
+from diffusion_worker.engine import admission, recipes
+from diffusion_worker.engine.adapter_use import AdapterUse, chosen
+from diffusion_worker.engine.admission import GenerationParams
+from diffusion_worker.engine.life import EngineLife
+from diffusion_worker.engine.making import Work, make_pictures
+from diffusion_worker.engine.results import AppliedAdapter, Generation, Provenance, RequestEvent
+from diffusion_worker.engine.step_loop import StepLoop
+from diffusion_worker.messages import ModelInfo, Recipe
+
+# The model's revision and digest, as far as they are known.
+Identity = Callable[[], tuple[str | None, str | None]]
+
+
+class Requests:
+    """The requests of one engine."""
+
+    def __init__(self, config: WorkerConfig, life: EngineLife, steps: StepLoop, adapters: AdapterUse, *, identity: Identity) -> None:
+        # Set when it was loaded.
+        self.model: ModelInfo | None = None
+        self._config = config
+        self._life = life
+        self._steps = steps
+        self._adapters = adapters
+        self._identity = identity
+        self._last_at_s: float | None = None
+        # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
+        self.version = importlib.metadata.version("diffusion-worker")
+
+    @property
+    def last_age_s(self) -> float | None:
+        """Seconds since the last request came; None before the first."""
+        return None if self._last_at_s is None else round(time.monotonic() - self._last_at_s, 3)
+
+    async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
+        """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its rows.
+
+        `on_event` is called on the event loop with each step and each preview, in order, and must not wait; a picture that is
+        made again after a loss of the ranks says so by step 0.
+
+        Raises:
+            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Whatever
+                `on_event` raises.
+        """
+        self._life.require_ready("this request", restarting_too=True)
+        assert self.model is not None
+        self._admit(params)
+        most = min(self._config.max_loras_per_request, self._config.max_loras)
+        choices = chosen(params, served_name=self._config.served_name, most=most)
+        self._last_at_s = started = time.monotonic()
+        request_id = uuid.uuid4().hex
+        async with self._adapters.taken(choices, request_id) as taken:
+            # It may have waited, and the server may serve no more.
+            self._life.require_ready("this request", restarting_too=True)
+            recipe, owners = recipes.agreed([(adapter.name, adapter.loaded.recipe if adapter.loaded else None) for adapter, _ in taken])
+            params = self._admit(recipes.inherit(params, recipe, owners))
+            applied = [each.applied for each in taken]
+            work = Work(request_id, started, [each.use for each in taken], recipe, self.accelerates(params))
+            pictures = await make_pictures(self._steps, params, work, on_event=on_event)
+        return Generation(pictures, self._provenance(params, applied, recipe))
+
+    def _admit(self, params: GenerationParams) -> GenerationParams:
+        """The request with the worker's defaults; raises RequestError where it cannot be served."""
+        assert self.model is not None
+        params = admission.with_defaults(params, self._config.defaults, self._config.limits, self.model)
+        admission.check(params, self._config.limits, self.model)
+        admission.check_memory(params, self.model, self._steps.memory.most_load(time.monotonic()))
+        return params
+
+    def accelerates(self, params: GenerationParams) -> bool:
+        """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
+        exact = params.exact or self._config.exact
+        return self._config.step_cache is not StepCache.NONE and params.accelerated is not False and not exact
+
+    def _provenance(self, params: GenerationParams, adapters: list[AppliedAdapter], recipe: Recipe) -> Provenance:
+        assert self.model is not None
+        revision, digest = self._identity()
+        return Provenance(
+            model=self._config.served_name,
+            pipeline=self.model.pipeline,
+            # A folder has no revision; what is in it has a digest.
+            revision=revision,
+            digest=digest,
+            task=params.task,
+            strength=params.strength,
+            adapters=adapters,
+            steps=params.steps or self.model.default_steps,
+            guidance_scale=self.model.default_guidance_scale if params.guidance_scale is None else params.guidance_scale,
+            accelerated=self.accelerates(params),
+            exact=params.exact or self._config.exact,
+            engine=self.version,
+            sigmas=recipe.sigmas,
+            shift=recipe.shift,
+        )
