@@ -56,8 +56,11 @@ PAIRS = [
 
 # Of the load and not of the source: the adapter is Failed with them, and tried again.
 LOAD_CODES = {"CapacityExceeded", "InsufficientMemory", "RankFailed", "Timeout", "CacheFull", "EngineFailed"}
-# Of a call that the operator never makes, or of a request.
-OTHER_CODES = {"InvalidRequest", "Unauthorized", "Managed", "AdapterNotLoaded", "AdapterRemoved", "Cancelled"}
+# Of a call that the operator never makes, of a request, or of a sleep or a wake.
+OTHER_CODES = {
+    "InvalidRequest", "Unauthorized", "Managed", "AdapterNotLoaded", "AdapterRemoved", "Cancelled",
+    "Overloaded", "VerificationFailed", "MemoryNotReleased",
+}  # fmt: skip
 
 
 def names(struct: type[msgspec.Struct]) -> set[str]:
