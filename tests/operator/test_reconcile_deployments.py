@@ -96,7 +96,7 @@ async def test_a_deleted_service_and_a_changed_configmap_are_repaired() -> None:
     rig.runtime.child_changed("default", "d", "ConfigMap")
     await rig.run()
     assert rig.cluster.names(SERVICE) == ["d"]
-    assert rig.desired()["sleep"] == {"policy": "AlwaysAwake"}
+    assert rig.desired()["sleep"]["policy"] == "AlwaysAwake"
 
 
 async def test_a_changed_template_replaces_the_replicas_one_by_one() -> None:
@@ -290,7 +290,7 @@ async def test_going_to_sleep_and_waking_up_is_told_at_every_step() -> None:
     assert rig.status()["asleepReplicas"] == 2
     assert rig.status()["readyReplicas"] == 2
     assert rig.routable() == ["d-0-0", "d-1-0"], "the live servers answer 503 Asleep"
-    assert rig.desired()["sleep"] == {"policy": "Asleep"}
+    assert rig.desired()["sleep"]["policy"] == "Asleep"
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={}))
     await rig.run()
     assert rig.states() == ["Waking", "Waking"]

@@ -246,7 +246,8 @@ def test_the_desired_file_is_the_same_for_the_same_content() -> None:
     first = desired_config(made(sleep={"policy": "Asleep"}), adapters)["data"]["desired.json"]
     assert first == desired_config(made(sleep={"policy": "Asleep"}), adapters[::-1])["data"]["desired.json"]
     content = json.loads(first)
-    assert content["sleep"] == {"policy": "Asleep"}
+    assert content["sleep"] == {"policy": "Asleep", "level": "HostMemory", "wakeTimeoutSeconds": 120}
+    assert content["coldRequests"] == {"mode": "Hold", "maxHeld": 64, "holdTimeoutSeconds": 300}
     assert content["adapters"][0] == {
         "name": "a", "source": {"path": "/l"}, "digest": None, "scale": 0.5, "components": [], "format": None, "expectedRank": None,
         "residency": "Cached", "priority": 0, "loadTimeoutSeconds": 9,
