@@ -264,7 +264,7 @@ async def test_a_wake_during_which_the_group_is_lost_ends_with_an_awake_one(edge
     edge.ranks.die(KILLED)
     edge.ranks.calling.set()
     document = await restarted(edge, operation=None)
-    assert document["lastOperation"] == {"operationId": "op-2", "kind": "wake", "error": None}
+    assert document["lastOperation"].items() >= {"operationId": "op-2", "kind": "wake", "error": None}.items()
     assert (await edge.images(prompt="p")).status_code == 200
 
 

@@ -30,7 +30,7 @@ from diffusion_worker.config import (
     split_import_path,
 )
 from diffusion_worker.engine.documents import SleepPolicy
-from diffusion_worker.engine.operations import read_desired
+from diffusion_worker.engine.sleep_policy import read_desired
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.sources.options import check_lora_bounds, check_sources, locate_model, lora_defaults, shown
 
@@ -259,8 +259,9 @@ def check(config: WorkerConfig) -> None:
     check_together(config)
     check_ranks(config)
     check_requests(config)
-    if read_desired(config.desired_path).sleep.policy is SleepPolicy.ASLEEP and (option := why_awake(config)):
-        raise ConfigError(f"{option}: not supported with the sleep policy {SleepPolicy.ASLEEP} of {config.desired_path!r}")
+    policy = read_desired(config.desired_path).sleep.policy
+    if policy is not SleepPolicy.ALWAYS_AWAKE and (option := why_awake(config)):
+        raise ConfigError(f"{option}: not supported with the sleep policy {policy} of {config.desired_path!r}")
 
 
 def check_requests(config: WorkerConfig) -> None:

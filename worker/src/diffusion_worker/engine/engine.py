@@ -7,6 +7,7 @@ Runs on the server's event loop and holds no torch. Requests that were admitted 
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,13 @@ from diffusion_worker.engine.documents import (
 from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.model_digest import ModelDigest
 from diffusion_worker.engine.model_fetching import ModelFetch
-from diffusion_worker.engine.operations import Operations, OperationsDone, read_desired
+from diffusion_worker.engine.operations import Operations, OperationsDone
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.requests import Requests
 from diffusion_worker.engine.results import Generation, RequestEvent
+from diffusion_worker.engine.sleep_policy import SleepRules
 from diffusion_worker.engine.sleeping import Sleeper
 from diffusion_worker.engine.step_loop import StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
@@ -65,6 +67,7 @@ class Engine:
         self.config = config
         self.boot_id = boot_id
         self.life = EngineLife()
+        self.rules = SleepRules(config.desired_path)
         self._ranks = ranks
         self._model: ModelInfo | None = None
         self._lost = asyncio.Event()
@@ -140,12 +143,11 @@ class Engine:
         await self._fetch_model()
         await self._prepare(await self._ranks.start())
         self.life.stage = LoadStage.LOADING_ADAPTERS
-        desired = read_desired(self.config.desired_path)
-        await load_at_start(self._loader, self.config, desired)
+        await load_at_start(self._loader, self.config, self.rules.desired)
         self.life.stage = LoadStage.DONE
         self.life.enter(EngineState.READY)
         self._supervisor.begin()
-        if desired.sleep.policy is SleepPolicy.ASLEEP:
+        if self.rules.policy is SleepPolicy.ASLEEP:
             await self._sleeper.sleep(SleepCall(operation_id=f"policy-{self.boot_id}"))
         self.life.loaded = True
         self._digest.begin()
@@ -253,6 +255,8 @@ class Engine:
             restarts=self.life.losses.restarts,
             last_loss=self.life.losses.document(time.monotonic()),
             features=self._steps.features,
+            state_age_seconds=self.life.state_age_seconds,
+            policy=self.rules.policy,
         )
 
     def sleep(self, call: SleepCall) -> bool:
@@ -272,6 +276,12 @@ class Engine:
             RequestError: WrongBoot, Conflict with another operation, Starting.
         """
         return self._begin(call, "wake", EngineState.READY, lambda: self._sleeper.wake(call))
+
+    def wake_on_demand(self) -> None:
+        """A request waits: with policy OnIdle the model wakes, as soon as what goes on allows it. Returns at once; may be repeated."""
+        if self.rules.policy is SleepPolicy.ON_IDLE and self.state is EngineState.ASLEEP and self._operations.running() is None:
+            call = WakeCall(operation_id=f"demand-{uuid.uuid4().hex}")
+            self._operations.start(call.operation_id, "wake", self._sleeper.wake(call))
 
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Load an adapter on all ranks or none; see `AdapterLoader.put` for its errors."""

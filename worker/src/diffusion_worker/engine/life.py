@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one engine: what it does, what comes after a restart, why it failed."""
 
+import asyncio
 import time
+from collections.abc import Callable
 
 from diffusion_worker.engine.documents import EngineState, LoadStage, Problem
 from diffusion_worker.engine.rank_group import Loss
@@ -25,36 +27,73 @@ REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
 class EngineLife:
     """What an engine is doing. While its group is started again, `beneath` is the state that comes after."""
 
-    def __init__(self) -> None:
-        self.beneath = EngineState.STARTING
-        self.restarting = False
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.loaded = False
         self.stage = LoadStage.STARTING_RANKS
         self.failure: str | None = None
         self.losses = LossRecord()
+        self._clock = clock
+        self._beneath = EngineState.STARTING
+        self._restarting = False
+        self._shown, self._since_s = self.state, clock()
+        self._changed = asyncio.Event()
 
     @property
     def state(self) -> EngineState:
         """The state as it is shown."""
-        return EngineState.RESTARTING if self.restarting and self.beneath not in ENDING else self.beneath
+        return EngineState.RESTARTING if self._restarting and self._beneath not in ENDING else self._beneath
+
+    @property
+    def beneath(self) -> EngineState:
+        """The state, or the one that comes when the group was started again."""
+        return self._beneath
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the group was lost and its next generation is not there yet."""
+        return self._restarting
+
+    @property
+    def state_age_seconds(self) -> float:
+        """How long the state is shown already."""
+        return round(self._clock() - self._since_s, 3)
+
+    async def wait_for_change(self) -> None:
+        """Returns when the shown state is another one than at the call."""
+        await self._changed.wait()
 
     def enter(self, state: EngineState) -> None:
         """The state from now on, unless the engine failed or is ending."""
-        if self.beneath not in ENDING:
-            self.beneath = state
+        if self._beneath not in ENDING:
+            self._beneath = state
+            self._show()
 
     def fail(self, reason: str) -> bool:
         """The engine cannot go on; False if that was known."""
-        if self.beneath is EngineState.FAILED:
+        if self._beneath is EngineState.FAILED:
             return False
-        self.beneath, self.failure = EngineState.FAILED, reason
+        self._beneath, self.failure = EngineState.FAILED, reason
+        self._show()
         return True
 
     def lose_group(self, loss: Loss, generation: int) -> None:
         """The group is lost and is about to be started again."""
         self.losses.add(loss, generation, time.monotonic())
-        self.restarting = True
-        self.beneath = AFTER.get(self.beneath, self.beneath)
+        self._restarting = True
+        self._beneath = AFTER.get(self._beneath, self._beneath)
+        self._show()
+
+    def group_is_back(self) -> None:
+        """The next generation is there."""
+        self._restarting = False
+        self._show()
+
+    def _show(self) -> None:
+        """Wake whoever waits for another state."""
+        if self.state is not self._shown:
+            self._shown, self._since_s = self.state, self._clock()
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
 
     def load_stage(self, bytes_total: int) -> LoadStage:
         """Where a load is: the ranks are starting until one of them knows how much there is to load."""
@@ -65,13 +104,13 @@ class EngineLife:
         """Why it does not serve now, where that is a fault."""
         if self.failure is not None:
             return Problem(ErrorCode.ENGINE_FAILED, self.failure, True)
-        if self.restarting and self.losses.last is not None:
+        if self._restarting and self.losses.last is not None:
             return Problem(ErrorCode.RANK_FAILED, self.losses.last.reason, True)
         return None
 
     def require_ready(self, what: str, *, restarting_too: bool) -> None:
         """Raises RequestError with the reason; `restarting_too` is for what can wait until a new group is there."""
-        state = self.beneath if restarting_too else self.state
+        state = self._beneath if restarting_too else self.state
         if state is not EngineState.READY:
             code, why, retry_after_s = REFUSALS[state]
             raise RequestError(code, f"{what} is refused: {why}", retry_after_s=retry_after_s)

@@ -6,14 +6,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from diffusion_worker.engine.documents import DesiredState, Operation, OperationResult, Problem
+from diffusion_worker.engine.documents import Operation, OperationResult, Problem
 from diffusion_worker.engine.durations import Durations
-from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
+from diffusion_worker.engine.sleep_policy import read_desired as read_desired
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +84,3 @@ class Operations:
         else:
             self.done.failures[kind] += 1
         log.info("%s operation=%s seconds=%.3f error=%s", kind, operation_id, seconds, problem)
-
-
-def read_desired(path: str | None) -> DesiredState:
-    """The mounted desired file; without one nothing is desired.
-
-    Raises:
-        ConfigError: the file is missing or not what it should be.
-    """
-    if path is None:
-        return DesiredState()
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=DesiredState)
-    except OSError as error:
-        raise ConfigError(f"--desired {path!r}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--desired {path!r}: {error}") from None

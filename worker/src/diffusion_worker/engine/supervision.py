@@ -108,7 +108,7 @@ class Supervisor:
                 return
             except GroupFailed as error:
                 loss = self._ranks.loss or Loss(str(error), Fault.DEFECT)
-        self._life.restarting = False
+        self._life.group_is_back()
         log.warning("rank group started again generation=%d seconds=%.3f", self._ranks.generation, time.monotonic() - started)
         self._stepping = asyncio.create_task(self._steps.run())
 
