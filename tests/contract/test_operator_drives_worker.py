@@ -4,9 +4,7 @@
 The ranks are fake, so that every row is quick; the last test is the same story with real ones.
 """
 
-import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,90 +15,22 @@ import pytest
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode
 from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
 from diffusion_operator.api.source import AdapterSource
-from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
-from diffusion_operator.errors import ControlRefused, ControlUnreachable
+from diffusion_operator.api.worker_state import RecordState, WorkerPhase
+from diffusion_operator.errors import ControlUnreachable
 from diffusion_operator.plan.acceptance import DesiredAdapter
-from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from diffusion_operator.plan.attempts import RACES
-from diffusion_operator.plan.observed import AttemptKey
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.pod import worker_arguments
-from diffusion_operator.worker_client import HttpWorkerClient
 from diffusion_worker import cli
 from diffusion_worker.engine.documents import AdapterState, EngineState, RankState
 from diffusion_worker.engine.operations import read_desired
 from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode
 from fake_rank_group import fake_digest
+from worker_driver import TOKEN, Driver, refusal
 from worker_process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
-
-IP = "127.0.0.1"
-TOKEN = "the-control-token"
-DEADLINE_S = 20.0
-
-
-class Driver:
-    """The operator's client, and calls to it in the words of a test."""
-
-    def __init__(self, worker: WorkerProcess, *, token: str = TOKEN, boot_id: str | None = None) -> None:
-        port = int(worker.control_url.rpartition(":")[2])
-        self.client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=30, port=port)
-        self.address = WorkerAddress(pod_uid="pod-1", ip=IP, boot_id=boot_id or worker.boot_id)
-        self.token = token
-        self._folder = worker.folder / "loras"
-        self._calls = 0
-
-    async def state(self) -> WorkerState:
-        return await self.client.state(IP, token=self.token)
-
-    async def sleep(self, mode: DrainMode = DrainMode.WAIT, operation_id: str | None = None) -> None:
-        call = SleepWorker(
-            worker=self.address,
-            operation_id=operation_id or self._id(),
-            attempt=1,
-            mode=mode,
-            deadline_s=30,
-            level=SleepLevel.HOST_MEMORY,
-            policy=SleepPolicy.ASLEEP,
-        )
-        await self.client.sleep(call, token=self.token)
-
-    async def wake(self, operation_id: str | None = None) -> None:
-        call = WakeWorker(
-            worker=self.address, operation_id=operation_id or self._id(), attempt=1, deadline_s=30, policy=SleepPolicy.ALWAYS_AWAKE
-        )
-        await self.client.wake(call, token=self.token)
-
-    def lora(self, name: str) -> str:
-        """A folder that looks like an adapter's, for ranks that read none."""
-        folder = self._folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "adapter_model.safetensors").touch()
-        return str(folder)
-
-    async def put(self, name: str, path: str, *, deadline_s: int = 30, **said: Any) -> None:
-        key = AttemptKey(adapter_uid="u", generation=1, boot_id=self.address.boot_id)
-        load = AdapterLoad(source=AdapterSource(path=path), **said)
-        call = PutAdapter(worker=self.address, key=key, operation_id=self._id(), name=name, load=load, deadline_s=deadline_s)
-        await self.client.put_adapter(call, token=self.token)
-
-    async def remove(self, name: str, drain_s: int = 5) -> None:
-        call = RemoveAdapter(worker=self.address, operation_id=self._id(), name=name, drain_s=drain_s)
-        await self.client.remove_adapter(call, token=self.token)
-
-    async def wait_for(self, phase: WorkerPhase) -> WorkerState:
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                state = await self.state()
-                if state.state is phase and state.operation is None:
-                    return state
-                await asyncio.sleep(0.02)
-
-    def _id(self) -> str:
-        self._calls += 1
-        return f"contract-{self._calls}-{time.monotonic_ns()}"
 
 
 @pytest.fixture(scope="module")
@@ -115,19 +45,8 @@ async def driver(fake_worker: WorkerProcess) -> AsyncIterator[Driver]:
     """A client of a worker that is awake and has no adapters, before and after."""
     driver = Driver(fake_worker)
     yield driver
-    state = await driver.state()
-    if state.state is not WorkerPhase.READY:
-        await driver.wake()
-        state = await driver.wait_for(WorkerPhase.READY)
-    for adapter in state.adapters:
-        await driver.remove(adapter.name)
+    await driver.clear()
     await driver.client.close()
-
-
-async def refusal(call: Any) -> ControlRefused:
-    with pytest.raises(ControlRefused) as info:
-        await call
-    return info.value
 
 
 # Words that both sides know
