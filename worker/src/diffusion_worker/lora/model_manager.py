@@ -165,6 +165,15 @@ class DiffusionLoRAManager:
         """Ids of the registered adapters."""
         return sorted(self._known)
 
+    def host_copies(self) -> dict[int, tuple[str, list[torch.Tensor]]]:
+        """By its id, the digest of each registered adapter's file and what is kept of it in host memory."""
+        found = {}
+        for lora_int_id, known in self._known.items():
+            model = self._copies.get_adapter(known.copy)
+            if model is not None and model.adapter is not None:
+                found[lora_int_id] = known.loaded.digest, [run.values for run in model.adapter.runs]
+        return found
+
     def pin_adapter(self, lora_int_id: int) -> bool:
         """Keep an adapter in host memory whatever comes; False if it is not registered."""
         known = self._known.get(lora_int_id)

@@ -104,6 +104,10 @@ class ModelWeights:
         fill_tensors(empty, report)
         return size
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All weights as they are on the device now, in the order in which they were placed; those that were left elsewhere last."""
+        return [placed.view for placed in self._placed] + self._elsewhere
+
     def whole_shape(self, tensor: torch.Tensor) -> torch.Size | None:
         """The shape in which contents of a placed tensor are given to `replace`; None for one that is in no slab."""
         placed = self._find(tensor)
