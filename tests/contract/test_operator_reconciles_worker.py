@@ -4,72 +4,19 @@
 The cluster is the fake one and its time virtual; the server is real, over fake ranks, and over real ones at the end.
 """
 
-import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
-from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
-from diffusion_operator.render.control_secret import control_token
-from diffusion_operator.worker_client import HttpWorkerClient
-from operator_rig import Rig, adapter, deployment
-from worker_process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+from diffusion_operator.api.names import ADAPTER
+from operator_rig import adapter
+from reconcile_story import REAL_PROGRAM, story
+from worker_process import DIGITS
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 60.0
-REAL_PROGRAM = ("-m", "diffusion_worker.cli")
 ONE_IN_MEMORY = ("--max-loras=1", "--max-cached-loras=1", "--max-loras-per-request=1")
 LORA = {"maxLoaded": 1, "maxCached": 1}
-
-
-class Story:
-    """One deployment of one replica, whose pod is a worker process."""
-
-    def __init__(self, rig: Rig, worker: WorkerProcess) -> None:
-        self.rig = rig
-        self.worker = worker
-
-    async def until(self, type_: str, *expected: str, name: str) -> str:
-        """Runs until a condition of an adapter has this status and reason; its message."""
-        await self.wait(lambda: self.rig.adapter_condition(type_, name) == expected, lambda: self.rig.adapter_status(name))
-        return self.rig.adapter_message(type_, name)
-
-    async def wait(self, check: Callable[[], Any], about: Callable[[], object]) -> None:
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                while not check():
-                    await self.rig.run(1.0)
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise AssertionError(f"{about()}\n{self.worker.output[-2000:]}") from None
-
-    def records(self) -> dict[str, tuple[str, str]]:
-        """State and residency of what the worker has, by name."""
-        return {one["name"]: (one["state"], one["residency"]) for one in self.worker.state()["adapters"]}
-
-
-@asynccontextmanager
-async def story(*options: str, program: tuple[str, ...] = FAKE_PROGRAM, **spec: Any) -> AsyncIterator[Story]:
-    rig = Rig()
-    rig.cluster.put(deployment(**spec))
-    await rig.run()
-    metadata = msgspec.convert(rig.cluster.find(DEPLOYMENT, "d"), DiffusionDeployment).metadata
-    token = control_token(rig.runtime.settings.operator_key, metadata)
-    with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=options) as worker:
-        worker.wait_ready()
-        client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(worker.control_url.rpartition(":")[2]))
-        rig.runtime.workers = client
-        rig.cluster.running("d-0-0", "127.0.0.1", ready=True)
-        try:
-            yield Story(rig, worker)
-        finally:
-            await client.close()
 
 
 def lora(folder: Path, name: str) -> str:

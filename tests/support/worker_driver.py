@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -82,10 +82,13 @@ class Driver:
 
     async def wait_for(self, phase: WorkerPhase) -> WorkerState:
         """The state document once no operation runs and it has that state."""
+        return await self.until(lambda state: state.state is phase and state.operation is None)
+
+    async def until(self, holds: Callable[[WorkerState], object]) -> WorkerState:
+        """The first state document of which this holds."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                state = await self.state()
-                if state.state is phase and state.operation is None:
+                if holds(state := await self.state()):
                     return state
                 await asyncio.sleep(POLL_S)
 

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's real reconciles with a real worker server as the pod of a deployment's only replica.
+
+The cluster is the fake one and its time virtual, fifty times as fast as the worker's. The desired file is brought to the worker as a
+kubelet would, a moment after its ConfigMap changed.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT
+from diffusion_operator.render.control_secret import control_token
+from diffusion_operator.worker_client import HttpWorkerClient
+from operator_rig import Rig, deployment
+from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+
+DEADLINE_S = 60.0
+REAL_PROGRAM = ("-m", "diffusion_worker.cli")
+POD_NAME = "d-0-0"
+
+
+class Story:
+    """One deployment of one replica, whose pod is a worker process."""
+
+    def __init__(self, rig: Rig, worker: WorkerProcess, desired: Path) -> None:
+        self.rig = rig
+        self.worker = worker
+        self._desired = desired
+
+    async def until(self, type_: str, *expected: str, name: str) -> str:
+        """Runs until a condition of an adapter has this status and reason; its message."""
+        await self.wait(lambda: self.rig.adapter_condition(type_, name) == expected, lambda: self.rig.adapter_status(name))
+        return self.rig.adapter_message(type_, name)
+
+    async def until_deployment(self, type_: str, *expected: str) -> str:
+        """The same for the deployment."""
+        await self.wait(lambda: self.rig.condition(type_) == expected, self.rig.status)
+        return self.rig.message(type_)
+
+    async def wait(self, check: Callable[[], Any], about: Callable[[], object]) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not check():
+                    await self.step()
+        except TimeoutError:
+            raise AssertionError(f"{about()}\n{self.worker.output[-2000:]}") from None
+
+    async def step(self) -> None:
+        """A second of the operator's, and of the kubelet's."""
+        await self.rig.run(1.0)
+        write_desired(self.rig, self._desired)
+        await asyncio.sleep(0.02)
+
+    def change(self, **spec: Any) -> None:
+        """Change fields of the deployment's spec; those of one that is an object one by one."""
+
+        def merge(found: dict[str, Any]) -> None:
+            for name, value in spec.items():
+                found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
+
+        self.rig.cluster.change(DEPLOYMENT, "d", merge)
+
+    def records(self) -> dict[str, tuple[str, str]]:
+        """State and residency of what the worker has, by name."""
+        return {one["name"]: (one["state"], one["residency"]) for one in self.worker.state()["adapters"]}
+
+
+def write_desired(rig: Rig, path: Path) -> None:
+    """All at once, as the kubelet replaces a mounted ConfigMap; only where it changed."""
+    config = rig.cluster.find(CONFIG_MAP, "d-desired")
+    assert config is not None
+    text = config["data"]["desired.json"]
+    if path.exists() and path.read_text() == text:
+        return
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.rename(path)
+
+
+@asynccontextmanager
+async def story(
+    *options: str, program: tuple[str, ...] = FAKE_PROGRAM, ranks: int = 1, env: Mapping[str, str] | None = None, **spec: Any
+) -> AsyncIterator[Story]:
+    """A deployment with this spec; `options` and `env` are the worker's."""
+    rig = Rig()
+    rig.cluster.put(deployment(**spec))
+    await rig.run()
+    metadata = msgspec.convert(rig.cluster.find(DEPLOYMENT, "d"), DiffusionDeployment).metadata
+    token = control_token(rig.runtime.settings.operator_key, metadata)
+    with tempfile.TemporaryDirectory(prefix="story-") as folder:
+        desired = Path(folder) / "desired.json"
+        write_desired(rig, desired)
+        mounted = (f"--desired={desired}", *options)
+        with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, ranks=ranks, env=env) as worker:
+            worker.wait_ready()
+            client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(worker.control_url.rpartition(":")[2]))
+            rig.runtime.workers = client
+            rig.cluster.running(POD_NAME, "127.0.0.1", ready=True)
+            try:
+                yield Story(rig, worker, desired)
+            finally:
+                await client.close()
