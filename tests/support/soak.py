@@ -2,8 +2,9 @@
 """`make soak`: thousands of generated requests against a real worker of two ranks, and again while its ranks are killed.
 
     python tests/support/soak.py [--requests 10000] [--kill-requests 1000] [--kill-every 20] [--edge-requests 10000]
-                                 [--adapter-requests 5000] [--adapter-files 10000] [--minutes 60] [--seed 1]
-                                 [--part traffic] [--part edge] [--part adapters] [--part adapter-files]
+                                 [--adapter-requests 5000] [--adapter-files 10000] [--sleep-sequences 500]
+                                 [--minutes 60] [--seed 1]
+                                 [--part traffic] [--part edge] [--part adapters] [--part adapter-files] [--part sleep]
 
 Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
 request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
@@ -22,6 +23,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from leftovers import footprint, left_at_end, left_over
 from soak_adapter_files import run_files
 from soak_adapters import run_adapters
 from soak_edge import run_edge
+from soak_sleep import run_sleep
 from soak_traffic import Request, pool, traffic
 from worker_process import DIGITS, WorkerProcess
 
@@ -43,7 +46,6 @@ PICTURES = 60
 MOST_STEPS = 12
 # One level of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1
-PARTS = ("traffic", "edge", "adapters", "adapter-files")
 
 
 @dataclass
@@ -197,18 +199,17 @@ def main() -> int:
     options.add_argument("--edge-requests", type=int, default=10_000)
     options.add_argument("--adapter-requests", type=int, default=5_000)
     options.add_argument("--adapter-files", type=int, default=10_000)
+    options.add_argument("--sleep-sequences", type=int, default=500)
     options.add_argument("--minutes", type=float, default=60.0, help="For each part.")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--part", action="append", choices=PARTS, help="Only this one; may be given again.")
+    options.add_argument("--part", action="append", choices=RUNS, help="Only this one; may be given again.")
     asked = options.parse_args()
-    parts = asked.part or PARTS
+    parts = asked.part or RUNS
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
     folder.mkdir()
     try:
-        wrong = _soak_traffic(asked, folder) if "traffic" in parts else False
-        wrong = (_soak_edge(asked, folder) if "edge" in parts else False) or wrong
-        wrong = (_soak_adapters(asked, folder) if "adapters" in parts else False) or wrong
-        return int((_soak_adapter_files(asked, folder) if "adapter-files" in parts else False) or wrong)
+        # All of them, also after one that found something.
+        return int(sum(RUNS[part](asked, folder) for part in parts) > 0)
     finally:
         shutil.rmtree(folder)
 
@@ -247,8 +248,23 @@ def _soak_adapter_files(asked: argparse.Namespace, folder: Path) -> bool:
     return bool(outcome.wrong)
 
 
+def _soak_sleep(asked: argparse.Namespace, folder: Path) -> bool:
+    outcome = run_sleep(folder, run_seed=asked.seed, sequences=asked.sleep_sequences, limit_s=asked.minutes * 60)
+    print(f"sleep{_cut(outcome.sequences, asked.sleep_sequences)}: {outcome.line()}", flush=True)
+    return bool(outcome.wrong)
+
+
+RUNS: dict[str, Callable[[argparse.Namespace, Path], bool]] = {
+    "traffic": _soak_traffic,
+    "edge": _soak_edge,
+    "adapters": _soak_adapters,
+    "adapter-files": _soak_adapter_files,
+    "sleep": _soak_sleep,
+}
+
+
 def _cut(asked: int, wanted: int) -> str:
-    return "" if asked >= wanted else f" (the time was over after {asked} of {wanted} requests)"
+    return "" if asked >= wanted else f" (the time was over after {asked} of {wanted})"
 
 
 if __name__ == "__main__":

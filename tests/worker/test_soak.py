@@ -3,6 +3,8 @@
 
 import base64
 import io
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from leftovers import footprint, left_over
 from soak import run_both
 from soak_adapters import AdapterSoak, Spell, run_adapters
 from soak_edge import NO_HUB, EdgeSoak
+from soak_sleep_requests import Asked, Excuse, Judge, Times
 from soak_traffic import BAD, pool, traffic
 from worker_process import FAKE_PROGRAM, WorkerProcess
 
@@ -98,3 +101,37 @@ def _answer(name: str, digest: str, level: int) -> dict[str, Any]:
     return {
         "data": [{"b64_json": base64.b64encode(out.getvalue()).decode(), "provenance": {"adapters": [{"name": name, "digest": digest}]}}]
     }
+
+
+def test_a_request_of_the_soak_of_sleep_has_its_picture_or_an_error_that_something_excuses() -> None:
+    judge, times, answer = *_judge_of_sleep(), _answer("style-0", "sha256:0", 10)
+    asleep, lost, nothing = {"code": "Asleep"}, {"code": "RankFailed"}, {}
+    assert judge.why_wrong(_asked(200, answer), times) is None
+    assert "levels off" in str(judge.why_wrong(_asked(200, _answer("style-0", "sha256:0", 200)), times))
+    assert "made with [-1]" in str(judge.why_wrong(_asked(200, _answer("style-0", "sha256:1", 10)), times))
+    for document in (asleep, lost, nothing, {"code": "Busy"}, {"code": "NotFound"}, {"code": "Overloaded"}):
+        assert "expected 200" in str(judge.why_wrong(_asked(503, document), times)), document
+    times.begin(Excuse.ASKED)
+    assert judge.why_wrong(_asked(503, asleep), times) is None and judge.why_wrong(_asked(500, lost), times)
+    times.end(Excuse.ASKED)
+    times.begin(Excuse.KILLED)
+    later = time.monotonic() + 1.0
+    assert judge.why_wrong(_asked(503, asleep, begun=later), times) and judge.why_wrong(_asked(500, lost, begun=later), times) is None
+
+
+def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wrong() -> None:
+    judge, times = _judge_of_sleep()
+    late = Asked(None, [], 0.0, 0, expected=400, ended=30.0, status=400, code="InvalidRequest")
+    for asked, right in [(replace(late, ended=1.0), True), (late, False), (replace(late, ended=1.0, status=503), False)]:
+        assert (judge.why_wrong(asked, times) is None) is right
+
+
+def _judge_of_sleep() -> tuple[Judge, Times]:
+    """`style-0` stands for content 0, whose picture of body 0 is all 10."""
+    references = {(0, (0,)): np.full((8, 8, 3), 10)}
+    return Judge(references, {"sha256:0": 0}, {"style-0": [Spell(0, 0.0)]}, max_held=4), Times()
+
+
+def _asked(status: int, document: dict[str, Any], *, begun: float | None = None) -> Asked:
+    begun = time.monotonic() if begun is None else begun
+    return Asked(0, ["style-0"], begun, 0, ended=begun + 1.0, status=status, code=str(document.get("code", "")), document=document)
