@@ -74,7 +74,16 @@ async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edg
     routes = [route for methods in document["paths"].values() for route in methods.values()]
     assert [list(route["responses"]["default"]["content"].items()) for route in routes] == [[("application/json", {"schema": error})]] * 8
     assert list(document["paths"]["/v1/load_lora_adapter"]["post"]["responses"]["200"]["content"]) == ["text/plain"]
-    assert set(schemas["SleepBody"]["properties"]) == {"operationId", "bootId", "level", "mode", "deadlineSeconds"}
+    assert set(schemas["SleepBody"]["properties"]) == {
+        "operationId",
+        "bootId",
+        "level",
+        "mode",
+        "deadlineSeconds",
+        "ifIdleSince",
+        "policy",
+    }
+    assert set(schemas["WakeBody"]["properties"]) == {"operationId", "bootId", "deadlineSeconds", "tags", "policy"}
     assert schemas["AdapterBody"]["additionalProperties"] is False
     parameters = document["paths"]["/v1/adapters/{name}"]["delete"]["parameters"]
     assert [parameter["name"] for parameter in parameters] == ["name", "operationId", "bootId", "drainSeconds"]
