@@ -26,7 +26,7 @@ from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.pod import worker_arguments
 from diffusion_worker import cli
 from diffusion_worker.engine.documents import AdapterState, EngineState, RankState
-from diffusion_worker.engine.operations import read_desired
+from diffusion_worker.engine.sleep_policy import read_desired
 from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode
 from fake_rank_group import fake_digest
 from worker_driver import TOKEN, Driver, refusal

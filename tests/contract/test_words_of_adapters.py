@@ -23,7 +23,7 @@ from diffusion_operator.render.pod import worker_arguments
 from diffusion_operator.worker_client import adapter_body
 from diffusion_worker import config
 from diffusion_worker.engine import documents
-from diffusion_worker.engine.operations import read_desired
+from diffusion_worker.engine.sleep_policy import read_desired
 from diffusion_worker.errors import RETRYABLE, ErrorCode
 from diffusion_worker.server.schemas import AdapterBody
 from diffusion_worker.sources import source as worker_source
