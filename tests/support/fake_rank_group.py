@@ -3,13 +3,13 @@
 
 It behaves: requests take as many ticks as they have steps and tell each of them, with previews where asked, pictures follow
 from the request alone, adapters have digests, sleep gives memory back. A test holds the steps, loads slowly, breaks an
-adapter or kills the group.
+adapter or kills the group; lets a method fail on one rank, hang or kill; corrupts what a rank holds, or lets it keep it.
 """
 
 import asyncio
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,8 +24,6 @@ from diffusion_worker.messages import (
     Fingerprint,
     Finished,
     LoadedLoRA,
-    MemoryReport,
-    MemoryTag,
     ModelInfo,
     Preview,
     Progress,
@@ -43,10 +41,10 @@ from diffusion_worker.messages import (
     WakeTask,
     pack,
 )
+from fake_rank import WEIGHTS_BYTES, FakeRank
 
 DEFAULT_STEPS = 4
 DEFAULT_SIZE = 64
-WEIGHTS_BYTES = 1_000_000
 # What every picture is said to have taken.
 FAKE_STAGES = StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, peak_bytes=2_000_000)
 
@@ -114,9 +112,16 @@ class FakeRankGroup:
         self.warm_ups = 0
         # What became of the worker's options, as the ranks say after their warm-up.
         self.features: dict[str, str] = {}
-        # What the ranks say of their weights and make of a fixed seed, and how the next wakes end: an error, or None.
+        # What the ranks say of their weights and make of a fixed seed.
         self.weights_checksum, self.probe = "weights", "probe"
+        # How the next sleeps and wakes end on the last rank: an error that it acknowledges, or None. The others succeed.
+        self.sleep_errors: list[ErrorReport | None] = []
         self.wake_errors: list[ErrorReport | None] = []
+        # Methods that no rank answers, and those whose next call kills the group, with the reason that is told then.
+        self.hanging: set[str] = set()
+        self.killers: dict[str, str] = {}
+        # Whether each start of a generation, in order, was one into sleep.
+        self.starts_asleep: list[bool] = []
         self.stopped = False
         # How the next restarts end, in order: an error to raise, or None; past them every restart works.
         self.restart_errors: list[Exception | None] = []
@@ -134,8 +139,7 @@ class FakeRankGroup:
         self._frames: dict[str, list[bytes | memoryview]] = {}
         self._active: dict[str, tuple[RequestSpec, int]] = {}
         self._adapters: dict[int, str] = {}
-        self._asleep: list[MemoryTag] = []
-        self._level: SleepLevel | None = None
+        self._ranks = [FakeRank() for _ in self._state]
         self._prompt_cache: set[str] = set()
         self._prompt_hits = self._prompt_misses = 0
 
@@ -163,10 +167,11 @@ class FakeRankGroup:
         """Load; waits for `loading`."""
         if self._config_error is not None:
             raise ConfigError(self._config_error)
+        self.starts_asleep.append(asleep)
         await self._wait(self.loading)
-        self._state = [RankState.ASLEEP if asleep else RankState.READY] * len(self._state)
-        self._asleep = list(MemoryTag) if asleep else []
-        self._level = SleepLevel.DISCARD if asleep else None
+        for rank in self._ranks if asleep else []:
+            rank.sleep(SleepLevel.DISCARD)
+        self._show_states()
         return self.model
 
     def lose(self, reason: str, fault: Fault) -> None:
@@ -214,6 +219,7 @@ class FakeRankGroup:
         rows = len(advancing)
         done = TickDone(tick.number, [], [], rows, 1 if rows else 0, 0.001, 0.001, prompt_cache=self._prompts(tick))
         frames: list[bytes | memoryview] = []
+        assert not rows or not any(rank.asleep for rank in self._ranks), "a step on memory that was given back"
         for request_id, (spec, left) in advancing.items():
             self._active[request_id] = (spec, left - 1)
             if self.out_of_memory_pixels is not None and (spec.height or 0) * (spec.width or 0) >= self.out_of_memory_pixels:
@@ -262,8 +268,13 @@ class FakeRankGroup:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait(self.calling)
+                if method in self.hanging:
+                    await self._wait(asyncio.Event())
         except TimeoutError:
             raise RequestError(ErrorCode.TIMEOUT, f"{method}: no answer within {timeout_s:g} s") from None
+        if method in self.killers:
+            self.die(self.killers.pop(method))
+            self._check()
         raw = pack(**kwargs)
         if method in self.method_errors:
             return self._replies(error=self.method_errors[method])
@@ -282,7 +293,7 @@ class FakeRankGroup:
             case "handle_wake_task":
                 return self._wake(msgspec.msgpack.decode(raw["task"], type=WakeTask))
             case "fingerprint":
-                return self._replies(Fingerprint(self.weights_checksum, dict.fromkeys(self._adapters, "digest"), self.probe))
+                return self._each([self._fingerprint(rank) for rank in self._ranks])
             case "synchronize":
                 return self._replies(None)
             case "profile":
@@ -290,25 +301,40 @@ class FakeRankGroup:
         raise AssertionError(f"the worker has no method {method}")
 
     def _sleep(self, task: SleepTask) -> list[RpcReply]:
-        freed = WEIGHTS_BYTES if MemoryTag.WEIGHTS not in self._asleep else 0
-        self._state = [RankState.ASLEEP] * len(self._state)
-        self._asleep, self._level = list(MemoryTag), task.level
-        return self._acks(task.task_id, freed)
+        if task.level is SleepLevel.DISCARD:
+            self._adapters.clear()
+        return self._acked(task.task_id, self.sleep_errors, lambda rank: rank.sleep(task.level))
 
     def _wake(self, task: WakeTask) -> list[RpcReply]:
-        if self.wake_errors and (error := self.wake_errors.pop(0)) is not None:
-            return self._acks(task.task_id, 0, error)
-        self._asleep = [tag for tag in self._asleep if task.tags is not None and tag not in task.tags]
-        if not self._asleep:
-            self._state, self._level = [RankState.READY] * len(self._state), None
-        return self._acks(task.task_id, 0)
+        return self._acked(task.task_id, self.wake_errors, lambda rank: rank.wake(task.tags))
 
-    def _acks(self, task_id: str, freed: int, error: ErrorReport | None = None) -> list[RpcReply]:
-        status = TaskStatus.ERROR if error else TaskStatus.SUCCESS
-        code, message = (error.code, error.message) if error else (None, None)
-        resident = 0 if MemoryTag.WEIGHTS in self._asleep else WEIGHTS_BYTES
-        acks = [TaskAck(task_id, status, rank, freed, resident, code, message) for rank in range(len(self._state))]
-        return [self._replies(ack)[ack.rank] for ack in acks]
+    def _acked(self, task_id: str, errors: list[ErrorReport | None], act: Callable[[FakeRank], int]) -> list[RpcReply]:
+        """What the ranks acknowledge; the last one fails where the next of the errors is one."""
+        error = errors.pop(0) if errors else None
+        acks = []
+        for number, rank in enumerate(self._ranks):
+            if error is not None and number == len(self._ranks) - 1:
+                acks.append(TaskAck(task_id, TaskStatus.ERROR, number, 0, rank.resident, error.code, error.message))
+            else:
+                acks.append(TaskAck(task_id, TaskStatus.SUCCESS, number, act(rank), rank.resident))
+        self._show_states()
+        return self._each(acks)
+
+    def _show_states(self) -> None:
+        self._state = [RankState.ASLEEP if rank.asleep else RankState.READY for rank in self._ranks]
+
+    def _fingerprint(self, rank: FakeRank) -> Fingerprint:
+        assert not rank.asleep, "there is nothing to fingerprint on a rank that sleeps"
+        adapters = {lora_int_id: fake_digest(path) for lora_int_id, path in self._adapters.items()}
+        return Fingerprint(rank.checksum or self.weights_checksum, adapters, rank.probe or self.probe)
+
+    def corrupt(self, rank: int, *, checksum: str | None = None, probe: str | None = None) -> None:
+        """From now until its process ends a rank holds other weights, or makes something else of them."""
+        self._ranks[rank].checksum, self._ranks[rank].probe = checksum, probe
+
+    def leak(self, rank: int, size_bytes: int) -> None:
+        """From now until its process ends a rank keeps so much of its weights when it sleeps."""
+        self._ranks[rank].leaked = size_bytes
 
     def _add_lora(self, request: LoRARequest, options: LoadOptions) -> list[RpcReply]:
         found = fake_digest(request.lora_path)
@@ -333,12 +359,15 @@ class FakeRankGroup:
         return self._replies(LoadedLoRA(found, 8, 24, 4096, recipe=recipe, evicted=evicted))
 
     def _replies(self, result: object = None, *, error: ErrorReport | None = None) -> list[RpcReply]:
-        raw = None if error else msgspec.msgpack.encode(result)
-        return [RpcReply(1, rank, raw, error, None if error else self._memory()) for rank in range(len(self._state))]
+        if error is not None:
+            return [RpcReply(1, rank, None, error) for rank in range(len(self._ranks))]
+        return self._each([result] * len(self._ranks))
 
-    def _memory(self) -> MemoryReport:
-        resident = 0 if MemoryTag.WEIGHTS in self._asleep else WEIGHTS_BYTES
-        return MemoryReport(WEIGHTS_BYTES, resident, WEIGHTS_BYTES, 0, ["1000-2000"], asleep=self._asleep, level=self._level)
+    def _each(self, results: Sequence[object]) -> list[RpcReply]:
+        """A result of each rank."""
+        return [
+            RpcReply(1, number, msgspec.msgpack.encode(result), None, self._ranks[number].memory()) for number, result in enumerate(results)
+        ]
 
     async def failed(self) -> Loss:
         """Returns when `die` was called."""
@@ -346,7 +375,7 @@ class FakeRankGroup:
 
     def documents(self) -> list[RankDocument]:
         """The ranks, all with the pid of this process."""
-        return [RankDocument(rank, os.getpid(), state, 0.0, self._memory()) for rank, state in enumerate(self._state)]
+        return [RankDocument(n, os.getpid(), state, 0.0, self._ranks[n].memory()) for n, state in enumerate(self._state)]
 
     def load_progress(self) -> tuple[int, int]:
         """All or nothing."""

@@ -2,8 +2,9 @@
 """The program `diffusion-worker` over `FakeRankGroup`: the real server, ports, signals and exit codes, without torch.
 
 `FAKE_WORKER` in the environment is a JSON object that says how the ranks behave: `loadSeconds`, `stepSeconds`, `configError`,
-`dieAfterSeconds`, `hangAtStop`. How an adapter goes is in the name of its folder: one of `REFUSED` is refused by the ranks, one
-named `slow` takes forever. The ranks keep as many adapters as the options say.
+`dieAfterSeconds`, `hangAtStop`, `sleepSeconds`, `wakeSeconds`, and `wakeErrors`, the codes that the next wakes fail with. How an
+adapter goes is in the name of its folder: one of `REFUSED` is refused by the ranks, one named `slow` takes forever. The ranks
+keep as many adapters as the options say.
 """
 
 import asyncio
@@ -27,6 +28,9 @@ REFUSED = {
     "crowded": (ErrorCode.INSUFFICIENT_MEMORY, "no room"),
 }
 
+# What says how long a method takes.
+SECONDS = {"handle_sleep_task": "sleepSeconds", "handle_wake_task": "wakeSeconds"}
+
 
 class ScriptedRankGroup(FakeRankGroup):
     """A fake group that does by itself what a test in another process cannot make it do."""
@@ -34,6 +38,7 @@ class ScriptedRankGroup(FakeRankGroup):
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config.ranks, config_error=BEHAVIOUR.get("configError"), step_s=BEHAVIOUR.get("stepSeconds", 0.0))
         self.max_cached = config.max_cached_loras
+        self.wake_errors += [ErrorReport(ErrorCode(code), f"told to fail with {code}") for code in BEHAVIOUR.get("wakeErrors", [])]
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Load, slowly if told so."""
@@ -46,6 +51,7 @@ class ScriptedRankGroup(FakeRankGroup):
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
         """Run a method; the folder of an adapter decides how its load goes."""
+        await asyncio.sleep(BEHAVIOUR.get(SECONDS.get(method, ""), 0.0))
         path = str(getattr(kwargs.get("request"), "lora_path", None) or dict(_fields(kwargs.get("request"))).get("lora_path", ""))
         refused = REFUSED.get(Path(path).name)
         if refused is not None:
