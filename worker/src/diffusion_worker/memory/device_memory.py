@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a rank has for what is not its weights."""
+"""How much memory a rank has for what is not its weights, and how much is free for weights that come back."""
 
 import os
 from pathlib import Path
@@ -7,27 +7,70 @@ from pathlib import Path
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
 # Limits of memory cgroups, version 2 then 1; both say "no limit" by a word or by a huge number.
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+# What a cgroup uses, and where it says how much of that are pages of files, which the system drops when it needs room.
+USES = (("memory.current", "memory.stat", ""), ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_"))
+FILE_PAGES = ("active_file", "inactive_file")
 
 
-def free_bytes(device: torch.device, *, ranks: int, weights_bytes: int, cgroup: Path = CGROUP) -> int:
-    """Bytes for one rank, once its weights are loaded: what the device has free, or this rank's part of the machine's memory."""
+def free_bytes(
+    device: torch.device, *, ranks: int, weights_bytes: int, resident_bytes: int | None = None, cgroup: Path | None = None
+) -> int:
+    """Bytes for one rank beside its weights: what the device has free, or this rank's part of the machine's memory.
+
+    `resident_bytes` is what of the weights is in place; all of them if None.
+    """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        missing = 0 if resident_bytes is None else max(0, weights_bytes - resident_bytes)
+        return max(0, _free_on(device) - missing)
     return max(0, machine_bytes(cgroup) // ranks - weights_bytes)
 
 
-def machine_bytes(cgroup: Path = CGROUP) -> int:
+def available_bytes(device: torch.device, *, cgroup: Path | None = None) -> int:
+    """Bytes that could be taken now: free on the device; of host memory what the machine and the cgroup still have.
+
+    Pages of files do not count as used: they go when room is needed.
+    """
+    if device.type == "cuda":
+        return _free_on(device)
+    lines = MEMINFO.read_text().splitlines()
+    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min([machine, *_left_in(cgroup or CGROUP)])
+
+
+def machine_bytes(cgroup: Path | None = None) -> int:
     """Memory that this process and its siblings may use: the machine's, or less where a cgroup limits it."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_limit(cgroup / name) for name in LIMITS]
+    limits = [_number(cgroup or CGROUP, name) for name in LIMITS]
     return min([physical, *(limit for limit in limits if limit)])
 
 
-def _limit(path: Path) -> int | None:
+def _free_on(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _left_in(cgroup: Path) -> list[int]:
+    """What the cgroup's limit leaves; nothing where there is no limit."""
+    for limit_name, (use_name, stat_name, prefix) in zip(LIMITS, USES, strict=True):
+        limit, used = _number(cgroup, limit_name), _number(cgroup, use_name)
+        if limit and used is not None:
+            return [max(0, limit - max(0, used - _file_pages(cgroup / stat_name, prefix)))]
+    return []
+
+
+def _file_pages(stat: Path, prefix: str) -> int:
     try:
-        return int(path.read_text())
+        counts = dict(line.split() for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(counts.get(prefix + name, 0)) for name in FILE_PAGES)
+
+
+def _number(cgroup: Path, name: str) -> int | None:
+    try:
+        return int((cgroup / name).read_text())
     except (OSError, ValueError):
         return None

@@ -64,6 +64,7 @@ def fill_tensors(fills: Iterable[Fill], report: ReportBytes = lambda count: None
             report(count)
     for file in {id(fill.stored.file): fill.stored.file for fill in ordered}.values():
         file.check_unchanged()
+        file.unmap()
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 """Memory that weights live in: one block whose pages go back on sleep while every view of it stays valid.
 
 On a CPU a slab is a private anonymous mapping with huge pages, given back by MADV_DONTNEED (`performance.md` 4 measured it
-against the alternatives); on an accelerator it is one tensor whose storage is resized to nothing and back.
+against the alternatives); on an accelerator it is one storage that is resized to nothing and back.
 """
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -19,20 +20,25 @@ AddressRange = tuple[int, int]
 class Slab(Protocol):
     """Device memory, seen as a uint8 tensor; `address_range` is None on an accelerator."""
 
+    size: int
     bytes: torch.Tensor
     address_range: AddressRange | None
 
+    def lend(self, tensor: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Make a tensor see a part of `bytes`, at the latest when the slab has memory for the first time."""
+
     def release(self) -> None:
-        """Give the memory back; the contents are lost, views stay."""
+        """Give the memory back; the contents are lost, views stay. Harmless where there is none."""
 
     def restore(self) -> None:
-        """Have memory again, contents undefined."""
+        """Have memory again, contents undefined; raises MemoryError or torch's own error where there is none."""
 
 
 class HostSlab:
-    """A slab of the CPU as a device."""
+    """A slab of the CPU as a device. It takes no memory before it is written to."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         length = -(-size // HUGE_PAGE) * HUGE_PAGE
         # Some addresses more, never touched, of another kind: without them the kernel joins slabs that lie side by side
         # into one mapping, and what it counts for one is what the other holds.
@@ -42,33 +48,59 @@ class HostSlab:
         self.address_range: AddressRange | None = (whole.data_ptr(), whole.data_ptr() + length)
         self.bytes = whole[:size]
 
+    def lend(self, tensor: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        tensor.data = part(self.bytes)
+
     def release(self) -> None:
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
-        """Nothing to do: pages come back when they are written."""
+        """Nothing to do: pages come back when they are written, and are zero before."""
 
 
 class DeviceSlab:
-    """A slab of an accelerator."""
+    """A slab of an accelerator. Its storage is the same for ever, so that what sees a part of it does so after every sleep.
+
+    One that is made `released` has no memory before its first `restore`: a view can only be made of memory that is there, so
+    what it was lent to gets its part then.
+    """
 
     address_range: AddressRange | None = None
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size = size
-        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+    def __init__(self, size: int, device: torch.device, *, released: bool = False) -> None:
+        self.size = size
+        self.bytes = torch.empty(0 if released else size, dtype=torch.uint8, device=device)
+        self._waiting: list[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = []
+
+    def lend(self, tensor: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.bytes.numel() == self.size:
+            tensor.data = part(self.bytes)
+        else:
+            self._waiting.append((tensor, part))
 
     def release(self) -> None:
         self.bytes.untyped_storage().resize_(0)
-        torch.accelerator.empty_cache()
 
+    @torch.inference_mode(False)
     def restore(self) -> None:
-        self.bytes.untyped_storage().resize_(self._size)
+        storage = self.bytes.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.size)
+        if self.bytes.numel() != self.size:
+            self.bytes = self.bytes.new_empty(0).set_(storage, 0, (self.size,))  # type: ignore[call-overload]
+        while self._waiting:
+            tensor, part = self._waiting.pop()
+            tensor.data = part(self.bytes)
 
 
-def make_slab(size: int, device: torch.device) -> Slab:
-    """A slab of `size` bytes on a device."""
-    return HostSlab(size) if device.type == "cpu" else DeviceSlab(size, device)
+def make_slab(size: int, device: torch.device, *, released: bool = False) -> Slab:
+    """A slab of `size` bytes on a device; a `released` one holds nothing before `restore`."""
+    return HostSlab(size) if device.type == "cpu" else DeviceSlab(size, device, released=released)
+
+
+def blank(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one element of memory that looks like one of a shape, until a slab lends it its part."""
+    return torch.empty((), dtype=dtype).expand(shape).detach()
 
 
 def resident_bytes(slabs: list[Slab]) -> int:

@@ -67,6 +67,15 @@ class WeightFile:
             self._mapped = torch.frombuffer(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         return self._mapped
 
+    def unmap(self) -> None:
+        """Give back what `mapped` took, once nobody looks at it any more."""
+        self._mapped = None
+
+    def drop_pages(self) -> None:
+        """Let the system forget what it has read of the file, as far as no other process has it mapped."""
+        self.unmap()
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def _look(self) -> tuple[int, int]:
         found = os.fstat(self.descriptor)
         return found.st_size, found.st_mtime_ns

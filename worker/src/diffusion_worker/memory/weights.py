@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All weights of a pipeline in slabs, with a mirror to fill them from again: sleep copies nothing, wake copies once.
-
-A tensor's mirror is the checkpoint's file wherever it was filled from there, or the file holds just these values (after
-conversion to the model's dtype); what is in no file (computed buffers, fused tensors) is copied into memory of our own at load.
-"""
+"""All weights of a pipeline in slabs, with a mirror to fill them from again: sleep copies nothing, wake copies once."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.memory.checkpoint import stored_in
+from diffusion_worker.memory.component_weights import ComponentWeights, PlacedTensor, Whole, files_of, fill_again, nbytes_of
 from diffusion_worker.memory.filling import Fill, ReportBytes, fill_tensors, read_tensor
+from diffusion_worker.memory.heap import give_back_pinned
+from diffusion_worker.memory.host_mirror import HostMirror, copying_to, make_mirror
 from diffusion_worker.memory.placeholders import Placeholders, is_lost
-from diffusion_worker.memory.slabs import Slab, make_slab, resident_bytes
+from diffusion_worker.memory.slabs import DeviceSlab, make_slab, resident_bytes
 from diffusion_worker.memory.weight_files import StoredTensor
-from diffusion_worker.messages import MemoryReport
+from diffusion_worker.messages import MemoryReport, SleepLevel
 
 ALIGNMENT = 64  # a cache line, and what vectorised kernels like
-NO_SLEEP = "sleep: not supported with --shard, whose weights are in no memory of ours"
+NO_SLEEP = "sleep: not supported with --shard and --offload, whose weights are in no memory of ours"
 
 NOTHING_UNREAD = Placeholders()
 
@@ -30,36 +28,20 @@ NOTHING_UNREAD = Placeholders()
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-class _Whole(NamedTuple):
-    """The tensor that a placed one is a part of: its shape, and how to get that part from it."""
-
-    shape: torch.Size
-    cut: Callable[[torch.Tensor], torch.Tensor]
-
-
-class _Placed:
-    """One tensor of a module: its place in a slab, and where to get its contents again, a file or memory of our own."""
-
-    def __init__(self, view: torch.Tensor, fill: Fill | None, whole: _Whole) -> None:
-        self.view = view
-        self.fill = fill
-        self.kept = None if fill else view.to("cpu", copy=True)
-        self.whole = whole
-
-    def replace(self, values: torch.Tensor) -> None:
-        """Other contents, given whole. What the file holds is no mirror of them, so they are kept in memory."""
-        self.view.copy_(self.whole.cut(values))
-        self.fill, self.kept = None, self.view.to("cpu", copy=True)
-
-
 class ModelWeights:
     """The weights of a pipeline's modules on one rank."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, asleep: bool = False, mirrored: bool | None = None) -> None:
+        """`asleep` is as after a sleep that discards: what is placed takes no memory before `restore`.
+
+        `mirrored` is whether slabs have mirrors in host memory, which an accelerator's have; a CPU's would be a second copy
+        of what the system keeps of the files.
+        """
         self._device = device
-        self._slabs: list[Slab] = []
-        self._placed: list[_Placed] = []
+        self._mirrored = device.type != "cpu" if mirrored is None else mirrored
+        self._components: list[ComponentWeights] = []
         self._elsewhere: list[torch.Tensor] = []
+        self._level = SleepLevel.DISCARD if asleep else None
 
     def place(
         self,
@@ -74,7 +56,8 @@ class ModelWeights:
 
         What is in a slab already, since another module shares it, stays there. `unread` says where the contents of tensors
         are that have none yet. `checkpoint` is the folder of the module's safetensors files, which need not exist: it is the
-        mirror of other tensors that it holds. `cut` says, by a tensor's name, which part of it this rank has.
+        mirror of other tensors that it holds. `cut` says, by a tensor's name, which part of it this rank has. Asleep, nothing is
+        read and the slab takes no memory; contents that the module has already and no file holds are kept.
 
         Raises:
             ConfigError: a file cannot be read to its end, or was written to meanwhile.
@@ -85,24 +68,45 @@ class ModelWeights:
         if not parts:
             return 0
         offsets, size = _layout(parts)
-        slab = make_slab(size, self._device)
-        self._slabs.append(slab)
-        mirrors = stored_in(checkpoint)
+        component = self._component(size)
+        stored_here = stored_in(checkpoint)
         empty: list[Fill] = []
         for (name, tensor), part, offset in zip(tensors, parts, offsets, strict=True):
-            view = _view_of(slab, offset, part)
-            whole = _Whole(tensor.shape, functools.partial(cut, name) if cut else lambda whole: whole)
-            fill: Fill | None
-            if stored := unread.stored_of(tensor):
-                empty.append(fill := _fill_of(view, stored, whole))
+            placed = PlacedTensor(part, offset, Whole(tensor.shape, functools.partial(cut, name) if cut else lambda whole: whole))
+            stored = unread.stored_of(tensor)
+            component.add(placed, tensor)
+            if stored is not None:
+                empty.append(placed.fill_from(stored))
             else:
-                view.copy_(part)
-                fill = _matching(mirrors.get(name), view, whole)
-                report(_nbytes(view))
-            tensor.data = view
-            self._placed.append(_Placed(view, fill, whole))
-        fill_tensors(empty, report)
+                self._take_contents(component, placed, part, stored_here.get(name))
+                report(nbytes_of(part))
+        if self._level is None:
+            fill_tensors(empty, report)
+            if component.mirror is not None:
+                component.mirror.take(component.slab.bytes)
         return size
+
+    def _component(self, size: int) -> ComponentWeights:
+        asleep = self._level is not None
+        slab = DeviceSlab(size, self._device, released=asleep) if self._mirrored else make_slab(size, self._device, released=asleep)
+        self._components.append(component := ComponentWeights(slab, None if asleep else self._new_mirror(size)))
+        return component
+
+    def _new_mirror(self, size: int) -> HostMirror | None:
+        return make_mirror(size, pinned=self._device.type != "cpu") if self._mirrored else None
+
+    def _take_contents(self, component: ComponentWeights, placed: PlacedTensor, part: torch.Tensor, stored: StoredTensor | None) -> None:
+        """What a tensor holds already, and where it is found again."""
+        if stored is not None and _holds(stored, part, placed.whole):
+            placed.fill_from(stored)
+        elif component.mirror is None:
+            placed.kept = part.to("cpu", copy=True)
+        if self._level is None:
+            placed.view.copy_(part)
+
+    @property
+    def _placed(self) -> list[PlacedTensor]:
+        return [placed for component in self._components for placed in component.placed]
 
     def tensors(self) -> list[torch.Tensor]:
         """All weights as they are on the device now, in the order in which they were placed; those that were left elsewhere last."""
@@ -110,14 +114,15 @@ class ModelWeights:
 
     def whole_shape(self, tensor: torch.Tensor) -> torch.Size | None:
         """The shape in which contents of a placed tensor are given to `replace`; None for one that is in no slab."""
-        placed = self._find(tensor)
-        return None if placed is None else placed.whole.shape
+        found = self._find(tensor)
+        return None if found is None else found[1].whole.shape
 
     def replace(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Give a placed tensor other contents, in its slab and in its mirror."""
-        placed = self._find(tensor)
-        assert placed is not None, "whole_shape tells which tensors are in a slab"
-        placed.replace(values)
+        found = self._find(tensor)
+        assert found is not None, "whole_shape tells which tensors are in a slab"
+        component, placed = found
+        component.replace(placed, values)
 
     def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether all of them are placed here."""
@@ -129,49 +134,96 @@ class ModelWeights:
         Raises:
             ConfigError: a file was written to meanwhile; the tensors' contents are undefined then.
         """
-        wanted = {tensor.data_ptr() for tensor in tensors}
-        _fill_again([placed for placed in self._placed if placed.view.data_ptr() in wanted])
+        addresses = {tensor.data_ptr() for tensor in tensors}
+        for component in self._components:
+            if wanted := [placed for placed in component.placed if placed.view.data_ptr() in addresses]:
+                component.refill(wanted)
 
-    def _find(self, tensor: torch.Tensor) -> _Placed | None:
+    def _find(self, tensor: torch.Tensor) -> tuple[ComponentWeights, PlacedTensor] | None:
         """By the memory that it is in: after a sleep the slabs of an accelerator are elsewhere."""
-        return next(
-            (placed for placed in self._placed if placed.view.data_ptr() == tensor.data_ptr() and placed.view.shape == tensor.shape), None
-        )
+        for component in self._components:
+            for placed in component.placed:
+                if placed.view.data_ptr() == tensor.data_ptr() and placed.view.shape == tensor.shape:
+                    return component, placed
+        return None
 
     def leave(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count weights that stay where they are, and with which there is no sleep; returns their bytes."""
         found = list(tensors)
         self._elsewhere += found
-        return sum(map(_nbytes, found))
+        return sum(map(nbytes_of, found))
 
-    def release(self) -> None:
-        """Give the memory of all slabs back. The modules must not run until `restore`.
+    @property
+    def missing_bytes(self) -> int:
+        """What the slabs need of the device to be there again."""
+        return 0 if self._level is None else sum(component.slab.size for component in self._components)
+
+    def require_sleep(self) -> None:
+        """Raises RequestError, InvalidRequest, where some weights are in no slab and cannot sleep."""
+        if self._elsewhere:
+            raise RequestError(ErrorCode.INVALID_REQUEST, NO_SLEEP)
+
+    def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
+        """Give the memory of all slabs back, and with `DISCARD` what is kept of the files' contents.
+
+        The modules must not run until `restore`.
 
         Raises:
             RequestError: InvalidRequest, some weights are in no slab.
         """
-        if self._elsewhere:
-            raise RequestError(ErrorCode.INVALID_REQUEST, NO_SLEEP)
-        for slab in self._slabs:
-            slab.release()
+        self.require_sleep()
+        for component in self._components:
+            component.slab.release()
+        if level is SleepLevel.DISCARD:
+            for component in self._components:
+                component.discard()
+            for file in files_of(self._components):
+                file.drop_pages()
+            give_back_pinned(self._device)
+        self._level = SleepLevel.DISCARD if SleepLevel.DISCARD in (level, self._level) else level
 
     def restore(self) -> None:
-        """Fill the slabs from their mirrors."""
-        for slab in self._slabs:
-            slab.restore()
-        _fill_again(self._placed)
+        """Fill the slabs from their mirrors; where that fails, their memory is given back again.
+
+        Raises:
+            ConfigError: a file was written to meanwhile, or ends early. MemoryError, or torch's own error: there is no room.
+        """
+        if self._level is None:
+            return
+        try:
+            self._fill_again()
+        except BaseException:
+            self.release(self._level)
+            raise
+        self._level = None
+
+    def _fill_again(self) -> None:
+        for file in files_of(self._components):
+            file.check_unchanged()
+        for component in self._components:
+            component.slab.restore()
+        unmirrored = []
+        with copying_to(self._device):
+            for component in self._components:
+                if component.mirror is None:
+                    unmirrored.append(component)
+                else:
+                    component.mirror.give(component.slab.bytes)
+        fill_again(placed for component in unmirrored for placed in component.placed)
+        for component in unmirrored:
+            component.have_mirror(self._new_mirror)
 
     def report(self) -> MemoryReport:
         """Where the weights are now."""
-        in_files = sum(_nbytes(placed.view) for placed in self._placed if placed.kept is None)
-        in_memory = sum(_nbytes(placed.kept) for placed in self._placed if placed.kept is not None)
-        elsewhere = sum(map(_nbytes, self._elsewhere))
+        mirrors = [component.mirror_bytes() for component in self._components]
+        slabs = [component.slab for component in self._components]
+        elsewhere = sum(map(nbytes_of, self._elsewhere))
         return MemoryReport(
-            weights_bytes=in_files + in_memory + elsewhere,
-            weights_resident_bytes=resident_bytes(self._slabs) + elsewhere,
-            mirror_file_bytes=in_files,
-            mirror_memory_bytes=in_memory,
-            mappings=["{:x}-{:x}".format(*slab.address_range) for slab in self._slabs if slab.address_range is not None],
+            weights_bytes=sum(nbytes_of(placed.view) for placed in self._placed) + elsewhere,
+            weights_resident_bytes=resident_bytes(slabs) + elsewhere,
+            mirror_file_bytes=sum(in_files for in_files, _ in mirrors),
+            mirror_memory_bytes=sum(in_memory for _, in_memory in mirrors),
+            mappings=["{:x}-{:x}".format(*slab.address_range) for slab in slabs if slab.address_range is not None],
         )
 
 
@@ -187,21 +239,8 @@ def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportB
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
             fills.append(Fill(tensor.data, stored))
         else:
-            report(_nbytes(tensor))
+            report(nbytes_of(tensor))
     fill_tensors(fills, report)
-
-
-def _fill_again(placed: Iterable[_Placed]) -> None:
-    """The contents of tensors from their mirrors: files first, then memory of our own."""
-    found = list(placed)
-    fill_tensors(each.fill for each in found if each.fill is not None)
-    for each in found:
-        if each.kept is not None:
-            each.view.copy_(each.kept)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -212,7 +251,7 @@ def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 def weights_bytes(module: torch.nn.Module) -> int:
     """Bytes of a module's weights, each tensor once."""
-    return sum(_nbytes(tensor) for _, tensor in _named_tensors(module))
+    return sum(nbytes_of(tensor) for _, tensor in _named_tensors(module))
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,12 +276,8 @@ def _layout(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
-        end += -(-_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
+        end += -(-nbytes_of(tensor) // ALIGNMENT) * ALIGNMENT
     return offsets, max(end, ALIGNMENT)
-
-
-def _view_of(slab: Slab, offset: int, like: torch.Tensor) -> torch.Tensor:
-    return slab.bytes[offset : offset + _nbytes(like)].view(like.dtype).view(like.shape)
 
 
 def _part(name: str, whole: torch.Tensor, cut: Cut | None, unread: Placeholders) -> torch.Tensor:
@@ -254,13 +289,6 @@ def _part(name: str, whole: torch.Tensor, cut: Cut | None, unread: Placeholders)
     return whole if cut is None else cut(name, whole)
 
 
-def _fill_of(view: torch.Tensor, stored: StoredTensor, whole: _Whole) -> Fill:
-    return Fill(view, stored, None if whole.shape == view.shape else whole.cut)
-
-
-def _matching(stored: StoredTensor | None, view: torch.Tensor, whole: _Whole) -> Fill | None:
-    """How to fill a tensor again from its file, if the file holds just what it holds."""
-    if stored is None or stored.shape != whole.shape:
-        return None
-    content = whole.cut(read_tensor(stored))
-    return _fill_of(view, stored, whole) if torch.equal(content.to(view.device, view.dtype), view) else None
+def _holds(stored: StoredTensor, part: torch.Tensor, whole: Whole) -> bool:
+    """Whether a file holds just what a tensor holds, once it is converted."""
+    return stored.shape == whole.shape and torch.equal(whole.cut(read_tensor(stored)).to(part.device, part.dtype), part)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives back what this process freed and still holds: garbage in cycles, and what allocators keep for later."""
+
+import ctypes
+import gc
+
+import torch
+
+
+def settle_heap() -> None:
+    """What is alive now stays: later collections need not look at it. To be called when a model is loaded."""
+    gc.collect()
+    gc.freeze()
+
+
+def give_back_heap(device: torch.device) -> None:
+    """Return memory that nothing uses to the system and to the device."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's, other libraries keep nothing back
+        trim(0)
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def give_back_pinned(device: torch.device) -> None:
+    """Return pinned host memory that nothing uses to the system."""
+    if device.type != "cpu":
+        torch.accelerator.memory.empty_host_cache()
