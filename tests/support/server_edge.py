@@ -69,6 +69,14 @@ class Edge:
         await self.wait_for(reached)
         return document
 
+    async def wait_held(self, count: int) -> None:
+        """Returns when so many requests wait until the model serves."""
+
+        async def held() -> bool:
+            return bool((await self.state())["held"]["current"] == count)
+
+        await self.wait_for(held)
+
     async def wait_tasks(self, before: set[asyncio.Task[Any]]) -> None:
         """Returns when no task is left that was not there before."""
 

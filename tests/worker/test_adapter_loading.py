@@ -595,7 +595,7 @@ async def test_an_adapter_wanted_while_the_ranks_start_again_is_loaded_on_the_ne
     edge.ranks.die("rank 1 was ended by SIGKILL")
     await edge.wait_state(state="restarting")
     asking = asyncio.create_task(made(edge, "a"))
-    await edge.wait_state(queued=1)
+    await edge.wait_held(1)
     edge.ranks.loading.set()
     assert (await asking).provenance.adapters[0].name == "a"
 

@@ -74,7 +74,7 @@ def test_every_state_and_code_has_words_for_people() -> None:
     assert states == {state.value for state in ui.EngineState}
     advice = script.partition("const ADVICE = {")[2].partition("};")[0]
     # What only the control port answers with is left out: a request that waits for a load gets one code for all its errors.
-    control = {"Conflict", "WrongBoot", "Managed", *LOAD_CODES}
+    control = {"Conflict", "WrongBoot", "Managed", "VerificationFailed", "MemoryNotReleased", *LOAD_CODES}
     assert set(re.findall(r"^  (\w+):", advice, re.MULTILINE)) - {"Unreachable"} == {code.value for code in ui.ErrorCode} - control
 
 

@@ -74,7 +74,7 @@ async def test_a_request_that_comes_while_the_group_is_started_again_waits_for_i
     edge.ranks.die(KILLED)
     await edge.wait_state(state="restarting")
     task = asyncio.create_task(edge.images(prompt="p", seed=0))
-    await edge.wait_state(queued=1)
+    await edge.wait_held(1)
     edge.ranks.loading.set()
     assert (await task).status_code == 200
 

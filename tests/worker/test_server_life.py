@@ -34,14 +34,19 @@ def images_or_nothing(worker: WorkerProcess) -> httpx2.Response | None:
 
 
 def test_both_ports_answer_while_the_ranks_load() -> None:
-    with fake({"loadSeconds": 60}) as worker:
+    with fake({"loadSeconds": 60}) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
         listening_s = time.monotonic() - worker.started_at
         assert worker.get("/healthz").json() == {"status": "ok"}
         assert worker.get("/readyz").status_code == 503
-        assert worker.images(prompt="p").json()["code"] == "Starting"
         assert worker.state()["state"] == "starting"
+        held = threads.submit(worker.images, prompt="p")
+        worker.wait_for(lambda: worker.state()["held"]["current"] == 1, what="holding the request")
         # Half a second on an idle core; the machine of a test is not idle.
         assert listening_s < 10
+        worker.send_signal(signal.SIGTERM)
+        assert (held.result(5).status_code, held.result().json()["code"]) == (503, "Terminating")
+        assert held.result().headers["retry-after"]
+        assert worker.wait_exit() == 0
 
 
 def test_a_terminated_worker_finishes_its_request_and_exits_with_0() -> None:

@@ -3,7 +3,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -12,13 +12,17 @@ from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapters import LOADING, Adapter
 from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
-from diffusion_worker.engine.documents import AdapterState, Problem, Residency
+from diffusion_worker.engine.documents import AdapterState, EngineState, Problem, Residency
+from diffusion_worker.engine.holding import NoLongerServing
+from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.results import AppliedAdapter
 from diffusion_worker.errors import ErrorCode, RequestError, refused
 from diffusion_worker.messages import LoRAUse
 
 # A load of a file that is here already is a matter of seconds.
 RETRY_AFTER_S = 5.0
+# In memory, or so before the model serves again.
+THERE = (AdapterState.LOADED, AdapterState.DEFERRED)
 # What a load says of the whole server, not of its adapter.
 OF_THE_SERVER = (ErrorCode.ASLEEP, ErrorCode.BUSY, ErrorCode.STARTING, ErrorCode.TERMINATING, ErrorCode.ENGINE_FAILED)
 
@@ -62,14 +66,28 @@ class TakenAdapter(NamedTuple):
         return AppliedAdapter(self.adapter.name, self.adapter.digest, self.scale)
 
 
+class AdapterWait:
+    """How long one request waits for adapters in all, also where it has to begin anew."""
+
+    def __init__(self) -> None:
+        self._until_s: float | None = None
+
+    def until(self, timeout_s: float) -> float:
+        """When it is over, on the event loop's clock: `timeout_s` from the first call."""
+        if self._until_s is None:
+            self._until_s = asyncio.get_running_loop().time() + timeout_s
+        return self._until_s
+
+
 class AdapterUse:
     """Hands adapters to requests; those that are not in memory are loaded first, where that is wanted."""
 
-    def __init__(self, table: AdapterTable, loader: AdapterLoader, config: WorkerConfig) -> None:
+    def __init__(self, table: AdapterTable, loader: AdapterLoader, config: WorkerConfig, life: EngineLife) -> None:
         # Requests that wait until their adapters are there.
         self.waiting = 0
         self._table = table
         self._loader = loader
+        self._life = life
         self._served_name = config.served_name
         self._on_missing = config.lora_on_missing
         self._timeout_s = config.lora_load_timeout_s
@@ -86,27 +104,35 @@ class AdapterUse:
             adapters = ", ".join(self._table.names()) or "none"
             message = f"model {name!r} is not known here: expected {self._served_name!r} or an adapter of it, which are: {adapters}"
             raise RequestError(ErrorCode.NOT_FOUND, message)
-        if adapter.state is AdapterState.LOADED or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
+        if adapter.state in THERE or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
             return adapter
         why = f": {_told(adapter, adapter.error)}" if adapter.error else ""
         retry_after_s = None if adapter.state is AdapterState.FAILED else RETRY_AFTER_S
         message = f"adapter {name!r} is {adapter.state.value}, not Loaded{why}"
         raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=retry_after_s)
 
+    def require_known(self, choices: Sequence[AdapterChoice]) -> None:
+        """Raises RequestError (NotFound, AdapterNotLoaded) for adapters that no wait and no wake will bring."""
+        for choice in choices:
+            adapter = self._table.get(choice.name)
+            if adapter is None or adapter.state is AdapterState.FAILED:
+                self.resolve(choice.name)
+
     def served(self) -> list[Adapter]:
         """Adapters that a request may name now."""
         return [adapter for name in self._table.names() if (adapter := self._served(name)) is not None]
 
     @asynccontextmanager
-    async def taken(self, choices: Sequence[AdapterChoice], request_id: str) -> AsyncIterator[list[TakenAdapter]]:
-        """Holds a request's adapters, all of them at once; waits for those that are to be loaded for it.
+    async def taken(self, choices: Sequence[AdapterChoice], request_id: str, wait: AdapterWait) -> AsyncIterator[list[TakenAdapter]]:
+        """Holds a request's adapters, all of them at once; waits for those that are to be loaded for it, no longer than `wait`.
 
         Raises:
-            RequestError: NotFound, AdapterNotLoaded; Asleep and the like where the server stopped to serve meanwhile.
+            RequestError: NotFound, AdapterNotLoaded. NoLongerServing: the model stopped to serve while it waited.
         """
+        self._require_serving()
         adapters = [self.resolve(choice.name) for choice in choices]
         if not all(adapter.usable for adapter in adapters):
-            adapters = await self._waited_for(choices)
+            adapters = await self._waited_for(choices, wait)
         for adapter in adapters:
             adapter.hold(request_id)
             self._table.touch(adapter)
@@ -120,13 +146,14 @@ class AdapterUse:
                 adapter.let_go(request_id)
             self._table.move()
 
-    async def _waited_for(self, choices: Sequence[AdapterChoice]) -> list[Adapter]:
+    async def _waited_for(self, choices: Sequence[AdapterChoice], wait: AdapterWait) -> list[Adapter]:
         """All adapters of a request, once they are there together."""
         number = next(self._numbers)
         self.waiting += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout_at(wait.until(self._timeout_s)):
                 while True:
+                    self._require_serving()
                     adapters = self._want([self.resolve(choice.name) for choice in choices], number)
                     missing = [adapter for adapter in adapters if not adapter.usable]
                     if not missing:
@@ -147,20 +174,40 @@ class AdapterUse:
         return adapters
 
     async def _bring(self, missing: list[Adapter]) -> None:
-        """Returns when the first of these may be there; the loads of the others run meanwhile."""
+        """Returns when the first of these may be there, or the model stopped to serve; the loads of the others run meanwhile."""
         loads = [self._loader.begin(adapter, self._timeout_s) for adapter in missing if not adapter.going]
         if not loads:
-            await self._table.moved()
+            await self._unless_cold(self._table.moved())
             return
         try:
-            await asyncio.shield(loads[0].done)
+            await self._unless_cold(asyncio.shield(loads[0].done))
         except RequestError as error:
-            if error.code in OF_THE_SERVER:
-                raise
-            if loads[0].superseded is None:
+            self._require_serving()
+            if loads[0].superseded is None and error.code not in OF_THE_SERVER:
                 message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
                 details = {"code": error.code}
                 raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details) from None
+
+    async def _unless_cold(self, moved: Awaitable[None]) -> None:
+        """Awaits something; raises NoLongerServing where the model stops to serve before."""
+        waiting, cold = asyncio.ensure_future(moved), asyncio.create_task(self._cold())
+        try:
+            await asyncio.wait({waiting, cold}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise NoLongerServing
+            waiting.result()
+        finally:
+            waiting.cancel()
+            cold.cancel()
+
+    async def _cold(self) -> None:
+        while self._life.beneath is EngineState.READY:
+            await self._life.wait_for_change()
+
+    def _require_serving(self) -> None:
+        """While the ranks are started again, to serve, one waits on."""
+        if self._life.beneath is not EngineState.READY:
+            raise NoLongerServing
 
     def _too_late(self, choices: Sequence[AdapterChoice]) -> RequestError:
         found = [adapter for choice in choices if (adapter := self._table.get(choice.name)) is not None and not adapter.usable]

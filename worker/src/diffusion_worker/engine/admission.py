@@ -59,8 +59,22 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = Task.GENERATE
     images: list[InputPicture] = []
     mask: InputPicture | None = None
+    # What the transparency of the first picture would be as a mask: for a model that only inpaints.
+    own_mask: InputPicture | None = None
     strength: float | None = None
     previews: int = 0
+
+
+def with_own_mask(params: GenerationParams, model: ModelInfo) -> GenerationParams:
+    """The request as the model takes it: where it only inpaints, transparency of the picture itself says where."""
+    if params.task is not Task.EDIT or params.own_mask is None or not only_inpaints(model):
+        return params
+    return msgspec.structs.replace(params, task=Task.INPAINT, mask=params.own_mask)
+
+
+def only_inpaints(model: ModelInfo) -> bool:
+    """Whether a picture without a mask is nothing it could edit."""
+    return Task.INPAINT in model.tasks and Task.EDIT not in model.tasks
 
 
 def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> GenerationParams:
@@ -96,6 +110,12 @@ def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> 
     _check_pictures(params, model)
     if model.kind != "image":
         raise refused("model", "one that makes pictures", f"{model.pipeline}, which makes a {model.kind}")
+    check_form(params, limits)
+    check_size(params, limits, model)
+
+
+def check_form(params: GenerationParams, limits: RequestLimits) -> None:
+    """What can be said of a request before the model is known; raises RequestError (InvalidRequest)."""
     if not params.prompt.strip():
         raise refused("prompt", "a text", "an empty one")
     if len(params.prompt) > limits.max_prompt_chars:
@@ -110,7 +130,6 @@ def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> 
         raise refused("num_inference_steps", f"1 to {limits.max_steps}", params.steps)
     if params.guidance_scale is not None and not 0 <= params.guidance_scale <= 100:
         raise refused("guidance_scale", "0 to 100", params.guidance_scale)
-    check_size(params, limits, model)
 
 
 def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> None:

@@ -38,6 +38,7 @@ from diffusion_worker.engine.documents import (
     StateDocument,
     WakeCall,
 )
+from diffusion_worker.engine.holding import Holding
 from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.model_digest import ModelDigest
 from diffusion_worker.engine.model_fetching import ModelFetch
@@ -92,9 +93,14 @@ class Engine:
             settled=self._settled,
             require_serving=self._require_serving,
         )
-        self._adapter_use = AdapterUse(self._adapters, self._loader, config)
+        self._adapter_use = AdapterUse(self._adapters, self._loader, config, self.life)
         self._requests = Requests(
-            config, self.life, self._steps, self._adapter_use, identity=lambda: (self._model_fetch.revision, self._digest.value)
+            config,
+            self.life,
+            self._steps,
+            self._adapter_use,
+            Holding(self.life, self.rules, wake=self.wake_on_demand),
+            identity=lambda: (self._model_fetch.revision, self._digest.value),
         )
         self._operations = Operations()
         self._supervisor = Supervisor(
@@ -204,6 +210,11 @@ class Engine:
         return self._steps.active_adapters
 
     @property
+    def held(self) -> Holding:
+        """The requests that wait until the model serves, and what became of those that did."""
+        return self._requests.holding
+
+    @property
     def operations_done(self) -> OperationsDone:
         """What became of sleeps and wakes, for metrics."""
         return self._operations.done
@@ -257,6 +268,7 @@ class Engine:
             features=self._steps.features,
             state_age_seconds=self.life.state_age_seconds,
             policy=self.rules.policy,
+            held=self.held.document(),
         )
 
     def sleep(self, call: SleepCall) -> bool:

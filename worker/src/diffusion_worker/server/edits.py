@@ -17,7 +17,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response
 
-from diffusion_worker.engine.admission import GenerationParams, check_served
+from diffusion_worker.engine.admission import GenerationParams, check_served, only_inpaints
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
@@ -168,10 +168,7 @@ async def _with_pictures(request: Request, form: EditForm, params: GenerationPar
     threads: EncodingThreads = request.app.state.encoding
     if not form.pictures:
         raise refused("image", "a picture", "none")
-    tasks = engine.model.tasks if engine.model is not None else []
-    # For a model that only inpaints, transparency of the picture itself says where.
-    own_mask = form.mask is None and Task.EDIT not in tasks and Task.INPAINT in tasks
-    if engine.model is not None and not own_mask:
+    if engine.model is not None and not (form.mask is None and only_inpaints(engine.model)):
         # Before anything is decoded; all else is checked by the engine.
         check_served(Task.EDIT if form.mask is None else Task.INPAINT, engine.model)
     names = [name if len(form.pictures) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.pictures)]
@@ -180,13 +177,12 @@ async def _with_pictures(request: Request, form: EditForm, params: GenerationPar
     mask = None
     if form.mask is not None:
         mask = _usable_mask(await threads.run(_decode_part, "mask", form.mask, most), images[0])
-    elif own_mask:
-        mask = images[0].mask
     return msgspec.structs.replace(
         params,
         task=Task.EDIT if mask is None else Task.INPAINT,
         images=[image.picture for image in images],
         mask=mask,
+        own_mask=images[0].mask if mask is None else None,
         strength=strength,
     )
 

@@ -35,6 +35,7 @@ const ADVICE = {
   Starting: "The model is still loading. Its progress is at the top of the page.",
   Asleep: "The model gave its memory back. Wake it (sleep policy AlwaysAwake, or POST /v1/wake on the control port), then try again.",
   Busy: AGAIN,
+  Overloaded: "As many requests as may wait do so already. " + AGAIN,
   Terminating: "This worker is being replaced. " + AGAIN,
   InsufficientMemory: "Choose a smaller size, or try again when less is going on.",
   RankFailed: "The processes that compute were lost too often while this was made. Try again; if it happens again, the worker's log says why.",
