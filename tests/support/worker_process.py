@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,7 +41,7 @@ STOP_TIMEOUT_S = 40.0
 
 
 class WorkerProcess:
-    """One worker. Make it as a context manager, or call `start` and `close`."""
+    """One worker. Make it as a context manager, or call `start` and `close`; a `wrapper` is put before its command and becomes it."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class WorkerProcess:
         token: str | None = "the-control-token",
         env: Mapping[str, str] | None = None,
         program: tuple[str, ...] = ("-m", "diffusion_worker.cli"),
+        wrapper: Sequence[str] = (),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="worker-process-")
         self.folder = Path(self._folder.name)
@@ -61,7 +62,7 @@ class WorkerProcess:
         self.output_path = self.folder / "output.txt"
         self.termination_log = self.folder / "termination-log"
         self.termination_log.touch()
-        command = [sys.executable, *program, "serve", f"--model={model}", f"--ranks={ranks}"]
+        command = [*wrapper, sys.executable, *program, "serve", f"--model={model}", f"--ranks={ranks}"]
         command += [f"--served-name={served_name}", "--host=127.0.0.1", "--port=0", "--control-port=0"]
         command += [f"--lora={name}={path}" for name, path in (loras or {}).items()]
         if token is not None:
