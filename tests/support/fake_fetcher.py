@@ -19,6 +19,8 @@ class FakeFetcher(Fetcher):
         self.arriving = asyncio.Event()
         self.arriving.set()
         self.errors: dict[str, RequestError] = {}
+        # What is wrong with the adapter at a path, as far as that can be told without the ranks.
+        self.unread_errors: dict[str, RequestError] = {}
         self.fetches: list[str] = []
         self.cancelled: list[str] = []
         self.released: list[str] = []
@@ -41,6 +43,12 @@ class FakeFetcher(Fetcher):
             raise
         report(REMOTE_BYTES, REMOTE_BYTES)
         return Fetched(f"/cache/{place}", revision="c0ffee", size_bytes=REMOTE_BYTES)
+
+    async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
+        """Nothing is read; `unread_errors` are raised for a path."""
+        if fetched.path in self.unread_errors:
+            raise self.unread_errors[fetched.path]
+        return fetched
 
     def release(self, fetched: Fetched) -> None:
         """Remember what was given back."""

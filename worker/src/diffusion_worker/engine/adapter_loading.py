@@ -11,10 +11,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from diffusion_worker.engine.adapter_outcomes import Abort, AdapterOutcomes
 from diffusion_worker.engine.adapter_ranks import AdapterLoads, AdapterRanks
 from diffusion_worker.engine.adapter_table import AdapterTable
+from diffusion_worker.engine.adapter_waking import RELOAD_TIMEOUT_S, AdapterWaking
 from diffusion_worker.engine.adapters import Adapter, Load
-from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Problem, Residency
+from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Residency
+from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.rank_answers import require_success
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
@@ -22,13 +25,6 @@ from diffusion_worker.messages import LoadedLoRA, RpcReply
 from diffusion_worker.sources.fetching import Fetcher
 
 log = logging.getLogger(__name__)
-
-# A replaced adapter's running requests may finish this long.
-REPLACE_DRAIN_S = 120.0
-# To load an adapter on a new generation of ranks, from a file that is here.
-RELOAD_TIMEOUT_S = 120.0
-
-Abort = Callable[[list[str], ErrorCode, str], None]
 
 
 class AdapterLoader:
@@ -42,6 +38,7 @@ class AdapterLoader:
         table: AdapterTable,
         ranks: RankGroup,
         fetcher: Fetcher,
+        life: EngineLife,
         *,
         ranks_total: int,
         abort: Abort,
@@ -53,18 +50,29 @@ class AdapterLoader:
         self._ranks = ranks
         self._fetcher = fetcher
         self._ranks_total = ranks_total
-        self._abort = abort
         self._settled = settled
         self._require_serving = require_serving
-        self._tell = AdapterRanks(table, self.loads, self.call_all, in_background=self._in_background)
         self._in_order = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
+        self._tell = AdapterRanks(table, self.loads, self.call_all, in_background=self._in_background)
+        self._outcomes = AdapterOutcomes(table, self._tell, self.loads, fetcher, life, abort=abort, in_background=self._in_background)
+        self._waking = AdapterWaking(
+            table,
+            self._tell,
+            self.loads,
+            self._outcomes,
+            life,
+            in_order=self._in_order,
+            begin=lambda adapter: self.begin(adapter, RELOAD_TIMEOUT_S, asked=True),
+            abort=abort,
+            in_background=self._in_background,
+        )
 
     async def put(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Have an adapter under a name, loaded unless it is for the first request that wants it.
 
         What is there with the same content takes over scale, residency and priority. Other content is loaded beside it and
-        then replaces it.
+        then replaces it. While the model sleeps it is fetched and looked at, and loaded before the model serves: Deferred.
 
         Raises:
             RequestError: InvalidAdapter and the other codes of files and sources, CapacityExceeded, RankFailed, Timeout,
@@ -73,7 +81,7 @@ class AdapterLoader:
         """
         self._table.require_place(name, call)
         adapter = self._wanted(name, call)
-        if adapter.state is not AdapterState.LOADED and not (adapter.state is AdapterState.CACHED and _is_for_requests(call)):
+        if not self._is_done(adapter, call):
             await asyncio.shield(self.begin(adapter, call.deadline_seconds, asked=True).done)
         return adapter.document(self._ranks_total)
 
@@ -82,7 +90,11 @@ class AdapterLoader:
         if adapter.load is not None:
             adapter.load.asked |= asked
             return adapter.load
-        load = adapter.load = Load(deadline_s=asyncio.get_running_loop().time() + deadline_s, asked=asked)
+        load = Load(deadline_s=asyncio.get_running_loop().time() + deadline_s, asked=asked)
+        if adapter.state is AdapterState.DEFERRED and self._outcomes.deferring:
+            load.end(RequestError(ErrorCode.ASLEEP, f"adapter {adapter.name!r} is loaded when the model wakes, which it has not"))
+            return load
+        adapter.load = load
         adapter.error = adapter.progress = None
         adapter.state = AdapterState.FETCHING if adapter.fetched is None else AdapterState.LOADING
         adapter.lora_int_id = self._table.next_id()
@@ -90,20 +102,25 @@ class AdapterLoader:
         return load
 
     async def reload(self) -> None:
-        """Load on a new generation of ranks what was loaded on the last one, under the same ids and with the same bytes.
+        """Give a new generation of ranks its adapters; see `AdapterWaking.reload`."""
+        await self._waking.reload()
 
-        One that cannot be loaded any more becomes Failed, and the requests that use it end with AdapterNotLoaded.
+    def defer_loaded(self) -> None:
+        """The ranks hold no adapters any more, after a sleep that discards or a start asleep."""
+        self._waking.defer_loaded()
 
-        Raises:
-            GroupFailed: the new generation is lost as well.
-        """
-        async with self._in_order:
-            for adapter in list(self._table):
-                if adapter.state in (AdapterState.LOADED, AdapterState.DRAINING) and not adapter.unloading:
-                    await self._load_again(adapter)
+    async def apply_deferred(self, deadline_s: float) -> None:
+        """Have awake ranks hold what they are to before they serve; see `AdapterWaking.apply_deferred`."""
+        await self._waking.apply_deferred(deadline_s)
+
+    def digests(self) -> dict[int, str]:
+        """The sha256 of each adapter that the ranks hold, by its id."""
+        return {adapter.lora_int_id: adapter.loaded.digest for adapter in self._table if adapter.registered and adapter.loaded}
 
     async def delete(self, name: str, *, drain_s: float) -> None:
         """Make a name unknown at once, then unload what it stood for when nobody uses it or the time is over.
+
+        Ranks that sleep forget it when they wake, before they serve; that is not waited for.
 
         Raises:
             RequestError: NotFound, RankFailed, Timeout.
@@ -112,10 +129,13 @@ class AdapterLoader:
         adapter = self._table.take_out(name)
         if adapter is None:
             raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
-        for loading in (arriving, adapter):
-            self._give_up(loading, f"adapter {name!r} was removed while it was loading")
-        await self._retired(adapter, drain_s)
-        log.info("adapter=%s unloaded", name)
+        why = f"adapter {name!r} was removed while it was loading"
+        self._outcomes.discard(arriving, why)
+        self._outcomes.give_up(adapter, why)
+        retiring = self._in_background(self._outcomes.retired(adapter, drain_s))
+        if not self._outcomes.deferring:
+            await asyncio.shield(retiring)
+        log.info("adapter=%s removed", name)
 
     def stop(self, reason: RequestError) -> None:
         """End all loads, and those who wait for them, with an error."""
@@ -131,31 +151,32 @@ class AdapterLoader:
 
     # --- names ----------------------------------------------------------------------------------------------------------
 
+    def _is_done(self, adapter: Adapter, call: AdapterCall) -> bool:
+        if adapter.state is AdapterState.CACHED:
+            return _is_for_requests(call)
+        return adapter.state is AdapterState.LOADED or (adapter.state is AdapterState.DEFERRED and self._outcomes.deferring)
+
     def _wanted(self, name: str, call: AdapterCall) -> Adapter:
         """The adapter of a call: the newest of its name, the one that has the name, or a new one beside them."""
         newest, current = self._table.newest(name), self._table.get(name)
         if newest is None or not newest.is_content(call):
-            self._give_up(self._table.drop_arriving(name), f"adapter {name!r}: a newer call asks for another one")
+            self._outcomes.discard(self._table.drop_arriving(name), f"adapter {name!r}: a newer call asks for another one")
             newest = current if current is not None and current.is_content(call) else self._added(name, call)
         newest.describe(call)
         return newest
 
     def _added(self, name: str, call: AdapterCall) -> Adapter:
         adapter, current = self._table.new(name, call), self._table.get(name)
-        if current is not None and current.state is AdapterState.LOADED:
+        if current is not None and current.serves:
             self._table.arrive(adapter)
             return adapter
         self._table.put(adapter)
         if current is not None:
-            self._give_up(current, f"adapter {name!r}: a newer call asks for another one")
-            self._release(current)
+            self._outcomes.give_up(current, f"adapter {name!r}: a newer call asks for another one")
+            self._outcomes.release(current)
         if _is_for_requests(call):
             adapter.state = AdapterState.CACHED
         return adapter
-
-    def _give_up(self, adapter: Adapter | None, why: str) -> None:
-        if adapter is not None and adapter.load is not None:
-            adapter.load.give_up(RequestError(ErrorCode.CONFLICT, why))
 
     # --- one load -------------------------------------------------------------------------------------------------------
 
@@ -165,28 +186,38 @@ class AdapterLoader:
         try:
             loaded = await self._brought(adapter, load)
         except asyncio.CancelledError:
-            self._failed(adapter, load, load.superseded or RequestError(ErrorCode.TERMINATING, "the server is shutting down"))
+            self._outcomes.failed(adapter, load, load.superseded or RequestError(ErrorCode.TERMINATING, "the server is shutting down"))
         except GroupFailed as error:
             message = f"adapter {adapter.name!r}: the rank group was lost while it was loading: {error}"
-            self._failed(adapter, load, RequestError(ErrorCode.RANK_FAILED, message))
+            self._outcomes.failed(adapter, load, RequestError(ErrorCode.RANK_FAILED, message))
         except RequestError as error:
-            self._failed(adapter, load, error)
+            self._outcomes.failed(adapter, load, error)
         except Exception as error:
             log.exception("adapter=%s the load broke", adapter.name)
-            self._failed(adapter, load, RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: {type(error).__name__}: {error}"))
+            self._outcomes.failed(
+                adapter, load, RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: {type(error).__name__}: {error}")
+            )
         else:
-            self._succeeded(adapter, load, loaded)
-            self.loads.durations.observe(time.monotonic() - started)
+            if loaded is None:
+                self._outcomes.deferred(adapter, load)
+                self._waking.load_when_serving()
+            else:
+                self._outcomes.succeeded(adapter, load, loaded)
+                self.loads.durations.observe(time.monotonic() - started)
         self._table.move()
 
-    async def _brought(self, adapter: Adapter, load: Load) -> LoadedLoRA:
-        """Fetch, wait for the turn and for room, tell the ranks; all within the deadline."""
+    async def _brought(self, adapter: Adapter, load: Load) -> LoadedLoRA | None:
+        """Fetch, wait for the turn and for room, tell the ranks; all within the deadline. None where the ranks sleep."""
         try:
             async with asyncio.timeout_at(load.deadline_s) as limit:
                 await self._fetch(adapter, load)
                 while True:
+                    if self._outcomes.deferring and await self._is_right_unread(adapter, load):
+                        return None
                     await self._settled()
                     async with self._in_order:
+                        if self._outcomes.deferring:
+                            continue
                         self._require_serving(f"adapter {adapter.name!r}")
                         victims = self._table.room_for(adapter)
                         if victims is not None:
@@ -213,61 +244,15 @@ class AdapterLoader:
                 self.loads.fetched_bytes += adapter.progress[0]
         adapter.state = AdapterState.LOADING
 
-    # --- what becomes of it ---------------------------------------------------------------------------------------------
-
-    def _succeeded(self, adapter: Adapter, load: Load, loaded: LoadedLoRA) -> None:
-        adapter.load = None
-        if load.superseded is not None or adapter not in self._table:
-            self._in_background(self._tell.undo(adapter, adapter.lora_int_id))
-            self._release(adapter)
-            load.end(RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r}: nobody wants it any more"))
-            return
-        adapter.loaded, adapter.state = loaded, AdapterState.LOADED
-        self._table.touch(adapter)
-        self.loads.codes["OK"] += 1
-        if self._table.get(adapter.name) is not adapter:
-            previous = self._table.put(adapter)
-            # It may have been evicted, and be on its way back for a request.
-            self._give_up(previous, f"adapter {adapter.name!r}: a newer call replaced it")
-            if previous is not None:
-                self._in_background(self._retired(previous, REPLACE_DRAIN_S))
-        log.info("adapter=%s loaded digest=%s rank=%d", adapter.name, loaded.digest, loaded.rank)
-        load.end()
-
-    def _failed(self, adapter: Adapter, load: Load, error: RequestError) -> None:
-        """The name keeps what it had; one that had nothing is Failed, or where the reason passes may be tried by a request."""
-        adapter.load = None
-        load.end(error)
-        problem = Problem(error.code, error.message, error.retryable)
-        current = self._table.get(adapter.name)
-        if load.superseded is not None:
-            if current is not adapter:
-                self._release(adapter)
-                return
-            problem = Problem(load.superseded.code, load.superseded.message, load.superseded.retryable)
-        self.loads.codes[problem.code] += 1
-        if current is not adapter:
-            self._table.drop_arriving(adapter.name)
-            self._release(adapter)
-            if current is not None:
-                current.error = problem
-            return
-        adapter.error = problem
-        passes = problem.retryable or problem.code == ErrorCode.CAPACITY_EXCEEDED
-        if passes and (adapter.loaded is not None or not load.asked):
-            adapter.state = AdapterState.CACHED
-        else:
-            self._mark_failed(adapter, problem)
-
-    def _mark_failed(self, adapter: Adapter, problem: Problem) -> None:
-        adapter.state, adapter.error, adapter.loaded = AdapterState.FAILED, problem, None
-        self._release(adapter)
-
-    def _release(self, adapter: Adapter) -> None:
-        """Nobody reads its file any more."""
-        fetched, adapter.fetched = adapter.fetched, None
-        if fetched is not None:
-            self._fetcher.release(fetched)
+    async def _is_right_unread(self, adapter: Adapter, load: Load) -> bool:
+        """For ranks that sleep: whether nothing is wrong as far as it can be told without them, and they still sleep."""
+        if not load.asked:
+            self._require_serving(f"adapter {adapter.name!r}")
+        assert adapter.fetched is not None
+        adapter.fetched = await self._fetcher.check_adapter(
+            adapter.fetched, digest=adapter.pinned, deadline_s=_left_s(load), name=adapter.name
+        )
+        return self._outcomes.deferring
 
     def _too_late(self, adapter: Adapter, load: Load) -> RequestError:
         if load.waits_for_room:
@@ -276,46 +261,6 @@ class AdapterLoader:
             return RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
         what = "fetched" if adapter.state is AdapterState.FETCHING else "loaded, behind other loads,"
         return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {what} within its deadline")
-
-    async def _load_again(self, adapter: Adapter) -> None:
-        started = time.monotonic()
-        try:
-            await self._tell.add(adapter, timeout_s=RELOAD_TIMEOUT_S)
-            self.loads.codes["OK"] += 1
-            self.loads.durations.observe(time.monotonic() - started)
-        except RequestError as error:
-            log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
-            self._in_background(self._tell.undo(adapter, adapter.lora_int_id))
-            self.loads.codes[error.code] += 1
-            if adapter.state is AdapterState.LOADED:
-                self._mark_failed(adapter, Problem(error.code, error.message, error.retryable))
-            why = f"adapter {adapter.name!r} could not be loaded again after the rank group was lost: {error.message}"
-            self._abort(sorted(adapter.users), ErrorCode.ADAPTER_NOT_LOADED, why)
-
-    # --- the end of one -------------------------------------------------------------------------------------------------
-
-    async def _retired(self, adapter: Adapter, drain_s: float) -> None:
-        """Wait until nobody uses a leaving adapter, end those who still do, unload it."""
-        if adapter.state is not AdapterState.DRAINING:
-            if adapter.load is None:
-                self._release(adapter)
-            return
-        try:
-            async with asyncio.timeout(drain_s):
-                await adapter.unused.wait()
-        except TimeoutError:
-            self._abort(sorted(adapter.users), ErrorCode.ADAPTER_REMOVED, f"adapter {adapter.name!r} was removed while in use")
-            await adapter.unused.wait()
-        adapter.unloading = True
-        try:
-            await self._tell.remove(adapter.lora_int_id)
-        except GroupFailed:
-            pass  # the ranks that had it are gone
-        finally:
-            adapter.registered = False
-            self._table.forget(adapter)
-            self._release(adapter)
-            self._table.move()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

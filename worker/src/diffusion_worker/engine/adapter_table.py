@@ -96,6 +96,17 @@ class AdapterTable:
         self._leave(adapter)
         return adapter
 
+    def leaving(self) -> list[Adapter]:
+        """Those that nobody uses any more, and that no rank was told to forget yet."""
+        return [adapter for adapter in self._leaving if not adapter.users and not adapter.unloading]
+
+    def deferred(self) -> list[Adapter]:
+        """Those that are to be loaded before the model serves, the most wanted first; what is about to be replaced is not."""
+        arriving = [adapter for adapter in self._arriving.values() if adapter.state is AdapterState.DEFERRED]
+        names = {adapter.name for adapter in arriving}
+        named = [adapter for adapter in self._named.values() if adapter.state is AdapterState.DEFERRED and adapter.name not in names]
+        return sorted([*arriving, *named], key=_wanted, reverse=True)
+
     def forget(self, adapter: Adapter) -> None:
         """A leaving adapter is gone from the ranks."""
         self._leaving.remove(adapter)
@@ -153,6 +164,15 @@ class AdapterTable:
             if adapter.registered and adapter is not without:
                 copies.setdefault(adapter.copy_key(), []).append(adapter)
         return copies
+
+
+def is_wanted_more(adapter: Adapter, other: Adapter) -> bool:
+    """Whether an adapter is to stay in memory rather than another one."""
+    return _wanted(adapter) > _wanted(other)
+
+
+def _wanted(adapter: Adapter) -> tuple[bool, int, int]:
+    return adapter.resident, adapter.call.priority, adapter.touched
 
 
 def _may_go(adapter: Adapter, turn: int | None) -> bool:

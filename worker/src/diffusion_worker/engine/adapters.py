@@ -96,6 +96,11 @@ class Adapter:
         return self.state is AdapterState.LOADED and not self.going
 
     @property
+    def serves(self) -> bool:
+        """Whether its name has something that would be served, were the ranks awake."""
+        return self.state is AdapterState.LOADED or (self.state is AdapterState.DEFERRED and self.loaded is not None)
+
+    @property
     def digest(self) -> str:
         """sha256 of the weights of a loaded adapter."""
         assert self.loaded is not None, "only loaded adapters are used"
@@ -129,7 +134,7 @@ class Adapter:
             return False
         if call.digest is not None:
             return call.digest == self.pinned
-        return call.source == self.call.source and not (self.state is AdapterState.CACHED and loaded)
+        return call.source == self.call.source and not (self.state in (AdapterState.CACHED, AdapterState.DEFERRED) and loaded)
 
     def describe(self, call: AdapterCall) -> None:
         """Take over what of a call needs no load."""
@@ -149,13 +154,17 @@ class Adapter:
         if not self.users:
             self.unused.set()
 
+    def _digest_on_disk(self) -> str | None:
+        """Of one whose file was looked at, and that no rank has read yet."""
+        return self.fetched.digest if self.fetched and self.state is AdapterState.DEFERRED else None
+
     def document(self, ranks: int) -> AdapterDocument:
         """The adapter as the state document shows it."""
         loaded, last_s = self.loaded, self.usage.last_s
         fetched_bytes, total_bytes = (self.progress if self.progress and self.state is AdapterState.FETCHING else None) or (None, None)
         return AdapterDocument(
             name=self.name,
-            digest=loaded.digest if loaded else None,
+            digest=loaded.digest if loaded else self._digest_on_disk(),
             source=self.call.source,
             state=self.state,
             scale=self.call.scale,

@@ -18,6 +18,7 @@ from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine import admission
 from diffusion_worker.engine.adapter_loading import AdapterLoader
+from diffusion_worker.engine.adapter_outcomes import DEFERRING
 from diffusion_worker.engine.adapter_ranks import AdapterLoads
 from diffusion_worker.engine.adapter_start import load_at_start
 from diffusion_worker.engine.adapter_table import AdapterTable
@@ -88,6 +89,7 @@ class Engine:
             self._adapters,
             ranks,
             self._fetcher,
+            self.life,
             ranks_total=config.ranks,
             abort=self._abort,
             settled=self._settled,
@@ -296,22 +298,21 @@ class Engine:
             self._operations.start(call.operation_id, "wake", self._sleeper.wake(call))
 
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
-        """Load an adapter on all ranks or none; see `AdapterLoader.put` for its errors."""
+        """Load an adapter on all ranks or none, at the wake of those that sleep; see `AdapterLoader.put` for its errors."""
         self._check_boot(call.boot_id)
-        self.life.require_ready(f"adapter {name!r}", restarting_too=False)
+        if self.life.beneath not in (EngineState.DRAINING, *DEFERRING):
+            self.life.require_ready(f"adapter {name!r}", restarting_too=False)
         if name == self.config.served_name:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: the name is that of the base model")
         return await self._loader.put(name, call)
 
     async def delete_adapter(self, name: str, *, operation_id: str, boot_id: str | None, drain_s: float) -> None:
-        """Unload an adapter; requests for it get 404 at once, running ones may finish within `drain_s`.
+        """Unload an adapter, in every state; requests for it get 404 at once, running ones may finish within `drain_s`.
 
         Raises:
-            RequestError: NotFound, WrongBoot, Busy, Timeout.
+            RequestError: NotFound, WrongBoot, Timeout.
         """
         self._check_boot(boot_id)
-        if self.life.restarting:
-            self.life.require_ready(f"the removal of adapter {name!r}", restarting_too=False)
         await self._loader.delete(name, drain_s=drain_s)
 
     async def profile(self, call: ProfileCall) -> ProfileDocument:
@@ -342,7 +343,7 @@ class Engine:
 
     def _require_serving(self, what: str) -> None:
         """Raises RequestError where the ranks take no adapter now."""
-        if self.state is not EngineState.STARTING:
+        if self.state not in (EngineState.STARTING, EngineState.DRAINING):
             self.life.require_ready(what, restarting_too=False)
 
     async def _prepare(self, model: ModelInfo) -> None:

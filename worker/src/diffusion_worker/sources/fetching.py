@@ -22,6 +22,7 @@ from diffusion_worker.sources.job import Done, FetchJob, FetchLimits, Wanted
 from diffusion_worker.sources.parsing import is_remote
 from diffusion_worker.sources.process import Report, fetch_in_process
 from diffusion_worker.sources.source import Source
+from diffusion_worker.sources.unread_adapter import check_unread
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,21 @@ class Fetcher:
         if not is_remote(source):
             return await self._local(source, f"adapter {name!r}", local_adapter, deadline_s)
         return await self._remote(self._job(source, Wanted.ADAPTER, digest, deadline_s, name), report)
+
+    async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
+        """Look at an adapter that was fetched and that no rank reads yet; what came from elsewhere was looked at on its way.
+
+        Raises:
+            RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, SourceNotFound, Timeout.
+        """
+        if fetched.digest is not None:
+            return fetched
+        try:
+            async with asyncio.timeout(deadline_s):
+                found = await asyncio.to_thread(check_unread, Path(fetched.path), digest=digest, name=name)
+        except TimeoutError:
+            raise RequestError(ErrorCode.TIMEOUT, f"adapter {name!r}: its file was not read within {deadline_s:g} s") from None
+        return msgspec.structs.replace(fetched, digest=found)
 
     async def fetch_model(self, source: Source, *, deadline_s: float, report: Report) -> Fetched:
         """Bring a model's folder here; it stays while this process lives. Raises RequestError as `fetch_adapter` does."""
