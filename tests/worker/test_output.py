@@ -116,6 +116,19 @@ def test_sleep_is_answered_after_the_pictures_that_were_finished_before_it() -> 
     assert (wire.said[0].finished[0].request_id, wire.said[1].error) == ("a", None)
 
 
+def test_a_rank_says_that_it_is_quiet_when_its_device_is_and_every_picture_before_is_sent() -> None:
+    synchronized = threading.Event()
+
+    class Device(FakeWorker):
+        def synchronize(self) -> None:
+            synchronized.set()
+
+    wire = Wire(Tick(1), Rpc(7, "synchronize"), Shutdown())
+    loop(wire, Device({1: lambda: finished("a", SlowPicture(synchronized))}))
+    assert [type(message) for message in wire.said] == [TickDone, RpcReply]
+    assert (wire.said[0].finished[0].request_id, wire.said[1].error) == ("a", None)
+
+
 def test_shutdown_waits_until_every_picture_is_sent() -> None:
     ready = threading.Event()
 

@@ -8,7 +8,7 @@ caller's fault and anything else for a fault of the rank.
 import gc
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,6 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from diffusion_worker.config import WorkerConfig, usable_cores
-from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
 from diffusion_worker.messages import (
@@ -27,7 +26,6 @@ from diffusion_worker.messages import (
     SleepLevel,
     SleepTask,
     TaskAck,
-    TaskStatus,
     Tick,
     WakeTask,
 )
@@ -36,6 +34,7 @@ from diffusion_worker.runner.offloading import check_device
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import device_of
 from diffusion_worker.runner.profiler import RankProfiler
+from diffusion_worker.runner.task_acks import TaskAcks
 from diffusion_worker.runner.weight_loading import read_weights
 
 
@@ -57,6 +56,7 @@ class DiffusionWorker:
         self._listener = listener
         self.init_device()
         self.model_runner = DiffusionModelRunner(config, self.device, self.parallel)
+        self._acks = TaskAcks(rank, resident_bytes=self.resident_bytes, free_memory=self.free_memory)
         self._profiler = RankProfiler(config.profile_dir, rank=rank)
 
     def init_device(self) -> None:
@@ -137,31 +137,29 @@ class DiffusionWorker:
         """Give the memory of weights, slots and caches back; returns the bytes. Raises RequestError."""
         before = self.resident_bytes()
         self.model_runner.release(level)
-        return before - self.resident_bytes()
+        return max(0, before - self.resident_bytes())
 
     def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Have the memory of these tags again with what was in it, of all if None; raises RequestError, MemoryError."""
+        """Have the memory of these tags again with what was in it, of all if None; raises RequestError, and nothing is half awake."""
         self.model_runner.restore(tuple(MemoryTag) if tags is None else tags)
 
     def resident_bytes(self) -> int:
-        """What weights and slots hold on the device now."""
+        """What weights, slots and caches hold on the device now."""
         memory = self.memory()
-        return memory.weights_resident_bytes + memory.adapter_slots_resident_bytes
+        return memory.weights_resident_bytes + memory.adapter_slots_resident_bytes + memory.cache_bytes
 
     def handle_sleep_task(self, *, task: SleepTask) -> TaskAck:
-        """`sleep` with an answer whatever happens."""
-        return self._acknowledged(task.task_id, lambda: self.sleep(task.level))
+        """`sleep` with an answer whatever happens that the rank survives; one that succeeded is not done again."""
+        return self._acks.acknowledge(task, lambda: self.model_runner.release(task.level))
 
     def handle_wake_task(self, *, task: WakeTask) -> TaskAck:
-        """`wake_up` with an answer whatever happens."""
-        return self._acknowledged(task.task_id, lambda: self.wake_up(task.tags))
+        """`wake_up` with an answer whatever happens that the rank survives; one that succeeded is not done again."""
+        return self._acks.acknowledge(task, lambda: self.wake_up(task.tags))
 
-    def _acknowledged(self, task_id: str, work: Callable[[], int | None]) -> TaskAck:
-        try:
-            freed = work()
-        except RequestError as error:
-            return TaskAck(task_id, TaskStatus.ERROR, self._rank, error_code=error.code, error_msg=error.message)
-        return TaskAck(task_id, TaskStatus.SUCCESS, self._rank, freed or 0, self.resident_bytes())
+    def synchronize(self) -> None:
+        """Returns when the device has done all that it was given. What it made is on its way then, before the answer to this."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def re_init_pipeline(self, *, pipeline: str) -> ModelInfo:
         """Serve the model folder with another pipeline class, a diffusers one by name or one of yours as MODULE:CLASS.

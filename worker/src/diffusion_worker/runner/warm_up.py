@@ -84,13 +84,18 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
         spec = RequestSpec(
             request_id=f"warm-up-{number}", prompt="warm-up", seed=number, width=width, height=height, steps=config.warmup_steps
         )
-        task = task_of(model)
-        if task is Task.GENERATE:
-            yield WarmUpRequest(spec, [])
-        elif task is not None:
-            yield _from_picture(spec, task, model)
+        if (request := own_request(spec, model)) is not None:
+            yield request
         else:
             log.warning("no warm-up: %s serves no task that it could be of", model.pipeline)
+
+
+def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:
+    """What nobody else asks for: a picture of words, or of a grey picture where words alone make none; None where neither is served."""
+    task = task_of(model)
+    if task is None:
+        return None
+    return WarmUpRequest(spec, []) if task is Task.GENERATE else _from_picture(spec, task, model)
 
 
 def task_of(model: ModelInfo) -> Task | None:

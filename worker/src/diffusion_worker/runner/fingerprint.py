@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank makes of its weights and holds of its adapters, in few words, so that it can be compared with itself after a sleep.
+
+The probe is a request of one step, run beside all others on a stepper of its own: exact, so that nothing that was compiled,
+cached or merged takes part, and every rank makes all of it from its own weights. Nothing is left of it but its digest.
+"""
+
+import hashlib
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.memory.checksum import checksum
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec
+from diffusion_worker.runner.agreement import failures_of_all
+from diffusion_worker.runner.parallel import Parallel
+from diffusion_worker.runner.pixels import Pixels, pixels_of
+from diffusion_worker.runner.request_state import DiffusionRequestState
+from diffusion_worker.runner.stepper import Compute, StepOutput, Stepper, report_of
+from diffusion_worker.runner.tasks import TaskPipelines
+from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.runner.warm_up import WarmUpRequest, own_request, plain_variants
+
+log = logging.getLogger(__name__)
+
+PROBE = RequestSpec(request_id="probe", prompt="a probe of the weights", seed=20, steps=1)
+# Less than that is a latent of a pixel or two, at which some decoders and attention layers break.
+SMALLEST_SIDE = 64
+# A schedule of a single step is none to some pipelines (Mochi).
+STEPS = (1, 2)
+
+T = TypeVar("T")
+
+
+def adapter_digests(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]]) -> dict[int, str]:
+    """By its id, the digest of an adapter's file and a checksum of what is kept of it, from both of which it is given."""
+    return {lora_int_id: f"{digest} {checksum(kept)}" for lora_int_id, (digest, kept) in sorted(copies.items())}
+
+
+class Probe:
+    """Makes the probe of one pipeline: of `modules`, called by `compute`, for requests whose bodies `tasks` has."""
+
+    def __init__(self, tasks: TaskPipelines, parallel: Parallel, modules: dict[str, torch.nn.Module], compute: Compute) -> None:
+        self._tasks = tasks
+        self._parallel = parallel
+        self._states: dict[str, DiffusionRequestState] = {}
+        # Without a prompt cache: it has to see what the encoders' weights are now.
+        self._stepper = Stepper(self._states, parallel, None)
+        self._stepper.serve(modules, None, compute=compute)
+
+    def digest(self, model: ModelInfo) -> str | None:
+        """The SHA-256 of a small picture of one step; all ranks make it together, and those that split no weights each of their own.
+
+        None for a model that serves no task of ours, or refuses every request that is tried; on all ranks alike.
+
+        Raises:
+            RequestError: InsufficientMemory.
+        """
+        why = f"{model.pipeline} serves no task that it could be of"
+        for request in probe_requests(model, self._tasks):
+            try:
+                picture = self._picture(request)
+            except RequestError as error:
+                if error.code is ErrorCode.INSUFFICIENT_MEMORY:
+                    raise
+                why = error.message
+                continue
+            return hashlib.sha256(f"{picture.shape}\n".encode() + picture.tobytes()).hexdigest()
+        log.warning("no probe, so that wakes are verified by checksums alone: %s", why)
+        return None
+
+    def _picture(self, request: WarmUpRequest) -> Pixels:
+        """Raises RequestError, on all ranks alike."""
+        spec, output = request.spec, StepOutput()
+        body = self._agreed(lambda: self._tasks.body(spec, request.frames))
+        self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=True)
+        try:
+            while self._states:
+                self._stepper.advance(list(self._states.values()), output, TickMeter(torch.device("cpu")))
+        finally:
+            for state in self._states.values():
+                state.drop()
+            self._states.clear()
+        for failure in output.errors.values():
+            raise RequestError(ErrorCode(failure.code), failure.message)
+        return self._agreed(lambda: pixels_of(output.pictures[spec.request_id]))
+
+    def _agreed(self, make: Callable[[], T]) -> T:
+        """What is made here, once it is known that every rank made it; raises RequestError."""
+        failed: dict[str, ErrorReport] = {}
+        try:
+            made = make()
+        except Exception as error:
+            failed[PROBE.request_id] = report_of(error, asked=False)
+        for failure in failures_of_all(self._parallel, failed).values():
+            raise RequestError(ErrorCode(failure.code), failure.message)
+        return made
+
+
+def probe_requests(model: ModelInfo, tasks: TaskPipelines) -> Iterator[WarmUpRequest]:
+    """The smallest request, then what may serve where that is refused: the size of the model's own default, and a step more."""
+    for (width, height, frames), steps in itertools.product([_smallest(model), (None, None, None)], STEPS):
+        request = own_request(msgspec.structs.replace(PROBE, width=width, height=height, frames=frames, steps=steps), model)
+        if request is None:
+            return
+        [plain] = plain_variants(tasks.pipeline_of(request.spec.task), request.spec.task)
+        yield msgspec.structs.replace(request, spec=msgspec.structs.replace(request.spec, **plain.changes))
+
+
+def _smallest(model: ModelInfo) -> tuple[int, int, int | None]:
+    """Width, height and frames: a square whose tokens can be split as the options want, no larger than it must be."""
+    unit = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
+    side = max(1, -(-SMALLEST_SIDE // unit)) * unit
+    return side, side, model.frame_multiple + 1 if model.kind == "video" else None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of one rank to tasks of sleeping and waking: an answer whatever happens, and the same one to a task that is repeated."""
+
+import logging
+from collections.abc import Callable
+
+from diffusion_worker.errors import ErrorCode, Fault, RequestError
+from diffusion_worker.messages import ErrorReport, SleepTask, TaskAck, TaskStatus, WakeTask
+from diffusion_worker.runner.faults import classify, require_usable_rank
+
+log = logging.getLogger(__name__)
+
+# A repeat comes soon or never.
+MOST_REMEMBERED = 64
+
+
+class TaskAcks:
+    """The tasks that one rank did, newest last. `resident_bytes` says what it holds, `free_memory` cleans up after a failure."""
+
+    def __init__(self, rank: int, *, resident_bytes: Callable[[], int], free_memory: Callable[[], None]) -> None:
+        self._rank = rank
+        self._resident_bytes = resident_bytes
+        self._free_memory = free_memory
+        self._done: dict[tuple[type, str], TaskAck] = {}
+
+    def acknowledge(self, task: SleepTask | WakeTask, work: Callable[[], None]) -> TaskAck:
+        """Do the work of a task, unless one of its kind and id succeeded before: what failed may be tried again under its id.
+
+        Raises:
+            RankFault: the rank cannot go on.
+        """
+        key = type(task), task.task_id
+        if key in self._done:
+            return self._done[key]
+        before = self._resident_bytes()
+        failure = _failure_of(work)
+        if failure is not None:
+            self._free_memory()
+            resident, message = self._resident_bytes(), failure.message
+            return TaskAck(task.task_id, TaskStatus.ERROR, self._rank, 0, resident, error_code=failure.code, error_msg=message)
+        resident = self._resident_bytes()
+        ack = TaskAck(task.task_id, TaskStatus.SUCCESS, self._rank, max(0, before - resident), resident)
+        self._remember(key, ack)
+        return ack
+
+    def _remember(self, key: tuple[type, str], ack: TaskAck) -> None:
+        self._done[key] = ack
+        if len(self._done) > MOST_REMEMBERED:
+            del self._done[next(iter(self._done))]
+
+
+def _failure_of(work: Callable[[], None]) -> ErrorReport | None:
+    """What the server is told if it fails; its exception, which holds whatever failed, is gone by then. Raises RankFault."""
+    try:
+        work()
+    except RequestError as error:
+        return ErrorReport(error.code, error.message)
+    except Exception as error:
+        require_usable_rank(error)
+        log.exception("a task failed")
+        code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.RANK_FAILED
+        return ErrorReport(code, f"{type(error).__name__}: {error}")
+    return None
