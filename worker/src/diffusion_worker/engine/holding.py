@@ -148,7 +148,7 @@ class Place(msgspec.Struct, eq=False):
     since_s: float
     deadline_s: float
     told: Held | None = None
-    outcome: HeldOutcome = HeldOutcome.GONE
+    outcome: HeldOutcome = HeldOutcome.REFUSED
 
     def tell(self, event: Held) -> None:
         """Pass on what changed. What its listener raises ends the request."""
@@ -217,6 +217,9 @@ class Holding:
             self._begin(place, ahead, now)
             await self._turn_of(place)
             place.outcome = HeldOutcome.SERVED
+        except asyncio.CancelledError:
+            place.outcome = HeldOutcome.GONE
+            raise
         finally:
             del self._places[number]
             held_s = self._clock() - arrived_s
