@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import adapter_loading, adapters, broadcast, joining, loading, mixed_sizes, overhead, server, sleep
+from benchmarks import adapter_loading, adapters, broadcast, cold_request, joining, loading, mixed_sizes, overhead, server, sleep
 from benchmarks.result import Measured
 
 GOALS: dict[str, Callable[[], Measured]] = {
@@ -24,6 +24,7 @@ GOALS: dict[str, Callable[[], Measured]] = {
     "P8": joining.measure,
     "P9": broadcast.measure,
     "P10": server.measure,
+    "P11": cold_request.measure,
 }
 OUTPUT = Path("bench-output")
 
