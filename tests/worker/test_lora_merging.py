@@ -213,7 +213,7 @@ def test_a_request_that_joins_with_another_adapter_ends_the_merge_within_its_tic
 def test_a_model_that_fell_asleep_with_an_adapter_merged_wakes_with_its_own_weights(rig: Merging, beside: RunnerRig) -> None:
     rig.styled(STRIPES)
     rig.runner.release()
-    rig.runner.weights.restore()
+    rig.runner.restore()
     assert rig.changed() == 0
     assert rig.merging.merged is None
     np.testing.assert_array_equal(picture(rig, request("base")), picture(beside, request("base")))

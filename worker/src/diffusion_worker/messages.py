@@ -168,14 +168,16 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
-    """Where one rank's weights are, in bytes.
+    """Where one rank's weights, adapters and caches are, in bytes.
 
-    `weights_resident_bytes` is what the kernel counts in `/proc/self/smaps` for the mappings of the slabs (on a GPU: what
-    the slabs hold on the device); `mappings` are their address ranges. `mirror_*` is where wake gets the weights from:
-    the mapped checkpoint, whose pages the system may drop, and memory of our own for what is in no file.
+    `weights_resident_bytes` is what the kernel has in memory of the slabs' mappings, whose address ranges are `mappings` (on a
+    GPU: what the slabs hold on the device). `mirror_*` is where a wake gets the weights from, which is held beside them all the
+    time: `mirror_file_bytes` come from the checkpoint's files, whose pages the system keeps as long as it likes at `HostMemory`
+    and was told to drop at `Discard`; `mirror_memory_bytes` are this process's own. On a CPU that is what is in no file; on a GPU it
+    is a pinned copy of everything, of which `Discard` keeps what is in no file.
     `adapter_slots_bytes` are those of the slots of adapters, beside the weights, of which `adapter_slots_resident_bytes` are
-    held now; `adapter_host_bytes` are the registered adapters in host memory, `cache_bytes` what the prompt cache keeps.
-    `asleep` are the tags whose memory is given back; `level` is how deep that sleep is.
+    held now; `adapter_host_bytes` are the registered adapters in host memory, which `Discard` forgets; `cache_bytes` is what the
+    prompt cache keeps. `asleep` are the tags whose memory is given back; `level` is how deep that sleep is.
     """
 
     weights_bytes: int = 0

@@ -32,6 +32,7 @@ from diffusion_worker.lora.host_adapter import Bound, HostAdapter, lay_out
 from diffusion_worker.lora.layers import BankPart, LinearPart, LoRALayer, LoRALinear
 from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece, order_of
 from diffusion_worker.lora.slot_bank import Columns, Segment, Widths
+from diffusion_worker.memory.slabs import resident_bytes
 
 __all__ = ["AdapterLayers", "HostAdapter", "SlotUse"]
 
@@ -59,8 +60,11 @@ class AdapterLayers:
         device: torch.device,
         part_of: Callable[[str], LinearPart | None] = lambda name: None,
         target_modules: Sequence[str] = (),
+        asleep: bool = False,
     ) -> None:
         """`components` are the modules adapters may change, by component name; `device` is where they compute.
+
+        `asleep`: slots take no memory before `restore`.
 
         `part_of` tells, by the name of a linear layer, which part of it this rank has; None means all.
         `target_modules` are suffixes of names, the only layers that adapters may change; none means any.
@@ -74,6 +78,7 @@ class AdapterLayers:
         self._envelope = Envelope(target_modules, self._model)
         self._wrapped: dict[ModelLayer, tuple[LoRALayer, Segment, list[Columns]]] = {}
         self._segments: list[Segment] = []
+        self._asleep = asleep
         self._holder = RowAdaptersHolder()
         self._layout = BankLayout([0] * slots, max_rank, device)
         self._active: dict[int, HostAdapter] = {}
@@ -90,6 +95,23 @@ class AdapterLayers:
     def nbytes(self) -> int:
         """Memory of all slots on the device."""
         return sum(segment.nbytes for segment in self._segments)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What of it is taken now."""
+        return resident_bytes([segment.slab for segment in self._segments])
+
+    def release(self) -> None:
+        """Give the memory of all slots back, in which nothing is active any more."""
+        self._asleep = True
+        for segment in self._segments:
+            segment.release()
+
+    def restore(self) -> None:
+        """Have all slots again, empty; raises MemoryError or torch's own error where there is no room."""
+        for segment in self._segments:
+            segment.restore()
+        self._asleep = False
 
     def make_static(self, regions: Iterable[nn.Module]) -> None:
         """Give every layer inside of these its slots now: what is compiled then knows them, whoever uses them later."""
@@ -223,7 +245,7 @@ class AdapterLayers:
             alike.setdefault(layer.dtype, []).append(layer)
         for dtype, group in alike.items():
             widths = [Widths(layer.widths[0], out) for layer in group for out in layer.widths[1]]
-            segment = Segment(widths, slots=self._slots, max_rank=self._max_rank, dtype=dtype, device=self._device)
+            segment = Segment(widths, slots=self._slots, max_rank=self._max_rank, dtype=dtype, device=self._device, released=self._asleep)
             self._segments.append(segment)
             columns = iter(segment.columns)
             for layer in group:

@@ -64,12 +64,14 @@ class DiffusionLoRAManager:
         target_modules: Sequence[str] = (),
         convert: "Convert | None" = None,
         in_use: Callable[[], Iterable[LoRAUse]] = tuple,
+        asleep: bool = False,
     ) -> None:
         """`components` are what adapters may change, `denoiser` the name of the one that they are for unless they say.
 
         `cached` adapters are kept in host memory, and one more while it replaces another; none at all without `slots`.
         `convert` makes names of an original model diffusers'.
         `device` is where the components compute, wherever their weights are; `in_use` tells what running requests use.
+        `asleep`: slots take no memory before `restore`.
         """
         self._components = dict(components)
         self._model = Model(self._components, denoiser, convert)
@@ -83,6 +85,7 @@ class DiffusionLoRAManager:
             device=device,
             part_of=part_of,
             target_modules=target_modules if slots else (),
+            asleep=asleep,
         )
         self._copies = LRUCacheLoRAModelManager(self._layers, slots=slots, capacity=cached + 1, in_use=self._copies_in_use)
         self._known: dict[int, _Known] = {}
@@ -164,6 +167,23 @@ class DiffusionLoRAManager:
     def list_adapters(self) -> list[int]:
         """Ids of the registered adapters."""
         return sorted(self._known)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the registered adapters take in host memory; those that share a copy count once."""
+        return sum(model.adapter.nbytes for model in self._copies.list_adapters().values() if model.adapter is not None)
+
+    def release(self, *, forget: bool) -> None:
+        """Give the memory of all slots back, and with `forget` every adapter. None of them is in use."""
+        if forget:
+            for lora_int_id in self.list_adapters():
+                self.remove_adapter(lora_int_id)
+        self._copies.deactivate_all()
+        self._layers.release()
+
+    def restore(self) -> None:
+        """Have empty slots again, which requests fill; raises MemoryError or torch's own error where there is no room."""
+        self._layers.restore()
 
     def host_copies(self) -> dict[int, tuple[str, list[torch.Tensor]]]:
         """By its id, the digest of each registered adapter's file and what is kept of it in host memory."""

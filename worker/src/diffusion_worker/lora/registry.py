@@ -86,6 +86,11 @@ class LoRAModelManager:
         self._layers.clear(slot)
         return True
 
+    def deactivate_all(self) -> None:
+        """Take every adapter out of its slot; all stay registered."""
+        for lora_int_id in list(self._active):
+            self.deactivate_adapter(lora_int_id)
+
     def pin_adapter(self, lora_int_id: int) -> bool:
         """Nothing is evicted here, so there is nothing to keep: raises NotImplementedError."""
         raise NotImplementedError(f"adapter {lora_int_id}: pinning is LRUCacheLoRAModelManager's, this manager evicts nothing")

@@ -3,7 +3,7 @@
 
 Every part of a layer has columns for its A and, behind the A of all, columns for its B, transposed. The rank is outermost in a
 slot, so an adapter of rank r is the first r rows of it: one that names all layers is written by two copies of rows, and
-what it does not reach is zero. A buffer never moves.
+what it does not reach is zero. A buffer never moves, and while the model sleeps it has no memory: its slots are empty then.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_worker.memory.slabs import make_slab
+from diffusion_worker.memory.slabs import Slab, blank, make_slab
 
 # Columns of a part begin at multiples of this, so that the rows of a slot are aligned for the matrix kernels.
 ALIGNMENT = 8
@@ -65,31 +65,61 @@ class Segment:
     """The buffer of some layers."""
 
     @torch.inference_mode(False)
-    def __init__(self, widths: Sequence[Widths], *, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        widths: Sequence[Widths],
+        *,
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        released: bool = False,
+    ) -> None:
+        """A `released` one takes no memory of the device before `restore`, and must not be written to."""
         self._slots, self._max_rank = slots, max_rank
-        self.columns, total = _layout(widths)
-        item = torch.empty(0, dtype=dtype).element_size()
-        self._slab = make_slab(slots * max_rank * total * item, device)
-        if device.type != "cpu":  # on a CPU the pages of a new slab are zero, and cost nothing before they are written
-            self._slab.bytes.zero_()
-        self._total = total
-        self._like = torch.empty(0, dtype=dtype, device=device)
-        self.rows = self.of(slice(0, total))
+        self.columns, self._total = _layout(widths)
+        self._dtype = dtype
+        self._slab = make_slab(slots * max_rank * self._total * dtype.itemsize, device, released=released)
+        self.rows = self.of(slice(0, self._total))
         self._written: list[list[Span]] = [[] for _ in range(slots)]
+        if not released:
+            self.restore()
+
+    @property
+    def slab(self) -> Slab:
+        """The memory of all slots."""
+        return self._slab
 
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
         return self.rows.numel() * self.rows.element_size()
 
+    def release(self) -> None:
+        """Give the memory back; what was in the slots is gone."""
+        self._slab.release()
+        self._written = [[] for _ in range(self._slots)]
+
+    def restore(self) -> None:
+        """Have empty slots again; raises MemoryError or torch's own error where there is no room."""
+        self._slab.restore()
+        if self._slab.address_range is None:  # the pages of a CPU's are zero, and cost nothing before they are written
+            self._slab.bytes.zero_()
+
     @torch.inference_mode(False)
     def of(self, columns: slice) -> torch.Tensor:
         """Some columns of all slots: [slots x largest rank, columns]."""
-        shape = self._slots * self._max_rank, columns.stop - columns.start
-        # A tensor of its own and no view: what compiles a layer looks at what a view is made of.
-        storage = self._slab.bytes.untyped_storage()
-        found: torch.Tensor = torch.empty_like(self._like).set_(storage, columns.start, shape, (self._total, 1))
-        return found
+        shape = torch.Size((self._slots * self._max_rank, columns.stop - columns.start))
+
+        def part(slab: torch.Tensor) -> torch.Tensor:
+            # A tensor of its own and no view: what compiles a layer looks at what a view is made of.
+            like = torch.empty(0, dtype=self._dtype, device=slab.device)
+            found: torch.Tensor = like.set_(slab.untyped_storage(), columns.start, shape, (self._total, 1))
+            return found
+
+        lent = blank(shape, self._dtype)
+        self._slab.lend(lent, part)
+        return lent
 
     def of_slot(self, slot: int) -> torch.Tensor:
         """The rows of a slot."""

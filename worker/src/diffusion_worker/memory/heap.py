@@ -8,7 +8,11 @@ import torch
 
 
 def settle_heap() -> None:
-    """What is alive now stays: later collections need not look at it. To be called when a model is loaded."""
+    """What is alive now stays, in a process that serves one model to its end: a collection of all that took a third of a second.
+
+    Where a model goes before, what it leaves in cycles stays too.
+    """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -9,10 +9,12 @@ from diffusion_worker.memory.weight_files import StoredTensor
 class Placeholders:
     """The placeholders of a pipeline, and what each stands for.
 
-    They are known by their address: libraries wrap tensors in parameters, and share those that are tied.
+    They are known by their address: libraries wrap tensors in parameters, and share those that are tied. `wanted_soon` is whether
+    their contents will be read as soon as the pipeline is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, wanted_soon: bool = True) -> None:
+        self.wanted_soon = wanted_soon
         self._stored: dict[int, StoredTensor] = {}
         # An address is nobody else's as long as its tensor lives.
         self._tensors: list[torch.Tensor] = []

@@ -5,9 +5,9 @@ On a CPU a slab is a private anonymous mapping with huge pages, given back by MA
 against the alternatives); on an accelerator it is one storage that is resized to nothing and back.
 """
 
+import ctypes
 import mmap
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -103,22 +103,20 @@ def blank(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((), dtype=dtype).expand(shape).detach()
 
 
-def resident_bytes(slabs: list[Slab]) -> int:
-    """Bytes the slabs hold right now: what the kernel counts as Rss for their mappings, and device storages."""
-    ranges = [slab.address_range for slab in slabs if slab.address_range is not None]
-    on_device = sum(slab.bytes.untyped_storage().nbytes() for slab in slabs if slab.address_range is None)
-    return on_device + (_rss(ranges) if ranges else 0)
+def resident_bytes(slabs: Iterable[Slab]) -> int:
+    """Bytes the slabs hold right now: pages of their mappings that the kernel says are there, and device storages."""
+    return sum(_held(slab) for slab in slabs)
 
 
-def _rss(ranges: list[AddressRange]) -> int:
-    """Rss of this process's mappings that overlap one of the ranges."""
-    total, inside = 0, False
-    with Path("/proc/self/smaps").open() as lines:
-        for line in lines:
-            head, _, rest = line.partition(" ")
-            if not head.endswith(":"):
-                low, high = (int(part, 16) for part in head.split("-"))
-                inside = any(low < end and start < high for start, end in ranges)
-            elif inside and head == "Rss:":
-                total += int(rest.split()[0]) * 1024
-    return total
+def _held(slab: Slab) -> int:
+    if slab.address_range is None:
+        return slab.bytes.untyped_storage().nbytes()
+    begin, end = slab.address_range
+    pages = torch.empty((end - begin) // mmap.PAGESIZE, dtype=torch.uint8)
+    # One byte a page, of which one bit counts. /proc/self/smaps says the same of the whole process, in a hundred times the time.
+    if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_void_p(pages.data_ptr())):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

@@ -36,8 +36,13 @@ def make_lora_manager(
     part_of: Callable[[str], LinearPart | None],
     in_use: Callable[[], Iterable[LoRAUse]],
     convert: Convert | None,
+    asleep: bool = False,
 ) -> DiffusionLoRAManager:
-    """The manager of a pipeline's adapters; raises ConfigError where the options do not go together."""
+    """The manager of a pipeline's adapters, whose slots take no memory yet if `asleep`.
+
+    Raises:
+        ConfigError: the options do not go together.
+    """
     if config.max_cached_loras < config.max_loras:
         found = f"{config.max_cached_loras}, and --max-loras is {config.max_loras}"
         raise ConfigError(f"--max-cached-loras: expected at least as many as adapters that are used at once, found {found}")
@@ -53,6 +58,7 @@ def make_lora_manager(
         target_modules=config.lora_target_modules,
         convert=convert,
         in_use=in_use,
+        asleep=asleep,
     )
 
 

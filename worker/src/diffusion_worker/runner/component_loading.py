@@ -55,7 +55,8 @@ def load_component(
     _check_config(name, folder)
     try:
         checkpoint = checkpoint_of(kind, folder)
-        read_ahead(checkpoint.tensors.values())
+        if unread is None or unread.wanted_soon:
+            read_ahead(checkpoint.tensors.values())
         if unread is not None and not options:
             try:
                 module, unexpected = build_unread(kind, folder, dtype, checkpoint, unread)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs requests of one loaded pipeline, all of them one step a tick, sharing model calls wherever they can."""
 
-import gc
 import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -16,11 +15,12 @@ from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.memory.heap import give_back_heap
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
 from diffusion_worker.messages import LoadedLoRA, LoRAUse, MemoryReport, MemoryTag, ModelInfo, RequestSpec, SleepLevel, Tick
 from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
-from diffusion_worker.runner.adapters import add_on_all_ranks, make_lora_manager
+from diffusion_worker.runner.adapters import TEXT_ENCODER, add_on_all_ranks, make_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.compilation import Compilation
@@ -39,6 +39,7 @@ from diffusion_worker.runner.pipeline import (
 from diffusion_worker.runner.pipeline_view import compute_on
 from diffusion_worker.runner.pixels import Pixels, pixels_of
 from diffusion_worker.runner.prompt_cache import PromptCache
+from diffusion_worker.runner.rank_memory import RankMemory
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
 from diffusion_worker.runner.step_cache.cache import make_step_cache
@@ -78,42 +79,53 @@ class DiffusionModelRunner:
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
         self._merging: AdapterMerging | None = None
-        self._asleep: list[MemoryTag] = []
-        self._level: SleepLevel | None = None
+        self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
     def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
         """Load the pipeline and move its weights into slabs; `report` hears of bytes done and in all.
 
-        With `asleep` the weights are given back at once.
+        With `asleep` no weights are read, and it is as after a sleep that discards: `restore` reads them.
 
         Raises:
-            ConfigError: the model cannot be loaded.
+            ConfigError: the model cannot be loaded, or cannot sleep.
         """
-        dtype, unread = dtype_of(self._config.dtype, self._device), Placeholders()
-        model = self.adopt(load_pipeline(self._config, dtype, unread=unread), dtype, report, unread=unread)
-        if asleep:
-            self.release(SleepLevel.DISCARD)
-        return model
+        dtype, unread = dtype_of(self._config.dtype, self._device), Placeholders(wanted_soon=not asleep)
+        return self.adopt(load_pipeline(self._config, dtype, unread=unread), dtype, report, unread=unread, asleep=asleep)
 
-    def adopt(self, pipeline: Any, dtype: torch.dtype, report: ReportProgress, *, unread: Placeholders = NOTHING_UNREAD) -> ModelInfo:
-        """Serve a pipeline that is in host memory, but for what `unread` says is still in files."""
+    def adopt(
+        self,
+        pipeline: Any,
+        dtype: torch.dtype,
+        report: ReportProgress,
+        *,
+        unread: Placeholders = NOTHING_UNREAD,
+        asleep: bool = False,
+    ) -> ModelInfo:
+        """Serve a pipeline that is in host memory, but for what `unread` says is still in files, where it stays if `asleep`."""
         self.pipeline = pipeline
+        self.weights = ModelWeights(home_of(self._config.offload, self._device), asleep=asleep)
         modules = modules_of(pipeline)
         total = sum(map(weights_bytes, modules.values()))
         kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
         self._tasks = TaskPipelines(pipeline)
         info = self._tasks.describe(kinds.describe(describe(pipeline, dtype, total)))
         progress = LoadingProgress(total, report)
-        for name, module in modules.items():
+        # Text encoders first: a wake brings them in this order, and requests begin with them.
+        for name, module in sorted(modules.items(), key=lambda item: not item[0].startswith(TEXT_ENCODER)):
             module.eval().requires_grad_(False)
             kinds.place(name, self.weights, checkpoint_folder(self._config, name), unread=unread, report=progress.add)
         progress.finish()
-        self._model = info = self._accelerate(pipeline, modules, kinds, info)
-        self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        self._model = info = self._accelerate(pipeline, modules, kinds, info, asleep=asleep)
+        self._measure_weights()
         self.clear_prompt_embed_cache()
         return info
 
-    def _accelerate(self, pipeline: Any, modules: dict[str, torch.nn.Module], kinds: ParallelKinds, info: ModelInfo) -> ModelInfo:
+    def _measure_weights(self) -> None:
+        self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _accelerate(
+        self, pipeline: Any, modules: dict[str, torch.nn.Module], kinds: ParallelKinds, info: ModelInfo, *, asleep: bool
+    ) -> ModelInfo:
         """Put what the options ask for on modules whose weights are in place; returns what is known of the model with it."""
         self._offloading = Offloading(self._config.offload, self._device)
         self._offloading.manage(modules)
@@ -121,8 +133,15 @@ class DiffusionModelRunner:
             for task in self._tasks.served:
                 compute_on(self._tasks.pipeline_of(task), self._device)
         self.loras = make_lora_manager(
-            self._config, modules, self._device, part_of=kinds.part_of, in_use=self._adapters_in_use, convert=converter_of(pipeline)
+            self._config,
+            modules,
+            self._device,
+            part_of=kinds.part_of,
+            in_use=self._adapters_in_use,
+            convert=converter_of(pipeline),
+            asleep=asleep,
         )
+        self._memory.serve(self.weights, self.loras, asleep=asleep)
         self._compilation = Compilation(self._config.compile, modules)
         self.loras.make_static(self._compilation.regions)
         # After what compiles layers: its hooks stay outside of what is compiled.
@@ -143,8 +162,9 @@ class DiffusionModelRunner:
         """Run requests of few steps, of which nothing is left; returns what became of the options, as `ModelInfo.features`.
 
         Raises:
-            RequestError: one of them failed.
+            RequestError: one of them failed; Asleep.
         """
+        self._memory.require_awake("warm-up")
         assert self._model is not None and self.loras is not None
         try:
             with self.loras.dummy_adapters(1) as dummies:
@@ -185,9 +205,10 @@ class DiffusionModelRunner:
         """Replace tensors of the loaded model by name (`transformer.proj_out.weight`); they stay over sleep. Returns the names.
 
         Raises:
-            RequestError: Busy while requests run, which would be made by both; InvalidRequest for unknown names and other
-                shapes. Nothing was changed then.
+            RequestError: Busy while requests run, which would be made by both; Asleep; InvalidRequest for unknown names and
+                other shapes. Nothing was changed then.
         """
+        self._memory.require_awake("weights")
         if self._states:
             raise RequestError(ErrorCode.BUSY, f"weights cannot be replaced while {len(self._states)} requests run")
         self._offloading.send_home()
@@ -205,8 +226,9 @@ class DiffusionModelRunner:
         be loaded, the old one is loaded again.
 
         Raises:
-            RequestError: InvalidRequest with what is wrong with the new one.
+            RequestError: InvalidRequest with what is wrong with the new one; Asleep.
         """
+        self._memory.require_awake("pipeline")
         before, freed = self._config, False
         load_format = LoadFormat.CUSTOM_PIPELINE if ":" in pipeline or "." in pipeline else LoadFormat.DEFAULT
         try:
@@ -231,9 +253,8 @@ class DiffusionModelRunner:
         self._offloading = Offloading(Offload.NONE, self._device)
         self._compilation = Compilation(Compile.NONE, {})
         self.weights = ModelWeights(home_of(self._config.offload, self._device))
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._memory = RankMemory(self._device, ranks=self._config.ranks, prompts=self._prompts)
+        give_back_heap(self._device)
 
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
         """Advance every active request by one step.
@@ -338,8 +359,9 @@ class DiffusionModelRunner:
         """Add a request whose fiber runs `body`; it takes its first step when a tick advances it.
 
         Raises:
-            DuplicateRequest. RequestError: AdapterNotLoaded, or CapacityExceeded, other requests' adapters are in all slots.
+            DuplicateRequest. RequestError: Asleep; AdapterNotLoaded, or CapacityExceeded, other requests' adapters are in all slots.
         """
+        self._memory.require_awake(f"request {spec.request_id!r}")
         if spec.request_id in self._states:
             raise DuplicateRequest(f"request {spec.request_id!r} runs already")
         self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=self._config.exact)
@@ -366,33 +388,28 @@ class DiffusionModelRunner:
         return None if self._prompts is None else msgspec.structs.asdict(self._prompts.stats())
 
     def memory(self) -> MemoryReport:
-        """Where the weights are, and what adapters take beside them."""
-        slots_bytes = 0 if self.loras is None else self.loras.layers.nbytes
-        return msgspec.structs.replace(
-            self.weights.report(),
-            adapter_slots_bytes=slots_bytes,
-            adapter_slots_resident_bytes=slots_bytes,
-            asleep=self._asleep,
-            level=self._level,
-        )
+        """Where the weights are, and what adapters and caches take beside them."""
+        return self._memory.report()
 
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
-        """Sleep: forget every request and all that was made with the weights, and give their memory back."""
+        """Sleep: forget every request and all that was made with the weights, and give all memory back.
+
+        Raises:
+            RequestError: InvalidRequest, some weights cannot sleep.
+        """
         self.drop_all()
-        self.clear_prompt_embed_cache()
-        forget_copies()
-        self.weights.release()
+        self._memory.release(level)
         if self._merging is not None:
             self._merging.released()
-        self._asleep, self._level = list(MemoryTag), level
 
     def restore(self, tags: Sequence[MemoryTag] = tuple(MemoryTag)) -> None:
-        """Wake: have the memory of these tags again."""
-        if MemoryTag.WEIGHTS in tags and MemoryTag.WEIGHTS in self._asleep:
-            self.weights.restore()
-        self._asleep = [tag for tag in self._asleep if tag not in tags]
-        if not self._asleep:
-            self._level = None
+        """Wake: have the memory of these tags again. No step is taken before all of them are there.
+
+        Raises:
+            RequestError: InsufficientMemory; EngineFailed, a weights file is not what it was. Everything sleeps as before then.
+        """
+        self._memory.restore(tags)
+        self._measure_weights()
 
     def _drop(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)

@@ -68,8 +68,13 @@ class PromptCache:
         self._misses += 1
         self._kept.pop(key, None)
         self._kept[key] = _Kept(_copy(output), size, alone)
-        while len(self._kept) > self._entries or sum(kept.size for kept in self._kept.values()) > self._max_bytes:
+        while len(self._kept) > self._entries or self.nbytes > self._max_bytes:
             self._kept.popitem(last=False)
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept."""
+        return sum(kept.size for kept in self._kept.values())
 
     def clear(self) -> None:
         """Forget everything; the counts go on."""

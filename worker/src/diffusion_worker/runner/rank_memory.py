@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank holds for its model, by tag, and how that is given back at a sleep and had again at a wake.
+
+Nothing is ever half awake: a wake that fails gives back again whatever it brought.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
+from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.memory.device_memory import available_bytes
+from diffusion_worker.memory.heap import give_back_heap
+from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.messages import MemoryReport, MemoryTag, SleepLevel
+from diffusion_worker.runner.faults import classify
+from diffusion_worker.runner.prompt_cache import PromptCache
+from diffusion_worker.runner.stand_in import forget_copies
+
+
+class RankMemory:
+    """Weights in slabs, the slots of adapters, and caches. `asleep` are the tags whose memory is given back, `level` how deep."""
+
+    def __init__(self, device: torch.device, *, ranks: int, prompts: PromptCache | None) -> None:
+        """`ranks` fill their memory at the same time, and on a CPU it is the same memory."""
+        self._device = device
+        self._sharing = ranks if device.type == "cpu" else 1
+        self._prompts = prompts
+        self._weights = ModelWeights(device)
+        self._loras: DiffusionLoRAManager | None = None
+        self.asleep: list[MemoryTag] = []
+        self.level: SleepLevel | None = None
+
+    def serve(self, weights: ModelWeights, loras: DiffusionLoRAManager, *, asleep: bool) -> None:
+        """From now on these are the model's; `asleep` is as after a sleep that discards."""
+        self._weights, self._loras = weights, loras
+        self.asleep = list(MemoryTag) if asleep else []
+        self.level = SleepLevel.DISCARD if asleep else None
+
+    def require_awake(self, what: str) -> None:
+        """Raises RequestError, Asleep, while the memory of some tag is given back."""
+        if self.asleep:
+            raise RequestError(ErrorCode.ASLEEP, f"{what}: expected a model that is awake, found {', '.join(self.asleep)} given back")
+
+    def release(self, level: SleepLevel) -> None:
+        """Give everything back; what sleeps at this level or deeper has nothing to give. No request runs.
+
+        Raises:
+            RequestError: InvalidRequest, some weights cannot sleep; nothing was given back then.
+        """
+        deeper = level is SleepLevel.DISCARD and self.level is not SleepLevel.DISCARD
+        if set(self.asleep) == set(MemoryTag) and not deeper:
+            return
+        self._weights.require_sleep()
+        slept_at = self.level if MemoryTag.WEIGHTS in self.asleep else None
+        self.level = SleepLevel.DISCARD if SleepLevel.DISCARD in (level, slept_at) else level
+        for tag in MemoryTag:
+            self._give_back(tag, forget=self.level is SleepLevel.DISCARD)
+        self.asleep = list(MemoryTag)
+        give_back_heap(self._device)
+
+    def restore(self, tags: Sequence[MemoryTag]) -> None:
+        """Have the memory of these tags again, as far as it was given back.
+
+        Raises:
+            RequestError: InsufficientMemory; EngineFailed, a weights file is not what it was. Everything sleeps as before then.
+        """
+        wanted = [tag for tag in self.asleep if tag in tags]
+        needed = sum(map(self._missing_bytes, wanted))
+        self._require_room(needed)
+        try:
+            for tag in wanted:
+                self._bring(tag)
+        except Exception as error:
+            for tag in wanted:
+                self._give_back(tag, forget=False)
+            give_back_heap(self._device)
+            if classify(error) is Fault.OUT_OF_MEMORY:
+                raise _insufficient(needed, available_bytes(self._device), "which was not enough") from error
+            if isinstance(error, ConfigError):
+                raise RequestError(ErrorCode.ENGINE_FAILED, f"the weights cannot be had again: {error}") from error
+            raise
+        self.asleep = [tag for tag in self.asleep if tag not in wanted]
+        if not self.asleep:
+            self.level = None
+
+    def report(self) -> MemoryReport:
+        """Where everything is now."""
+        found, loras = self._weights.report(), self._loras
+        return msgspec.structs.replace(
+            found,
+            adapter_slots_bytes=0 if loras is None else loras.layers.nbytes,
+            adapter_slots_resident_bytes=0 if loras is None else loras.layers.resident_bytes,
+            adapter_host_bytes=0 if loras is None else loras.host_bytes,
+            cache_bytes=0 if self._prompts is None else self._prompts.nbytes,
+            asleep=self.asleep,
+            level=self.level,
+        )
+
+    def _missing_bytes(self, tag: MemoryTag) -> int:
+        """What a tag takes at once when it comes back. On a CPU slots take nothing before something is written to them."""
+        if tag is MemoryTag.WEIGHTS:
+            return self._weights.missing_bytes
+        if tag is MemoryTag.ADAPTERS and self._device.type != "cpu" and self._loras is not None:
+            return self._loras.layers.nbytes
+        return 0
+
+    def _require_room(self, needed: int) -> None:
+        if needed == 0:
+            return
+        found = available_bytes(self._device)
+        if needed * self._sharing > found:
+            raise _insufficient(needed, found, f"for {self._sharing} ranks" if self._sharing > 1 else f"on {self._device}")
+
+    def _give_back(self, tag: MemoryTag, *, forget: bool) -> None:
+        """`forget` is whether the adapters' copies in host memory go too."""
+        if tag is MemoryTag.WEIGHTS:
+            self._weights.release(self.level or SleepLevel.HOST_MEMORY)
+        elif tag is MemoryTag.ADAPTERS and self._loras is not None:
+            self._loras.release(forget=forget)
+        elif tag is MemoryTag.CACHES:
+            forget_copies()
+            if self._prompts is not None:
+                self._prompts.clear()
+
+    def _bring(self, tag: MemoryTag) -> None:
+        """Caches fill themselves, once steps are taken."""
+        if tag is MemoryTag.WEIGHTS:
+            self._weights.restore()
+        elif tag is MemoryTag.ADAPTERS and self._loras is not None:
+            self._loras.restore()
+
+
+def _insufficient(needed: int, found: int, where: str) -> RequestError:
+    message = f"waking needs {needed} bytes of memory a rank, found {found} free {where}"
+    return RequestError(ErrorCode.INSUFFICIENT_MEMORY, message, details={"neededBytes": needed, "foundBytes": found})
