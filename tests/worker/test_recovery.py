@@ -136,10 +136,20 @@ async def test_control_operations_are_told_to_come_back_while_the_group_is_start
         await edge.operate("wake"),
         await edge.operate("profile", action="Start"),
         await edge.put_adapter("other", "/loras/other"),
-        await edge.delete_adapter("style"),
     ]
-    assert [(answer.status_code, answer.json()["code"]) for answer in answers] == [(503, "Busy")] * 5
+    assert [(answer.status_code, answer.json()["code"]) for answer in answers] == [(503, "Busy")] * 4
     edge.ranks.loading.set()
+
+
+async def test_an_adapter_is_removed_while_the_group_is_started_again_and_does_not_come_back_with_it(edge: Edge) -> None:
+    await edge.put_adapter("style", "/loras/style")
+    edge.ranks.loading.clear()
+    edge.ranks.die(KILLED)
+    await edge.wait_state(state="restarting")
+    assert (await edge.delete_adapter("style")).status_code == 200
+    edge.ranks.loading.set()
+    await restarted(edge)
+    assert ((await edge.state())["adapters"], edge.ranks.registered) == ([], {})
 
 
 # Adapters

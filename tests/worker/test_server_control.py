@@ -354,13 +354,6 @@ async def test_adapter_calls_for_another_boot_are_refused(edge: Edge) -> None:
     assert [(answer.status_code, answer.json()["code"]) for answer in (put, delete)] == [(409, "WrongBoot")] * 2
 
 
-async def test_an_adapter_cannot_be_put_on_a_sleeping_model(edge: Edge) -> None:
-    await edge.operate("sleep")
-    await edge.wait_state(state="asleep")
-    answer = await edge.put_adapter("style", "/loras/style")
-    assert (answer.json()["code"], answer.json()["retryable"]) == ("Asleep", True)
-
-
 async def test_an_adapter_with_the_models_own_name_is_refused(edge: Edge) -> None:
     answer = await edge.put_adapter("digits", "/loras/style")
     assert (answer.status_code, answer.json()["code"]) == (409, "Conflict")

@@ -31,6 +31,7 @@ class AdapterLoader:
     """Keeps the ranks' adapters as the table says.
 
     `settled` returns when no new generation of ranks is being started, and `require_serving` raises where none can load.
+    `follow` does what the desired file says by now.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class AdapterLoader:
         abort: Abort,
         settled: Callable[[], Awaitable[None]],
         require_serving: Callable[[str], None],
+        follow: Callable[[float], Awaitable[None]],
     ) -> None:
         self.loads = AdapterLoads()
         self._table = table
@@ -64,6 +66,7 @@ class AdapterLoader:
             life,
             in_order=self._in_order,
             begin=lambda adapter: self.begin(adapter, RELOAD_TIMEOUT_S, asked=True),
+            follow=follow,
             abort=abort,
             in_background=self._in_background,
         )

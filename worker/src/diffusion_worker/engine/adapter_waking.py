@@ -8,7 +8,7 @@ While ranks sleep nothing is told to them. What is put then, and after a sleep t
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from diffusion_worker.engine.adapter_outcomes import Abort, AdapterOutcomes, InBackground
 from diffusion_worker.engine.adapter_ranks import AdapterLoads, AdapterRanks
@@ -25,7 +25,10 @@ RELOAD_TIMEOUT_S = 120.0
 
 
 class AdapterWaking:
-    """`in_order` is held by whoever tells the ranks of an adapter; `begin` starts a load as a put does."""
+    """`in_order` is held by whoever tells the ranks of an adapter, `begin` starts a load as a put does.
+
+    `follow` does what the desired file says by now, within so many seconds.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class AdapterWaking:
         *,
         in_order: asyncio.Lock,
         begin: Callable[[Adapter], object],
+        follow: Callable[[float], Awaitable[None]],
         abort: Abort,
         in_background: InBackground,
     ) -> None:
@@ -47,6 +51,7 @@ class AdapterWaking:
         self._life = life
         self._in_order = in_order
         self._begin = begin
+        self._follow = follow
         self._abort = abort
         self._in_background = in_background
         self._late: asyncio.Task[None] | None = None
@@ -81,10 +86,10 @@ class AdapterWaking:
             for adapter in list(self._table):
                 if adapter.state in (AdapterState.LOADED, AdapterState.DRAINING) and not adapter.unloading:
                     await self._load_again(adapter)
-        await self.apply_deferred(RELOAD_TIMEOUT_S)
+        await self._apply_all(RELOAD_TIMEOUT_S)
 
     async def apply_deferred(self, deadline_s: float) -> None:
-        """Have what left the table leave the ranks, and all that is deferred loaded, the most wanted first.
+        """Follow the desired file, have what left the table leave the ranks, and all that is deferred loaded, the most wanted first.
 
         Where there are more than there is room for, the least wanted are `Cached`, as if they had been evicted. One that
         cannot be loaded, or not in time, is Failed with the reason; a name whose new content fails keeps its old one.
@@ -92,6 +97,11 @@ class AdapterWaking:
         Raises:
             GroupFailed: the ranks are lost.
         """
+        until_s = asyncio.get_running_loop().time() + deadline_s
+        await self._follow(deadline_s)
+        await self._apply_all(until_s - asyncio.get_running_loop().time())
+
+    async def _apply_all(self, deadline_s: float) -> None:
         deadline_s += asyncio.get_running_loop().time()
         async with self._in_order:
             while True:

@@ -17,10 +17,10 @@ import msgspec
 from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine import admission
+from diffusion_worker.engine.adapter_declared import DeclaredAdapters
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.adapter_outcomes import DEFERRING
 from diffusion_worker.engine.adapter_ranks import AdapterLoads
-from diffusion_worker.engine.adapter_start import load_at_start
 from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapter_use import AdapterUse
 from diffusion_worker.engine.admission import GenerationParams
@@ -94,7 +94,9 @@ class Engine:
             abort=self._abort,
             settled=self._settled,
             require_serving=self._require_serving,
+            follow=lambda deadline_s: self._declared.follow(deadline_s),
         )
+        self._declared = DeclaredAdapters(self._loader, config, lambda: self.rules.desired)
         self._adapter_use = AdapterUse(self._adapters, self._loader, config, self.life)
         self._requests = Requests(
             config,
@@ -151,7 +153,7 @@ class Engine:
         await self._fetch_model()
         await self._prepare(await self._ranks.start())
         self.life.stage = LoadStage.LOADING_ADAPTERS
-        await load_at_start(self._loader, self.config, self.rules.desired)
+        await self._declared.load_at_start()
         self.life.stage = LoadStage.DONE
         self.life.enter(EngineState.READY)
         self._supervisor.begin()
@@ -304,6 +306,7 @@ class Engine:
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)
         if name == self.config.served_name:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: the name is that of the base model")
+        self._declared.called(name)
         return await self._loader.put(name, call)
 
     async def delete_adapter(self, name: str, *, operation_id: str, boot_id: str | None, drain_s: float) -> None:
@@ -313,6 +316,7 @@ class Engine:
             RequestError: NotFound, WrongBoot, Timeout.
         """
         self._check_boot(boot_id)
+        self._declared.called(name)
         await self._loader.delete(name, drain_s=drain_s)
 
     async def profile(self, call: ProfileCall) -> ProfileDocument:
