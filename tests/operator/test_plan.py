@@ -4,66 +4,31 @@
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 
-from diffusion_operator.api.deployment import DiffusionDeployment, GroupState
+from diffusion_operator.api.deployment import GroupState
 from diffusion_operator.api.meta import Condition, ConditionStatus, settle_conditions, verdict
-from diffusion_operator.api.worker_state import Operation, WireError, WorkerPhase, WorkerState
+from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
-from diffusion_operator.plan.actions import CreatePod, DeletePod, SetRoutable, SleepWorker, WakeWorker
+from diffusion_operator.plan.actions import CreatePod, DeletePod, SetRoutable
 from diffusion_operator.plan.attempts import next_attempt
-from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.groups import Problem, observe_groups, read_group
 from diffusion_operator.plan.observed import Attempt, Observed, Poll
 from diffusion_operator.plan.pods import Container, Exit, Pod, pod_numbers
 from diffusion_operator.plan.revision import template_of
 from fake_cluster import EPOCH
-
-RUNNING = Container(running=True)
-
-
-def says(phase: WorkerPhase, **more: Any) -> WorkerState:
-    return WorkerState(boot_id="b", state=phase, **more)
+from plan_builders import READY, REVISION, made, planned, pod, says
 
 
 def waits(reason: str) -> Container:
     return Container(waiting_reason=reason)
 
 
-def op(kind: str, identity: str, *, failed: bool = False) -> Operation:
-    error = WireError(code="Timeout") if failed else None
-    return Operation(operation_id=identity, kind=kind, error=error)
-
-
 RESTARTING = says(WorkerPhase.RESTARTING, generation=2, failure=WireError(code="RankFailed", message="rank 1 was ended by SIGKILL"))
-FAILED_SLEEP = op("sleep", "sleep-3-1", failed=True)
-READY, STARTING, DRAINING = says(WorkerPhase.READY), says(WorkerPhase.STARTING), says(WorkerPhase.DRAINING)
+STARTING, DRAINING = says(WorkerPhase.STARTING), says(WorkerPhase.DRAINING)
 ASLEEP, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.WAKING)
 DEATH = Exit(code=70)
 UNSCHEDULED = {"scheduled": False, "container": Container()}
-
-
-def made(status: dict[str, Any] | None = None, **spec: Any) -> DiffusionDeployment:
-    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z", "generation": 3}
-    document = {"metadata": metadata, "spec": {"model": {"source": {"path": "/m"}}} | spec, "status": status or {}}
-    return msgspec.convert(document, DiffusionDeployment)
-
-
-REVISION = template_of(made(), default_image="worker:1").revision
-
-
-def pod(index: int = 0, incarnation: int = 0, **facts: Any) -> Pod:
-    defaults = {"revision": REVISION, "scheduled": True, "node": "node", "ip": "10.0.0.1", "ready": True, "container": RUNNING}
-    name = f"d-{index}-{incarnation}"
-    return Pod(name=name, uid=f"uid-{index}-{incarnation}", index=index, incarnation=incarnation, created_at=EPOCH, **(defaults | facts))
-
-
-def planned(*pods: Pod, states: dict[int, WorkerState] | None = None, status: dict[str, Any] | None = None, **spec: Any) -> DeploymentPlan:
-    """Every pod's worker is ready unless `states` says otherwise, by index."""
-    polls = {one.uid: Poll(state=(states or {}).get(one.index, READY)) for one in pods}
-    observed = Observed(deployment=made(status, **spec), default_image="worker:1", pods=pods, polls=polls)
-    return plan_deployment(observed, EPOCH + timedelta(minutes=5))
 
 
 GROUP_STATES = [
@@ -190,32 +155,6 @@ ROUTES = [
 def test_routed_to_are(states: dict[int, WorkerState], routed: dict[int, bool]) -> None:
     plan = planned(pod(0), pod(1), states=states, replicas=2, sleep={"policy": "Asleep"} if states else {})
     assert {one.name for one in plan.pods if isinstance(one, SetRoutable) and one.routable} == {f"d-{index}-0" for index in routed}
-
-
-SLEEPS = [
-    ("a ready one is put to sleep", "Asleep", READY, ["sleep-3-1"]),
-    ("a sleeping one is left", "Asleep", ASLEEP, []),
-    ("one that drains is left", "Asleep", DRAINING, []),
-    ("one that starts is left", "Asleep", STARTING, []),
-    ("one that is busy with an operation is left", "Asleep", says(WorkerPhase.READY, operation=op("wake", "w")), []),
-    ("a failed sleep is tried under another id", "Asleep", says(WorkerPhase.READY, last_operation=FAILED_SLEEP), ["sleep-3-2"]),
-    ("an older generation's id does not count", "Asleep", says(WorkerPhase.READY, last_operation=op("sleep", "sleep-2-4")), ["sleep-3-1"]),
-    ("a sleeping one is woken", "AlwaysAwake", ASLEEP, ["wake-3-1"]),
-    ("a ready one is left", "AlwaysAwake", READY, []),
-    ("one that slept by itself is woken", "AlwaysAwake", says(WorkerPhase.ASLEEP, last_operation=op("sleep", "policy-b")), ["wake-3-1"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("policy", "state", "calls"), [row[1:] for row in SLEEPS], ids=[row[0] for row in SLEEPS])
-def test_by_policy(policy: str, state: WorkerState, calls: list[str]) -> None:
-    plan = planned(pod(), states={0: state}, sleep={"policy": policy})
-    assert [call.operation_id for call in plan.calls if isinstance(call, SleepWorker | WakeWorker)] == calls
-
-
-def test_no_time_to_drain_is_abort() -> None:
-    (call,) = planned(pod(), sleep={"policy": "Asleep", "drain": "Wait", "drainTimeoutSeconds": 0}).calls
-    assert isinstance(call, SleepWorker)
-    assert (call.mode.value, call.deadline_s) == ("Abort", 1)
 
 
 REVISIONS = [

@@ -2,7 +2,7 @@
 """LoRAAdapters through real reconciles: accepted, loaded, replaced, removed, deferred and failed, with a true status of their own."""
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
-from diffusion_operator.api.worker_state import WireError, WorkerPhase
+from diffusion_operator.api.worker_state import RecordState, WireError, WorkerPhase
 from operator_rig import Rig, adapter, deployment, serving, with_adapter
 
 INVALID = WireError(code="InvalidAdapter", message="adapter folder '/loras/x': no adapter_config.json")
@@ -234,15 +234,57 @@ async def test_a_sleeping_replica_is_not_woken_for_an_adapter_and_has_it_before_
     worker.calls.clear()
     rig.cluster.put(adapter())
     await rig.run()
-    assert worker.calls == []
+    assert worker.calls == ["put x"], "told, and not woken"
+    assert worker.adapters["x"].state is RecordState.DEFERRED
     assert rig.adapter_condition("Ready") == ("False", "Deferred")
     assert rig.adapter_condition("Loaded") == ("False", "WaitingForWake")
     assert rig.adapter_status()["deferredGroups"] == 1
     assert rig.condition("AdaptersReady") == ("False", "Deferred")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={}))
     await rig.run()
-    assert worker.calls == ["wake wake-2-1", "put x"]
+    assert [call.split("-")[0] for call in worker.calls] == ["put x", "wake wake"], "it loaded by itself what it knew"
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+
+
+async def test_an_adapter_that_a_sleeping_replica_cannot_fetch_is_told_before_anybody_wakes_it() -> None:
+    rig = await serving(sleep={"policy": "Asleep"})
+    worker = rig.workers.at("10.0.0.1")
+    worker.refusals["/loras/x"] = WireError(code="SourceNotFound", message="/loras/x: no such file", retryable=True)
+    rig.cluster.put(adapter())
+    await rig.run()
+    assert rig.instance()["state"] == "Failed"
+    assert rig.adapter_condition("SourceResolved") == ("False", "SourceNotFound")
+    del worker.refusals["/loras/x"]
+    await rig.run(60)
+    assert rig.instance()["state"] == "Deferred"
+    assert (rig.states(), rig.adapter_condition("Ready")) == (["Asleep"], ("False", "Deferred"))
+
+
+async def test_a_sleep_that_discards_defers_what_was_loaded_and_the_wake_brings_it_back() -> None:
+    rig = await with_adapter()
+    worker = rig.workers.at("10.0.0.1")
+    worker.calls.clear()
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "Asleep", "level": "Discard"}))
+    await rig.run(60)
+    assert worker.adapters["x"].state is RecordState.DEFERRED
+    assert rig.instance()["state"] == "Deferred"
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={}))
+    await rig.run()
+    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+    assert not [call for call in worker.calls if call.startswith("put")], "the worker knew what it had"
+
+
+async def test_a_new_strength_reaches_a_sleeping_replica_once() -> None:
+    rig = await with_adapter()
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "Asleep"}))
+    await rig.run()
+    worker = rig.workers.at("10.0.0.1")
+    worker.calls.clear()
+    rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale="0.5"))
+    await rig.run(120)
+    assert worker.calls == ["put x"]
+    assert worker.adapters["x"].scale == 0.5
+    assert rig.states() == ["Asleep"]
 
 
 async def test_an_adapter_deleted_while_its_replica_sleeps_is_gone_before_it_serves() -> None:
@@ -252,7 +294,8 @@ async def test_an_adapter_deleted_while_its_replica_sleeps_is_gone_before_it_ser
     rig.cluster.remove(ADAPTER, "x")
     await rig.run()
     assert rig.desired()["adapters"] == []
-    assert "x" in rig.workers.at("10.0.0.1").adapters
+    assert rig.workers.at("10.0.0.1").adapters == {}, "told at once"
+    assert rig.states() == ["Asleep"]
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={}))
     await rig.run()
     assert rig.workers.at("10.0.0.1").adapters == {}

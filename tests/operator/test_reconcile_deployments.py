@@ -312,26 +312,29 @@ async def test_each_sleep_and_wake_is_asked_for_once() -> None:
     rig.workers.at("10.0.0.1").slow = True
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "Asleep"}))
     await rig.run(30)
-    assert rig.workers.at("10.0.0.1").calls == ["sleep sleep-2-1"]
+    [call] = rig.workers.at("10.0.0.1").calls
+    assert call.startswith("sleep sleep-2-1-")
     rig.workers.at("10.0.0.1").finish()
     rig.restart_operator()
     await rig.run(30)
-    assert rig.workers.at("10.0.0.1").calls == ["sleep sleep-2-1"]
+    assert rig.workers.at("10.0.0.1").calls == [call]
 
 
 async def test_a_wake_that_fails_is_told_and_tried_again_under_another_id() -> None:
     rig = await serving(1, sleep={"policy": "Asleep"})
     worker = rig.workers.at("10.0.0.1")
     assert rig.states() == ["Asleep"]
-    worker.failing_operations = 2
+    worker.failing_operations, worker.operation_error = 2, WireError(code="RankFailed", message="rank 1 refused", retryable=True)
     worker.calls.clear()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={}))
     await rig.run(2)
     assert rig.condition("Awake") == ("False", "WakeFailed")
     assert rig.condition("Degraded") == ("True", "WakeFailing")
-    assert "3 of 5 bytes free" in rig.message("Awake")
+    assert "rank 1 refused" in rig.message("Awake")
     await rig.run(60)
-    assert worker.calls == ["wake wake-2-1", "wake wake-2-2", "wake wake-2-3"]
+    assert [call.rpartition("-")[0] for call in worker.calls] == ["wake wake-2-1", "wake wake-2-2", "wake wake-2-3"]
+    assert len(set(worker.calls)) == 3
+    assert rig.cluster.events().count("WakeFailed") == 1, "not with every try"
     assert rig.condition("Ready") == ("True", "Serving")
 
 

@@ -11,10 +11,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_ROUTABLE, POD
 from diffusion_operator.errors import OperatorError
+from diffusion_operator.metrics import PrometheusMeter
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
@@ -50,9 +52,14 @@ class Rig:
         self.errors: list[str] = []
         self.runtime = self._new_runtime()
 
+    def clock(self) -> datetime:
+        return self.now
+
     def _new_runtime(self) -> Runtime:
         settings = Settings(engine_image="worker:1", operator_key=b"k" * 32)
-        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=lambda: self.now, wake=self._wake)
+        self.registry = CollectorRegistry()
+        meter = PrometheusMeter(self.registry)
+        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=lambda: self.now, wake=self._wake, meter=meter)
 
     def restart_operator(self) -> None:
         """Memory is lost; everything is looked at again."""
@@ -104,7 +111,7 @@ class Rig:
         """The pod runs, and its worker with it; the worker has tried the mounted adapters."""
         number = next(self._boots)
         ip = f"10.0.0.{number}"
-        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{number}", **script))
+        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{number}", clock=self.clock, **script))
         self._load_mounted(worker)
         self.cluster.running(pod, ip, ready=True)
         return worker
@@ -119,7 +126,7 @@ class Rig:
         found = self.cluster.find(POD, pod)
         assert found is not None
         ip, restarts = found["status"]["podIP"], found["status"]["containerStatuses"][0]["restartCount"] + 1
-        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._boots)}", **script))
+        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._boots)}", clock=self.clock, **script))
         self._load_mounted(worker)
         ended = {"exitCode": code, "reason": "Error", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}
         self.cluster.running(pod, ip, ready=True, restarts=restarts, last=ended)

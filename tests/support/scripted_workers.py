@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A WorkerClient over workers in memory, by IP: each does what it is told at once, unless its script says otherwise."""
+"""A WorkerClient over workers in memory, by IP: each does what it is told at once, unless its script says otherwise.
 
+Sleep is as the real one's: harmless calls, conflicts, a drain that a wake ends, a wake by a held request, ages by a clock.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import msgspec
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
+from diffusion_operator.api.deployment import SleepLevel, SleepPolicy
 from diffusion_operator.api.source import identity
 from diffusion_operator.api.worker_state import (
     AdapterRecord,
+    HeldReport,
     LoadReport,
     LossReport,
     ModelReport,
@@ -21,6 +28,10 @@ from diffusion_operator.api.worker_state import (
 )
 from diffusion_operator.errors import ControlError, ControlRefused, ControlUnreachable
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from fake_cluster import EPOCH
+
+RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
+NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
 
 
 @dataclass
@@ -32,7 +43,14 @@ class ScriptedWorker:
     """Sleep and wake stay in progress until `finish`."""
     unreachable: bool = False
     failing_operations: int = 0
-    """So many sleeps or wakes end with an error."""
+    """So many sleeps or wakes end with `operation_error`."""
+    operation_error: WireError = NO_MEMORY
+    lost_answers: int = 0
+    """So many sleeps or wakes are taken, and their answer does not arrive."""
+    clock: Callable[[], datetime] = lambda: EPOCH
+    policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    held_requests: int = 0
+    last_request_at: datetime | None = None
     refusals: dict[str, WireError] = field(default_factory=dict)
     """By identity of an adapter's source."""
     digests: dict[str, str] = field(default_factory=dict)
@@ -59,6 +77,34 @@ class ScriptedWorker:
     generation: int = 1
     last_loss: LossReport | None = None
     calls: list[str] = field(default_factory=list)
+    level: SleepLevel = SleepLevel.HOST_MEMORY
+    """Of the sleep in progress, or the last one."""
+    wakes_by_itself: int = 0
+    _seen: tuple[WorkerPhase, datetime] | None = None
+
+    def __post_init__(self) -> None:
+        self._seen = (self.phase, self.clock())
+
+    def _state_age_s(self) -> float:
+        """Since the phase was first another one, at some look or operation."""
+        if self._seen is None or self._seen[0] is not self.phase:
+            self._seen = (self.phase, self.clock())
+        return (self.clock() - self._seen[1]).total_seconds()
+
+    def _request_age_s(self) -> float | None:
+        if self.in_flight or self.held_requests:
+            return 0.0
+        return None if self.last_request_at is None else (self.clock() - self.last_request_at).total_seconds()
+
+    def request(self) -> None:
+        """One comes: it is served at once, or held, and then wakes a sleeper whose policy is OnIdle."""
+        self.last_request_at = self.clock()
+        if self.phase is WorkerPhase.READY:
+            return
+        self.held_requests += 1
+        if self.phase is WorkerPhase.ASLEEP and self.policy is SleepPolicy.ON_IDLE:
+            self.wakes_by_itself += 1
+            self.begin("wake", f"demand-{self.wakes_by_itself}")
 
     def state(self) -> WorkerState:
         return WorkerState(
@@ -73,14 +119,51 @@ class ScriptedWorker:
             failure=self.failure,
             generation=self.generation,
             last_loss=self.last_loss,
+            policy=self.policy,
+            held=HeldReport(current=self.held_requests, oldest_age_seconds=1.0 if self.held_requests else None),
+            last_request_age_seconds=self._request_age_s(),
+            state_age_seconds=self._state_age_s(),
         )
+
+    def sleep(self, call: SleepWorker) -> None:
+        self.policy = call.policy
+        if self.phase in RESTING:
+            self.calls.append(f"tell {call.policy.value}")
+            return
+        self._check_free("sleep", call.operation_id)
+        idle_s = self._request_age_s()
+        if call.if_idle_since_s is not None and idle_s is not None and idle_s < call.if_idle_since_s:
+            raise _refused("Busy", retryable=True)
+        self.level = call.level
+        self.begin("sleep", call.operation_id)
+
+    def wake(self, call: WakeWorker) -> None:
+        self.policy = call.policy
+        if self.phase in (WorkerPhase.READY, WorkerPhase.WAKING):
+            return
+        if self.phase is WorkerPhase.DRAINING and self.operation is not None:
+            self.calls.append(f"wake {call.operation_id}")
+            cancelled = WireError(code="Cancelled", message="a wake came during the drain")
+            self.last_operation = Operation(operation_id=self.operation.operation_id, kind="sleep", error=cancelled)
+            self.phase, self.operation = WorkerPhase.READY, None
+            return
+        self._check_free("wake", call.operation_id)
+        self.begin("wake", call.operation_id)
+
+    def _check_free(self, kind: str, operation_id: str) -> None:
+        if self.operation is not None and self.operation.operation_id != operation_id:
+            raise _refused("Conflict", retryable=True)
 
     def begin(self, kind: str, operation_id: str) -> None:
         self.calls.append(f"{kind} {operation_id}")
         self.operation = Operation(operation_id=operation_id, kind=kind)
         self.phase = WorkerPhase.DRAINING if kind == "sleep" else WorkerPhase.WAKING
+        self._state_age_s()
         if not self.slow:
             self.finish()
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise ControlUnreachable(f"{kind}: no answer within 10 s")
 
     def finish(self) -> None:
         """The operation in progress ends."""
@@ -88,16 +171,34 @@ class ScriptedWorker:
         kind, error = self.operation.kind, None
         if self.failing_operations:
             self.failing_operations -= 1
-            error = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
+            error = self.operation_error
         asleep = (kind == "sleep") is (error is None)
         self.phase = WorkerPhase.ASLEEP if asleep else WorkerPhase.READY
-        self.last_operation = Operation(operation_id=self.operation.operation_id, kind=kind, error=error)
+        freed = 3_200_000_000 if kind == "sleep" and error is None else None
+        identity = self.operation.operation_id
+        self.last_operation = Operation(operation_id=identity, kind=kind, error=error, seconds=0.25, freed_bytes=freed, level=self.level)
         self.operation = None
+        self._adapters_after(kind, asleep=asleep)
+        if not asleep:
+            self.held_requests = 0
+        self._state_age_s()
+
+    def _adapters_after(self, kind: str, *, asleep: bool) -> None:
+        """A sleep that discards takes the ranks' copies; a wake loads what is deferred."""
+        if asleep and kind == "sleep" and self.level is SleepLevel.DISCARD:
+            self.adapters = {name: _deferred(one) for name, one in self.adapters.items()}
+        if not asleep and kind == "wake":
+            for name, one in list(self.adapters.items()):
+                if one.state is RecordState.DEFERRED:
+                    self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
 
     def load_adapter(self, name: str, load: AdapterLoad) -> None:
         """A put: taken over where the bytes are here already, else loaded, beside another version of the name."""
         self.calls.append(f"put {name}")
         present = self.adapters.get(name)
+        if self.phase is WorkerPhase.ASLEEP:
+            self._defer(name, load, present)
+            return
         if present is not None and present.state in (RecordState.LOADED, RecordState.CACHED) and self._same(present, load):
             self.adapters[name] = _told(present, load)
             if present.state is RecordState.LOADED or load.residency is Residency.ON_DEMAND:
@@ -110,6 +211,18 @@ class ScriptedWorker:
             self._asked[name] = load
             raise ControlUnreachable(f"put {name}: no answer within 10 s")
         error = self._load(name, load)
+        if error is not None:
+            raise ControlRefused(error, status=409)
+
+    def _defer(self, name: str, load: AdapterLoad, present: AdapterRecord | None) -> None:
+        """Told while it sleeps: what it has takes over the new words, what it has not is fetched and kept for the wake."""
+        error = self.refusals.get(identity(load.source))
+        if present is not None and self._same(present, load) and present.state is not RecordState.FAILED:
+            self.adapters[name] = _told(present, load)
+            return
+        state = RecordState.FAILED if error is not None else RecordState.DEFERRED
+        self.adapters[name] = _told(AdapterRecord(name=name, state=state, ranks_total=1, error=error), load)
+        self._asked[name] = load
         if error is not None:
             raise ControlRefused(error, status=409)
 
@@ -184,6 +297,11 @@ class ScriptedWorker:
         return same and record.components == (load.components or self.components)
 
 
+def _deferred(record: AdapterRecord) -> AdapterRecord:
+    loaded = record.state is RecordState.LOADED
+    return msgspec.structs.replace(record, state=RecordState.DEFERRED, ranks_loaded=0) if loaded else record
+
+
 def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
     return msgspec.structs.replace(record, source=load.source, scale=load.scale, residency=load.residency, priority=load.priority)
 
@@ -210,14 +328,14 @@ class ScriptedWorkers:
         return worker.state()
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
-        self._called(call.worker.ip, call.worker.boot_id).begin("sleep", call.operation_id)
+        self._called(call.worker.ip, call.worker.boot_id).sleep(call)
 
     async def wake(self, call: WakeWorker, *, token: str) -> None:
-        self._called(call.worker.ip, call.worker.boot_id).begin("wake", call.operation_id)
+        self._called(call.worker.ip, call.worker.boot_id).wake(call)
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
         worker = self._called(call.worker.ip, call.worker.boot_id)
-        if worker.phase is not WorkerPhase.READY:
+        if worker.phase not in (WorkerPhase.READY, WorkerPhase.ASLEEP):
             raise _refused("Asleep", retryable=True)
         worker.load_adapter(call.name, call.load)
 

@@ -44,7 +44,7 @@ class Process:
         self._workers: HttpWorkerClient | None = None
         self.queue: KeyedQueue | None = None
         self.runtime: Runtime | None = None
-        self._objects: metrics.ObjectsByReason | None = None
+        self._collectors: tuple[metrics.ObjectsByReason | metrics.Replicas, ...] = ()
 
     async def start(self, **_: Any) -> None:
         settings = self._settings
@@ -53,18 +53,24 @@ class Process:
             await self._cluster.list(DEPLOYMENT, namespace)  # fails with a clear error where the CRDs or the rights are missing
         self._workers = HttpWorkerClient(poll_timeout_s=settings.poll_timeout_s, call_timeout_s=settings.call_timeout_s)
         self.runtime = Runtime(
-            cluster=self._cluster, workers=self._workers, settings=settings, clock=lambda: datetime.now(UTC), wake=self.wake
+            cluster=self._cluster,
+            workers=self._workers,
+            settings=settings,
+            clock=lambda: datetime.now(UTC),
+            wake=self.wake,
+            meter=metrics.METER,
         )
-        self._objects = metrics.ObjectsByReason(self.runtime.ready_reasons)
-        metrics.REGISTRY.register(self._objects)
+        self._collectors = (metrics.ObjectsByReason(self.runtime.ready_reasons), metrics.Replicas(self.runtime.statuses))
+        for collector in self._collectors:
+            metrics.REGISTRY.register(collector)
         measured = metrics.measured(self._reconcile, time.monotonic)
         self.queue = KeyedQueue(measured, resync_s=settings.resync_s, parallel=settings.parallel_reconciles, random=random.random)
 
     async def stop(self, **_: Any) -> None:
         if self.queue is not None:
             await self.queue.close()
-        if self._objects is not None:
-            metrics.REGISTRY.unregister(self._objects)
+        for collector in self._collectors:
+            metrics.REGISTRY.unregister(collector)
         if self._workers is not None:
             await self._workers.close()
         if self._cluster is not None:

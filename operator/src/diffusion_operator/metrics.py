@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the operator's process. Labels are bounded: no object names."""
+"""Metrics of the operator's process. Labels are bounded: no object names. docs/metrics.md explains each."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -8,12 +8,42 @@ from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from diffusion_operator.api.deployment import DeploymentStatus, GroupState
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 
 REGISTRY = CollectorRegistry()
 RECONCILE_SECONDS = Histogram(
     "diffusion_operator_reconcile_seconds", "Time of one pass over an object.", ["kind", "outcome"], registry=REGISTRY
 )
+
+
+class PrometheusMeter:
+    """Durations that the reconciles hand over (`Meter`)."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._calls = Histogram(
+            "diffusion_operator_control_call_seconds",
+            "Time of a call to a worker's control port, looks at its state left out.",
+            ["verb", "code"],
+            registry=registry,
+        )
+        # A wake from host memory takes a tenth of a second, one that reads a large model's files minutes.
+        self._wakes = Histogram(
+            "diffusion_operator_wake_seconds",
+            "Time of a wake that succeeded, also one by a request.",
+            ["level"],
+            registry=registry,
+            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+        )
+
+    def called(self, verb: str, code: str, seconds: float) -> None:
+        self._calls.labels(verb=verb, code=code).observe(seconds)
+
+    def woke(self, level: str, seconds: float) -> None:
+        self._wakes.labels(level=level).observe(seconds)
+
+
+METER = PrometheusMeter(REGISTRY)
 
 
 class ObjectsByReason(Collector):
@@ -30,6 +60,24 @@ class ObjectsByReason(Collector):
         for (kind, reason), count in sorted(Counter((key.kind, reason) for key, reason in list(self._reasons.items())).items()):
             family.add_metric([kind, reason], count)
         yield family
+
+
+class Replicas(Collector):
+    """How many replicas are in each state, and how many requests they hold, counted when somebody asks."""
+
+    def __init__(self, statuses: Mapping[Key, DeploymentStatus]) -> None:
+        self._statuses = statuses
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """In the thread of the metrics server, as above. Every state is there, as 0."""
+        statuses = list(self._statuses.values())
+        groups = GaugeMetricFamily("diffusion_operator_groups", "Replicas by state.", labels=["state"])
+        counts = Counter(group.state for status in statuses for group in status.groups)
+        for state in GroupState:
+            groups.add_metric([state.value], counts[state])
+        yield groups
+        held = sum(status.held.current or 0 for status in statuses if status.held is not None)
+        yield GaugeMetricFamily("diffusion_operator_held_requests", "Requests that wait for a replica to be awake.", value=held)
 
 
 def measured(reconcile: Callable[[Key], Awaitable[Result]], clock: Callable[[], float]) -> Callable[[Key], Awaitable[Result]]:

@@ -228,6 +228,18 @@ class FailureStatus(_Status, frozen=True):
     exit_code: int | None = None
 
 
+class OperationStatus(_Status, frozen=True):
+    """The sleep or wake that a replica ended last. `bytes` were given back by a sleep, or are in memory again after a wake."""
+
+    id: str | None = None
+    kind: str | None = None
+    level: SleepLevel | None = None
+    seconds: str | None = None
+    bytes: int | None = None
+    code: str | None = None
+    message: str | None = None
+
+
 class GroupStatus(_Status, frozen=True):
     index: int
     state: GroupState
@@ -242,6 +254,7 @@ class GroupStatus(_Status, frozen=True):
     last_failure: FailureStatus | None = None
     generation: int | None = None
     last_rank_loss: str | None = None
+    last_operation: OperationStatus | None = None
 
 
 class ModelStatus(_Status, frozen=True):

@@ -40,6 +40,10 @@ class WireError(_Wire, frozen=True):
     retry_after_seconds: float | None = None
 
 
+NO_FAILURES = frozenset({"Cancelled", "Conflict", "Busy"})
+"""Codes of a sleep or wake that did not happen because something else came first."""
+
+
 class Operation(_Wire, frozen=True):
     operation_id: str
     kind: str
@@ -47,6 +51,10 @@ class Operation(_Wire, frozen=True):
     seconds: float = 0.0
     freed_bytes: int | None = None
     level: SleepLevel | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None and self.error.code not in NO_FAILURES
 
 
 class HeldReport(_Wire, frozen=True):

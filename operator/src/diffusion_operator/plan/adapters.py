@@ -18,7 +18,7 @@ from diffusion_operator.plan.acceptance import Decision, DesiredAdapter, Holders
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter
 from diffusion_operator.plan.attempts import learn
 from diffusion_operator.plan.groups import Group
-from diffusion_operator.plan.instances import Instance, instance_of, leaving_instances, strays
+from diffusion_operator.plan.instances import TOLD_STATES, Instance, instance_of, leaving_instances, strays
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
 from diffusion_operator.plan.refilling import refills
 from diffusion_operator.plan.usage import usage_of
@@ -167,7 +167,7 @@ def _holders(groups: Sequence[Group]) -> Holders:
 
 def _attempts(observed: Observed, desired: Sequence[DesiredAdapter], groups: Sequence[Group], now: datetime) -> dict[AttemptKey, Attempt]:
     """A document that could not be refreshed says nothing new."""
-    answering = tuple(group for group in groups if group.state is GroupState.AWAKE and group.poll.fresh)
+    answering = tuple(group for group in groups if group.state in TOLD_STATES and group.poll.fresh)
     learned = dict(observed.attempts)
     for one in desired:
         learned |= learn(observed.attempts, answering, one, now=now)

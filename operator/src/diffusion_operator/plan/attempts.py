@@ -16,7 +16,7 @@ from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapter_codes import FINAL, RELOAD_LOOP
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Attempt, AttemptKey
-from diffusion_operator.plan.records import current_record, error_of, in_memory, in_place, is_coming
+from diffusion_operator.plan.records import current_record, error_of, in_memory, in_place, is_coming, is_deferred
 
 BACKOFF_FIRST_S = 10.0
 BACKOFF_MAX_S = 600.0
@@ -60,7 +60,7 @@ def failed(attempt: Attempt, error: WireError, *, now: datetime) -> Attempt:
 def learn(
     attempts: Mapping[AttemptKey, Attempt], groups: tuple[Group, ...], desired: DesiredAdapter, *, now: datetime
 ) -> dict[AttemptKey, Attempt]:
-    """One adapter's attempts with what the replicas say now. `groups` are awake and have answered."""
+    """One adapter's attempts with what the replicas say now. `groups` are awake or asleep, and have answered."""
     learned = {}
     for group in groups:
         if group.document is None:
@@ -80,7 +80,7 @@ def _learned(before: Attempt | None, record: AdapterRecord | None, desired: Desi
         return msgspec.structs.replace(attempt, loaded=True, in_progress=False, error=error)
     if attempt.loaded and _lost(record, desired):
         return _evicted(attempt, now)
-    if record is not None and in_place(record, desired):  # out of memory where it may be
+    if record is not None and (in_place(record, desired) or is_deferred(record, desired)):  # out of memory where it may be
         return msgspec.structs.replace(attempt, loaded=False, in_progress=False, error=None)
     if record is not None and is_coming(record, desired):
         return _watched(attempt, desired, now)

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conditions of a DiffusionDeployment. Only what is computed from observation is claimed; a message names the replica it is about."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from diffusion_operator.api.adapter import InstanceState
-from diffusion_operator.api.deployment import DeploymentSpec, GroupState, SleepPolicy
+from diffusion_operator.api.deployment import ColdMode, DeploymentSpec, GroupState, SleepLevel, SleepPolicy
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.adapters import AdapterPlan
 from diffusion_operator.plan.groups import Group, Problem
 
 _READY_PROBLEMS = (
     Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
-    Problem.POD_FAILED, Problem.RANK_LOST,
+    Problem.POD_FAILED, Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST,
 )  # fmt: skip
 """What keeps a replica from ever being ready, most telling first."""
 
+_WAKE_PROBLEMS = (Problem.WAKE_FAILED, Problem.INSUFFICIENT_MEMORY)
+_RESTING = (GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+
 _DEGRADED_REASONS = {
+    Problem.VERIFICATION_FAILED: "VerificationFailed",
+    Problem.MEMORY_NOT_RELEASED: "MemoryNotReleased",
     Problem.CRASH_LOOPING: "CrashLooping",
     Problem.RANK_LOST: "RankLost",
     Problem.WAKE_FAILED: "WakeFailing",
@@ -49,6 +54,17 @@ class Situation(msgspec.Struct, frozen=True):
     def asleep_wanted(self) -> bool:
         return self.spec.sleep.policy is SleepPolicy.ASLEEP
 
+    @property
+    def on_idle(self) -> bool:
+        return self.spec.sleep.policy is SleepPolicy.ON_IDLE
+
+    @property
+    def wakeable(self) -> int:
+        """Those that rest because nobody needs them: with OnIdle a request wakes them."""
+        if not self.on_idle:
+            return 0
+        return sum(group.state in _RESTING and group.pod.ready and group.problem is None for group in self.groups)
+
     def count(self, *states: GroupState) -> int:
         return sum(group.state in states for group in self.groups)
 
@@ -72,21 +88,24 @@ def ready(now: Situation) -> Verdict:
     if now.asleep_wanted and live:
         return verdict("Ready", False, "SleepRequested", f"spec.sleep.policy is Asleep; {_tally(now)}")
     if now.serving:
-        whole = now.serving == now.wanted == len(now.groups) and not any(group.problem for group in now.groups)
-        text = f"{now.serving} of {now.wanted} replicas serve{_others(now)}"
+        whole = now.serving + now.wakeable == now.wanted == len(now.groups) and not any(group.problem for group in now.groups)
+        text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}{_others(now)}"
         return verdict("Ready", True, "Serving" if whole else "ServingDegraded", text)
     return _not_serving(now)
 
 
 def _not_serving(now: Situation) -> Verdict:
-    lost = next((group for group in now.groups if group.problem is Problem.RANK_LOST), None)
-    if lost is not None:
-        return verdict("Ready", False, "RankLost", _about(lost))
+    if now.wakeable:
+        return verdict("Ready", True, "AsleepWakeable", _wakes(now) + _others(now))
+    given_up = (Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST, *(_WAKE_PROBLEMS if now.on_idle else ()))
+    lost = next((group for group in now.groups if group.problem in given_up), None)
+    if lost is not None and lost.problem is not None:
+        return verdict("Ready", False, lost.problem.value, _about(lost))
     unreachable = next((group for group in now.groups if group.problem is Problem.UNREACHABLE), None)
     if unreachable is not None:
         # The data path may be fine: the kubelet's probe answers for the data port only.
         return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _about(unreachable))
-    if now.count(GroupState.WAKING, GroupState.ASLEEP, GroupState.SLEEPING, GroupState.DRAINING):
+    if now.count(*_RESTING):
         return verdict("Ready", False, "Waking", _tally(now) + _others(now))
     if now.refusal:
         return verdict("Ready", False, "PodsRefused", now.refusal)
@@ -95,11 +114,10 @@ def _not_serving(now: Situation) -> Verdict:
 
 def available(now: Situation) -> Verdict:
     enough = max(1, now.wanted - 1)  # one replica may be missing, as while it is replaced
-    text = f"{now.serving} of {now.wanted} replicas serve, {enough} are enough"
-    if now.wanted and now.serving >= enough:
+    text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
+    if now.serving and now.serving + now.wakeable >= enough:
         return verdict("Available", True, "MinimumAvailable", text)
-    sleeping = now.count(GroupState.ASLEEP, GroupState.SLEEPING, GroupState.DRAINING, GroupState.WAKING)
-    return verdict("Available", False, "Sleeping" if sleeping else "MinimumUnavailable", text)
+    return verdict("Available", False, "Sleeping" if now.count(*_RESTING) else "MinimumUnavailable", text)
 
 
 def progressing(now: Situation) -> Verdict:
@@ -134,21 +152,33 @@ def scheduled(now: Situation) -> Verdict:
 
 
 def awake(now: Situation) -> Verdict:
-    count = now.count(GroupState.AWAKE)
-    if count and count == now.wanted:
-        return verdict("Awake", True, "AllAwake", _tally(now))
+    value, reason, text = _awake(now)
+    return verdict("Awake", value, reason, text + "".join(f"; {advice}" for advice in _sleep_advice(now.spec)))
+
+
+def _awake(now: Situation) -> tuple[bool, str, str]:
+    count, tally = now.count(GroupState.AWAKE), _tally(now)
     if count:
-        return verdict("Awake", True, "SomeAwake", _tally(now))
-    failed = next((group for group in now.groups if group.problem is Problem.WAKE_FAILED), None)
-    if failed is not None:
-        return verdict("Awake", False, "WakeFailed", _about(failed))
-    if now.groups and now.count(GroupState.ASLEEP) == len(now.groups) and now.asleep_wanted:
-        return verdict("Awake", False, "AllAsleep", _tally(now))
-    if now.count(GroupState.WAKING) or (now.count(GroupState.ASLEEP) and not now.asleep_wanted):
-        return verdict("Awake", False, "Waking", _tally(now))
-    if now.count(GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP):
-        return verdict("Awake", False, "GoingToSleep", _tally(now))
-    return verdict("Awake", False, "Starting" if now.wanted else "NoReplicas", _tally(now))
+        return True, "AllAwake" if count == now.wanted else "SomeAwake", tally
+    failed = next((group for kind in _WAKE_PROBLEMS for group in now.groups if group.problem is kind), None)
+    if failed is not None and failed.problem is not None:
+        return False, failed.problem.value, _about(failed)
+    if now.groups and now.count(GroupState.ASLEEP) == len(now.groups) and (now.asleep_wanted or now.on_idle):
+        return False, "AllAsleep", tally
+    if now.count(GroupState.WAKING) or (now.count(GroupState.ASLEEP) and not (now.asleep_wanted or now.on_idle)):
+        return False, "Waking", tally
+    if now.count(*_RESTING):
+        return False, "GoingToSleep", tally
+    return False, "Starting" if now.wanted else "NoReplicas", tally
+
+
+def _sleep_advice(spec: DeploymentSpec) -> Iterator[str]:
+    """What the schema cannot refuse and somebody should know."""
+    sleep = spec.sleep
+    if sleep.policy is SleepPolicy.ON_IDLE and sleep.min_awake > spec.replicas:
+        yield f"spec.sleep.minAwake is {sleep.min_awake} and spec.replicas {spec.replicas}: none sleeps"
+    if sleep.policy is not SleepPolicy.ALWAYS_AWAKE and sleep.level is SleepLevel.HOST_MEMORY and "memory" not in spec.resources.limits:
+        yield "warning: spec.sleep.level is HostMemory and spec.resources.limits has no memory: nothing bounds what a sleep keeps"
 
 
 def adapters_ready(now: Situation) -> Verdict:
@@ -200,6 +230,17 @@ def _tally(now: Situation) -> str:
     """`1 Awake, 1 Starting of 2 replicas`."""
     counts = {state: now.count(state) for state in GroupState if now.count(state)}
     return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
+
+
+def _idle(now: Situation) -> str:
+    return f", {now.wakeable} sleep until they are needed" if now.wakeable else ""
+
+
+def _wakes(now: Situation) -> str:
+    within = f"within {now.spec.sleep.wake_timeout_seconds} s (spec.sleep.wakeTimeoutSeconds)"
+    if now.spec.cold_requests.mode is ColdMode.HOLD:
+        return f"{_tally(now)}; a request would wake it and be served {within}"
+    return f"{_tally(now)}; a request would wake it, get 503 (spec.coldRequests.mode is Reject), and be served when asked again {within}"
 
 
 def _unprobed(now: Situation) -> str:

@@ -52,7 +52,8 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     retiring = frozenset(action.uid for action in replicas.retire)
     routing = plan_routing(groups, retiring=retiring)
     staying = [group for group in groups if group.pod.uid not in retiring]
-    sleep = plan_sleep(observed, staying, now)
+    busy = {call.worker.pod_uid for call in adapters.calls}
+    sleep = plan_sleep(observed, staying, now, rolling=replicas.outdated > 0, busy=busy)
     situation = Situation(
         spec=deployment.spec,
         groups=tuple(group for group in groups if group.state is not GroupState.TERMINATING),

@@ -14,6 +14,7 @@ from diffusion_operator.api.deployment import (
     GroupStatus,
     LoadStatus,
     ModelStatus,
+    OperationStatus,
 )
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
@@ -21,6 +22,7 @@ from diffusion_operator.api.source import identity
 from diffusion_operator.plan.conditions import Situation, deployment_verdicts
 from diffusion_operator.plan.groups import Group, failure_of
 from diffusion_operator.plan.revision import Template
+from diffusion_operator.plan.traffic import held_requests, last_request_time, sleep_eligible_time
 
 GROUPS_SHOWN = 64
 READY_STATES = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
@@ -51,6 +53,11 @@ def deployment_status(
         model=_model(deployment, situation.groups),
         endpoints=EndpointsStatus(url=f"http://{name}.{namespace}.svc:{deployment.spec.service.port}/v1"),
         adapters=situation.adapters.summary,
+        held=held_requests(situation.groups),
+        last_request_time=last_request_time(situation.groups, before=before.last_request_time, now=now),
+        sleep_eligible_time=sleep_eligible_time(
+            deployment.spec, situation.groups, rolling=situation.outdated > 0, before=before.sleep_eligible_time, now=now
+        ),
         groups=tuple(group_status(group) for group in groups[:GROUPS_SHOWN]),
         conditions=settle_conditions(
             deployment_verdicts(situation), previous=before.conditions, generation=deployment.metadata.generation, now=now
@@ -73,6 +80,26 @@ def group_status(group: Group) -> GroupStatus:
         last_failure=failure_of(group),
         generation=group.document.generation if group.document else None,
         last_rank_loss=_last_rank_loss(group),
+        last_operation=_last_operation(group),
+    )
+
+
+def _last_operation(group: Group) -> OperationStatus | None:
+    """Of this server process, or the last one known of it while it does not answer."""
+    last = group.document.last_operation if group.document is not None else None
+    if group.document is None:
+        return group.previous.last_operation if group.previous is not None and group.live else None
+    if last is None:
+        return None
+    size = group.document.model.size_bytes if last.kind == "wake" and last.error is None else None
+    return OperationStatus(
+        id=last.operation_id[:128],
+        kind=last.kind,
+        level=last.level,
+        seconds=f"{last.seconds:.3f}",
+        bytes=last.freed_bytes if last.kind == "sleep" else size,
+        code=last.error.code if last.error is not None else None,
+        message=last.error.message[:1024] if last.error is not None else None,
     )
 
 

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events: told once, when a status moves from one thing to another. The key makes the Event's name, so a repeat is the same Event."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
 
 from diffusion_operator.api.adapter import AdapterStatus, InstanceState, InstanceStatus, LoRAAdapter
-from diffusion_operator.api.deployment import DeploymentStatus, GroupState, GroupStatus
+from diffusion_operator.api.deployment import DeploymentStatus, GroupState, GroupStatus, OperationStatus
 from diffusion_operator.api.meta import ConditionStatus, condition_of
+from diffusion_operator.api.worker_state import NO_FAILURES
+
+_FAILURES = {"InsufficientMemory": "WakeRefusedMemory", "VerificationFailed": "VerificationFailed"}
+"""Events of failed operations that have a name of their own, by the worker's code."""
 
 
 class EventType(StrEnum):
@@ -33,7 +38,7 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
 
 
 def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation: int | None) -> list[PlannedEvent]:
-    """Ready once in a boot, asleep and awake again once for each change of the spec."""
+    """Ready once in a boot, asleep and awake again once for each operation."""
     events = []
     boot = after.boot_id or after.leader_pod or ""
     was = before.state if before is not None else None
@@ -44,16 +49,54 @@ def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation:
     if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
         message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"
         events.append(_warning("RankLost", message, key=f"{boot}-{after.generation}"))
-    if was is after.state or was is None:
-        return events
-    if was in (GroupState.WAKING, GroupState.ASLEEP) and after.state in (GroupState.VERIFYING, GroupState.AWAKE):
-        events.append(_normal("Woke", f"replica {after.index} woke up", key=f"{boot}-{generation}"))
-    if after.state is GroupState.AWAKE:
+    if after.state is GroupState.AWAKE and was not in (None, GroupState.AWAKE):
         events.append(_normal("GroupReady", f"replica {after.index} is ready", key=boot))
-    if after.state is GroupState.ASLEEP:
-        message = f"replica {after.index} gave its memory back and is asleep"
-        events.append(_normal("Slept", message, key=f"{boot}-{generation}"))
+    ended = ended_operation(before, after)
+    if ended is not None:
+        events += _operation_events(after.index, ended, boot=boot, generation=generation)
     return events
+
+
+def ended_operation(before: GroupStatus | None, after: GroupStatus) -> OperationStatus | None:
+    """The sleep or wake that ended since the status before, as far as one can see: of two between two looks, the later."""
+    last = after.last_operation
+    told = before.last_operation if before is not None and before.boot_id == after.boot_id else None
+    return last if last is not None and (told is None or told.id != last.id) else None
+
+
+def wakes_between(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[OperationStatus]:
+    """Wakes that succeeded, for metrics."""
+    old = {group.index: group for group in before.groups}
+    for group in after.groups:
+        ended = ended_operation(old.get(group.index), group)
+        if ended is not None and ended.kind == "wake" and ended.code is None:
+            yield ended
+
+
+def _operation_events(index: int, ended: OperationStatus, *, boot: str, generation: int | None) -> list[PlannedEvent]:
+    """A success by its own name; of failures the same one once in a boot, because a worker tries again and again."""
+    if ended.code in NO_FAILURES:
+        return []
+    took = f"in {ended.seconds} s"
+    if ended.code is None:
+        woke, level = ended.kind == "wake", ended.level.value if ended.level is not None else "unknown"
+        what = f"woke {took} from level {level}, {_size(ended.bytes)} of weights are in memory again"
+        slept = f"fell asleep {took} at level {level} and gave back {_size(ended.bytes)}"
+        key = f"{boot}-{ended.id}"
+        return [_normal("Woke" if woke else "Slept", f"replica {index} {what if woke else slept}", key=key)]
+    reason = _FAILURES.get(ended.code) or ("WakeFailed" if ended.kind == "wake" else "SleepFailed")
+    message = f"replica {index}: the {ended.kind} failed after {ended.seconds} s: {ended.code}: {ended.message}"
+    return [_warning(reason, message, key=f"{boot}-{generation}-{ended.kind}-{ended.code}")]
+
+
+def _size(count: int | None) -> str:
+    """`3.20 GB`, in powers of ten as disks and models are sold."""
+    if count is None:
+        return "an unknown number of bytes"
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if count >= 10**power:
+            return f"{count / 10**power:.2f} {unit}"
+    return f"{count} bytes"
 
 
 def _revision_done(before: DeploymentStatus, after: DeploymentStatus) -> bool:

@@ -9,8 +9,8 @@ from enum import StrEnum
 
 import msgspec
 
-from diffusion_operator.api.deployment import DiffusionDeployment, FailureStatus, GroupState, GroupStatus
-from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
+from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode, FailureStatus, GroupState, GroupStatus, Sleep, SleepPolicy
+from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.plan.observed import Observed, Poll
 from diffusion_operator.plan.pods import Exit, Pod
 
@@ -50,8 +50,20 @@ class Problem(StrEnum):
     POD_FAILED = "PodFailed"
     RANK_LOST = "RankLost"
     WAKE_FAILED = "WakeFailed"
+    INSUFFICIENT_MEMORY = "InsufficientGPUMemory"
     SLEEP_FAILED = "SleepFailed"
+    VERIFICATION_FAILED = "VerificationFailed"
+    MEMORY_NOT_RELEASED = "MemoryNotReleased"
     UNREACHABLE = "ControlUnreachable"
+
+
+_FAULTS = {
+    "VerificationFailed": Problem.VERIFICATION_FAILED,
+    "MemoryNotReleased": Problem.MEMORY_NOT_RELEASED,
+    "RankFailed": Problem.RANK_LOST,
+    "EngineFailed": Problem.RANK_LOST,
+}
+"""Why a worker starts its ranks again, by the code it tells; any other is of the sleep or wake that failed."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -86,6 +98,10 @@ class Group(msgspec.Struct, frozen=True):
     def settled(self) -> bool:
         """Where it should be, and the kubelet says so too."""
         return self.state in SETTLED_STATES and self.pod.ready and self.problem is not Problem.UNREACHABLE
+
+    @property
+    def held(self) -> int:
+        return self.document.held.current if self.document else 0
 
     @property
     def in_flight(self) -> int:
@@ -145,13 +161,15 @@ def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeplo
         return _failure(pod, poll)
     if poll.unreachable:
         return Problem.UNREACHABLE, f"the last polls of the control endpoint failed: {poll.error}"
-    return _operation_problem(poll, state)
+    sleep = deployment.spec.sleep
+    problem, message = _operation_problem(poll.state, state, sleep.policy) if poll.state is not None else (None, "")
+    return problem, message or _on_its_way(state, sleep)
 
 
 def _failure(pod: Pod, poll: Poll) -> tuple[Problem | None, str]:
     """A replica that is not up: a failed engine, a process that keeps ending, or simply one that needs its time."""
     if poll.state is not None and poll.state.failure is not None:
-        return Problem.RANK_LOST, _sentence(poll.state.failure.code, poll.state.failure.message)
+        return _fault(poll.state, poll.state.failure)
     ended = pod.container.last_exit
     if ended is None:
         return (Problem.UNREACHABLE, poll.error) if poll.unreachable and pod.ready else (None, "")
@@ -163,16 +181,36 @@ def _failure(pod: Pod, poll: Poll) -> tuple[Problem | None, str]:
     return None, message
 
 
-def _operation_problem(poll: Poll, state: GroupState) -> tuple[Problem | None, str]:
-    last = poll.state.last_operation if poll.state else None
-    if last is None or last.error is None:
+def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
+    """Ranks that are started again: they were lost, or given up because a sleep or a wake of theirs failed."""
+    operation = document.operation or document.last_operation
+    of_operation = Problem.WAKE_FAILED if operation is not None and operation.kind == "wake" else Problem.SLEEP_FAILED
+    problem = _FAULTS.get(failure.code, of_operation if operation is not None else Problem.RANK_LOST)
+    return problem, _sentence(failure.code, failure.message)
+
+
+def _operation_problem(document: WorkerState, state: GroupState, policy: SleepPolicy) -> tuple[Problem | None, str]:
+    """What the last operation came to, until another one ends, the replica gets there by itself, or nobody wants it there any more."""
+    last = document.last_operation
+    if last is None or last.error is None or not last.failed:
         return None, ""
     text = _sentence(last.error.code, last.error.message)
-    if last.kind == "wake" and state is GroupState.ASLEEP:
-        return Problem.WAKE_FAILED, text
-    if last.kind == "sleep" and state is GroupState.AWAKE:
+    if last.kind == "wake" and state in (GroupState.ASLEEP, GroupState.WAKING) and policy is not SleepPolicy.ASLEEP:
+        return (Problem.INSUFFICIENT_MEMORY if last.error.code == "InsufficientMemory" else Problem.WAKE_FAILED), text
+    awake = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING)
+    if last.kind == "sleep" and state in awake and policy is not SleepPolicy.ALWAYS_AWAKE:
         return Problem.SLEEP_FAILED, text
     return None, ""
+
+
+def _on_its_way(state: GroupState, sleep: Sleep) -> str:
+    """What a replica is busy with, without figures that change from one look to the next."""
+    if state is GroupState.DRAINING:
+        patient = sleep.drain is DrainMode.WAIT and sleep.drain_timeout_seconds
+        return f"running requests have up to {sleep.drain_timeout_seconds} s before it sleeps" if patient else "running requests are ended"
+    return {GroupState.SLEEPING: "it gives its memory back", GroupState.WAKING: f"it has {sleep.wake_timeout_seconds} s to wake"}.get(
+        state, ""
+    )
 
 
 def exit_text(ended: Exit) -> str:

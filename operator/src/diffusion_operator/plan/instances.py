@@ -2,8 +2,8 @@
 """One adapter on one replica: what it is, and whether to push it now.
 
 A worker tries the adapters of its mounted file itself when it starts, so a push is for what changed since, what the worker reports as
-failed and was not yet tried by us in this life of its process, and what is due for another try. Nothing is pushed to a replica that is
-not awake: it is recorded as Deferred and done before the replica counts as Awake again.
+failed and was not yet tried by us in this life of its process, and what is due for another try. A sleeping replica is told too, and
+never woken for it: it fetches and looks at what is new, and loads it before it serves again; until then all that it has is Deferred.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,10 @@ from diffusion_operator.plan.adapter_codes import FINAL
 from diffusion_operator.plan.attempts import attempt_key
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Attempt, AttemptKey
-from diffusion_operator.plan.records import comes_from, current_record, error_of, in_place, is_coming, is_told, other_version
+from diffusion_operator.plan.records import comes_from, current_record, error_of, in_place, is_coming, is_deferred, is_told, other_version
+
+TOLD_STATES = (GroupState.AWAKE, GroupState.ASLEEP)
+"""Replicas that take adapters now; the others do in a moment, or read the mounted file."""
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -54,11 +57,11 @@ def worker_address(group: Group) -> WorkerAddress | None:
 
 def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[AttemptKey, Attempt], now: datetime) -> Instance:
     document = group.document
-    if document is None or group.state is not GroupState.AWAKE:
+    if document is None or group.state not in TOLD_STATES:
         return Instance(status=_status(group, InstanceState.DEFERRED))
     record, attempt = current_record(document, desired), attempts.get(attempt_key(group, desired))
-    other = other_version(document, desired)
-    state = _state(record, desired, attempt)
+    other = other_version(document, desired) if group.state is GroupState.AWAKE else None
+    state = _state(record, desired, attempt) if group.state is GroupState.AWAKE else _state_asleep(record, desired, attempt)
     error = _error(record, desired, attempt) if state is InstanceState.FAILED else None
     due = _due(record, desired, attempt, now=now)
     return Instance(
@@ -85,7 +88,7 @@ def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, .
 def strays(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
     """What runs and is no longer declared."""
     address = worker_address(group)
-    if address is None or group.document is None or group.state is not GroupState.AWAKE:
+    if address is None or group.document is None or group.state not in TOLD_STATES:
         return ()
     return tuple(
         RemoveAdapter(
@@ -109,9 +112,9 @@ def _steady(record: AdapterRecord) -> AdapterRecord:
 
 
 def _is_wanted(record: AdapterRecord, desired: DesiredAdapter, attempt: Attempt | None) -> bool:
-    """In place; where something else was pinned before, only after the worker took what is asked for now."""
+    """In place, or to be when a sleeper wakes; where something else was pinned before, only after the worker took what is asked for now."""
     told = attempt is not None and attempt.count > 0 and attempt.error is None
-    return in_place(record, desired) and (told or not desired.changed)
+    return (in_place(record, desired) or is_deferred(record, desired)) and (told or not desired.changed)
 
 
 def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
@@ -126,6 +129,12 @@ def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attem
         return InstanceState.FAILED
     tried = record is not None or (attempt is not None and attempt.count > 0)
     return InstanceState.LOADING if tried else InstanceState.PENDING
+
+
+def _state_asleep(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
+    """What it cannot even fetch or understand is Failed already; nothing is loaded before it wakes."""
+    state = _state(record, desired, attempt)
+    return state if state in (InstanceState.FETCHING, InstanceState.FAILED) else InstanceState.DEFERRED
 
 
 def _error(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> WireError | None:

@@ -5,16 +5,18 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from diffusion_operator.api.adapter import InstanceState
-from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.deployment import GroupState, SleepPolicy
 from diffusion_operator.api.worker_state import RecordState
 from diffusion_operator.plan.adapters import AdapterPlan
 from diffusion_operator.plan.groups import Group
+from diffusion_operator.plan.idleness import next_sleep_in_s
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.records import IN_PROGRESS
 
 MOVING_POLL_S = 0.5
 LOADING_POLL_S = 1.0
 FAILING_POLL_S = 5.0
+WAKEABLE_POLL_S = 2.0  # a request wakes a replica without us, and the others are to be routed around
 
 _MOVING = (GroupState.VERIFYING, GroupState.DRAINING, GroupState.SLEEPING, GroupState.WAKING)
 
@@ -32,6 +34,12 @@ def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: 
 
 
 def _waits(observed: Observed, adapters: AdapterPlan, now: datetime) -> Iterator[float]:
+    spec = observed.deployment.spec
+    if spec.sleep.policy is SleepPolicy.ON_IDLE:
+        yield from (WAKEABLE_POLL_S for group in adapters.groups if group.state is GroupState.ASLEEP)
+        due_in_s = next_sleep_in_s(spec, adapters.groups)
+        if due_in_s is not None and due_in_s > 0:
+            yield max(MOVING_POLL_S, due_in_s)
     yield from (FAILING_POLL_S for group in adapters.groups if group.poll.failures or group.pod.finished)
     times = [one.next_retry for one in adapters.attempts.values() if one.error is not None and one.error.retryable]
     times += [when for when in observed.operation_not_before.values() if when > now]

@@ -47,6 +47,14 @@ def in_place(record: AdapterRecord, desired: DesiredAdapter) -> bool:
     return in_memory(record, desired) or (may_leave and record.state is RecordState.CACHED and has_content(record, desired))
 
 
+def is_deferred(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """Taken by a sleeping replica, which loads it before it serves."""
+    if record.state is not RecordState.DEFERRED:
+        return False
+    known = record.digest is not None and desired.load.digest is not None
+    return record.digest == desired.load.digest if known else comes_from(record, desired)
+
+
 def is_coming(record: AdapterRecord, desired: DesiredAdapter) -> bool:
     """At work on what is asked for now, and not on what was asked for before."""
     return record.state in IN_PROGRESS and comes_from(record, desired)

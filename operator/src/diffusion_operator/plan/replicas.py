@@ -19,7 +19,7 @@ from diffusion_operator.plan.pods import Pod
 FAILED_POD_BACKOFF = timedelta(seconds=30)
 """Since the pod was made: a node that refuses a pod at once would be asked again without end."""
 
-_VICTIM_ORDER = (GroupState.FAILED, GroupState.PENDING, GroupState.STARTING, GroupState.ASLEEP)
+_VICTIM_ORDER = (GroupState.FAILED, GroupState.PENDING, GroupState.STARTING, GroupState.ASLEEP, GroupState.SLEEPING)
 
 
 class ReplicaPlan(msgspec.Struct, frozen=True):
@@ -58,10 +58,10 @@ def plan_replicas(
     )
 
 
-def _victim_key(group: Group) -> tuple[int, bool, int, float, int]:
-    """Least useful first; one that is already unrouted stays the choice; then the least busy, then the newest."""
+def _victim_key(group: Group) -> tuple[bool, int, bool, int, float, int]:
+    """None that holds requests, if another will do; the least useful; one that is already unrouted; the least busy; the newest."""
     order = _VICTIM_ORDER.index(group.state) if group.state in _VICTIM_ORDER else len(_VICTIM_ORDER)
-    return (order, group.pod.routable, group.in_flight, -group.pod.created_at.timestamp(), -group.index)
+    return (group.held > 0, order, group.pod.routable, group.in_flight, -group.pod.created_at.timestamp(), -group.index)
 
 
 def _outdated(kept: Sequence[Group], outdated: Sequence[Group], *, replicas: int) -> Sequence[Group]:

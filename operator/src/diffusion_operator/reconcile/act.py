@@ -35,6 +35,13 @@ OPERATION_BACKOFF_FIRST_S = 5.0
 OPERATION_BACKOFF_MAX_S = 60.0
 CALLS_AT_ONCE = 8  # to one worker
 
+_VERBS: dict[type[WorkerAction], str] = {
+    SleepWorker: "sleep",
+    WakeWorker: "wake",
+    PutAdapter: "put_adapter",
+    RemoveAdapter: "remove_adapter",
+}
+
 log = logging.getLogger(__name__)
 
 
@@ -92,14 +99,16 @@ async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Se
 
 
 async def _call(runtime: Runtime, memory: DeploymentMemory, call: WorkerAction, *, token: str) -> None:
+    begun, error = runtime.clock(), None
     try:
         await _send(runtime, call, token=token)
-        error = None
+        log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip)
     except ControlError as refused:
         error = refused
-        log.warning("control call failed call=%s operation=%s code=%s error=%s", type(call).__name__, call.operation_id, error.code, error)
-    else:
-        log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip)
+        level = logging.INFO if error.code in RACES else logging.WARNING
+        log.log(level, "control call failed operation=%s worker=%s code=%s error=%s", call.operation_id, call.worker.ip, error.code, error)
+    seconds = (runtime.clock() - begun).total_seconds()
+    runtime.meter.called(_VERBS[type(call)], error.code if error is not None else "OK", seconds)
     _remember(memory, call, error, now=runtime.now())
 
 
@@ -120,7 +129,7 @@ def _remember(memory: DeploymentMemory, call: WorkerAction, error: ControlError 
         case SleepWorker() | WakeWorker():
             delay_s = min(OPERATION_BACKOFF_MAX_S, OPERATION_BACKOFF_FIRST_S * 2 ** min(call.attempt - 1, 10))
             if error is not None and error.code in RACES:
-                delay_s = RACE_RETRY_S
+                delay_s = error.retry_after_s or RACE_RETRY_S
             memory.operation_not_before[retry_key(call)] = now + timedelta(seconds=delay_s)
         case PutAdapter():
             memory.attempts[call.key] = next_attempt(memory.attempts.get(call.key), error, now=now)

@@ -7,7 +7,7 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.events import deployment_events
+from diffusion_operator.plan.events import deployment_events, wakes_between
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
 from diffusion_operator.reconcile.children import apply_children, doubt_secret
 from diffusion_operator.reconcile.keyed_queue import Key, Result
@@ -42,13 +42,15 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     _publish_views(runtime, key.namespace, memory, plan)
     for told in plan.told:
         await report(runtime, (told.event,), kind=ADAPTER, about=told.about)
-    return Result(requeue_after_s=plan.look_again_s or runtime.settings.steady_poll_s)
+    steady_s = runtime.settings.steady_poll_s
+    return Result(requeue_after_s=min(plan.look_again_s or steady_s, steady_s))
 
 
 async def _gone(runtime: Runtime, key: Key) -> Result:
     """Owner references collect the children; the adapters that referred to it must hear of it."""
     runtime.memories.pop((key.namespace, key.name), None)
     runtime.ready_reasons.pop(key, None)
+    runtime.statuses.pop(key, None)
     for adapter in await adapters_of(runtime, key.namespace, key.name):
         runtime.wake(adapter_key(key.namespace, adapter.metadata.name))
     return Result(gone=True)
@@ -66,13 +68,17 @@ async def _apply_children(runtime: Runtime, deployment: DiffusionDeployment, mem
 
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
-    metadata, now = deployment.metadata, runtime.now()
-    runtime.ready_reasons[deployment_key(metadata.namespace, metadata.name)] = reason_of(plan.status.conditions, "Ready")
+    """Events first: they are named after what they tell, so one that is written again after a crash in between is the same one."""
+    metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
+    runtime.ready_reasons[key] = reason_of(plan.status.conditions, "Ready")
+    runtime.statuses[key] = plan.status
     if not worth_writing(deployment.status, plan.status, last=memory.status_written_at, now=now):
         return
+    await report(runtime, deployment_events(deployment.status, plan.status), kind=DEPLOYMENT, about=metadata)
     await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(plan.status))
     memory.status_written_at = now
-    await report(runtime, deployment_events(deployment.status, plan.status), kind=DEPLOYMENT, about=metadata)
+    for wake in wakes_between(deployment.status, plan.status):
+        runtime.meter.woke(wake.level or "unknown", float(wake.seconds or 0))
 
 
 def _publish_views(runtime: Runtime, namespace: str, memory: DeploymentMemory, plan: DeploymentPlan) -> None:

@@ -4,13 +4,25 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Protocol
 
+from diffusion_operator.api.deployment import DeploymentStatus
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.settings import Settings
 from diffusion_operator.worker_client import WorkerClient
+
+
+class Meter(Protocol):
+    """Where durations are counted; in the process it is the metrics server's."""
+
+    def called(self, verb: str, code: str, seconds: float) -> None:
+        """A call to a worker's control port is over: `OK`, or the error's code."""
+
+    def woke(self, level: str, seconds: float) -> None:
+        """A replica has woken up from a level of sleep."""
 
 
 @dataclass
@@ -21,10 +33,13 @@ class Runtime:
     clock: Callable[[], datetime]
     """Aware UTC."""
     wake: Callable[[Key], None]
+    meter: Meter
     memories: dict[tuple[str, str], DeploymentMemory] = field(default_factory=dict)
     """By namespace and name."""
     ready_reasons: dict[Key, str] = field(default_factory=dict)
     """Of every object that was looked at, for metrics."""
+    statuses: dict[Key, DeploymentStatus] = field(default_factory=dict)
+    """Of every deployment as it was seen last, written or not, for metrics."""
 
     def now(self) -> datetime:
         """Whole seconds: what Kubernetes keeps of a time, so that a status read back equals the one written."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a status: only if it says something new, and what only counts at most every five seconds."""
+"""Writing a status: only if it says something new, what only counts at most every five seconds, and what requests change every fifteen."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -9,19 +9,27 @@ import msgspec
 from diffusion_operator.api.deployment import DeploymentStatus
 
 PROGRESS_INTERVAL = timedelta(seconds=5)
+TRAFFIC_INTERVAL = timedelta(seconds=15)
 
 
 def worth_writing(old: DeploymentStatus, new: DeploymentStatus, *, last: datetime | None, now: datetime) -> bool:
     if old == new:
         return False
-    if _without_progress(old) != _without_progress(new):
+    if last is None or now - last >= TRAFFIC_INTERVAL:
         return True
-    return last is None or now - last >= PROGRESS_INTERVAL
+    calm_old, calm_new = _without_traffic(old), _without_traffic(new)
+    if _without_progress(calm_old) != _without_progress(calm_new):
+        return True
+    return calm_old != calm_new and now - last >= PROGRESS_INTERVAL
 
 
 def encode_status(status: msgspec.Struct) -> dict[str, Any]:
     encoded: dict[str, Any] = msgspec.to_builtins(status)
     return encoded
+
+
+def _without_traffic(status: DeploymentStatus) -> DeploymentStatus:
+    return msgspec.structs.replace(status, held=None, last_request_time=None, sleep_eligible_time=None)
 
 
 def _without_progress(status: DeploymentStatus) -> DeploymentStatus:
