@@ -213,6 +213,31 @@ async def test_a_sleep_that_fails_is_counted(edge: Edge) -> None:
     await edge.wait_for(failed)
 
 
+async def test_held_requests_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "desired.json"
+    path.write_text('{"sleep": {"policy": "OnIdle"}, "coldRequests": {"maxHeld": 2}}')
+    async with serving_edge(desired_path=str(path)) as edge:
+        await edge.operate("sleep")
+        await edge.wait_state(state="asleep", operation=None)
+        edge.ranks.calling.clear()
+        held = [asyncio.create_task(edge.images(prompt="p")) for _ in range(2)]
+        await edge.wait_held(2)
+        await edge.images(prompt="p")
+        found = await metrics(edge)
+        assert (found["requests_held",], found["sleep_policy", "OnIdle"], found["sleep_policy", "Asleep"]) == (2, 1, 0)
+        assert found["held_oldest_seconds",] > 0
+        held[0].cancel()
+        await edge.wait_held(1)
+        edge.ranks.calling.set()
+        assert (await held[1]).status_code == 200
+        found = await metrics(edge)
+        outcomes = {key[1]: value for key, value in found.items() if key[0] == "held_requests_total"}
+        assert outcomes == {"served": 1, "timed_out": 0, "overloaded": 1, "gone": 1, "refused": 0}
+        assert (found["requests_held",], found["held_oldest_seconds",], found["held_seconds_count",]) == (0, 0, 2)
+        assert found["held_seconds_sum",] > 0 and found["phase_seconds_sum", "queue"] > 0
+        assert (found["requests_total", "Overloaded", "generations"], found["paused",]) == (1, 0)
+
+
 async def states(edge: Edge) -> set[str]:
     """States whose gauge is 1; the others are 0."""
     found = {key[1]: value for key, value in (await metrics(edge)).items() if key[0] == "state"}

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diffusion_worker.engine.documents import AdapterState, EngineState, RankDocument, StateDocument
+from diffusion_worker.engine.documents import AdapterState, EngineState, RankDocument, SleepPolicy, StateDocument
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.holding import HeldOutcome
 from diffusion_worker.engine.operations import OPERATION_KINDS
 from diffusion_worker.errors import ErrorCode, Fault
 from diffusion_worker.messages import PromptCacheStats
@@ -23,6 +24,9 @@ RANK_MEMORY = {
     "rank_weights_bytes": ("Size of a rank's weights.", "weights_bytes"),
     "rank_weights_resident_bytes": ("Part of a rank's weights that is in memory.", "weights_resident_bytes"),
     "rank_mirror_memory_bytes": ("Memory from which a rank's weights come back at wake.", "mirror_memory_bytes"),
+    "rank_adapter_slots_resident_bytes": ("Part of a rank's slots for adapters that is in memory.", "adapter_slots_resident_bytes"),
+    "rank_adapter_host_bytes": ("Adapters that a rank has in host memory.", "adapter_host_bytes"),
+    "rank_cache_bytes": ("What a rank's prompt cache holds.", "cache_bytes"),
 }
 
 
@@ -36,8 +40,12 @@ class EngineCollector(Collector):
         """All families; called by the registry."""
         document = self._engine.state_document()
         yield by_state("state", "1 for the state the worker is in.", EngineState, {document.state: 1})
+        yield gauge("state_age_seconds", "Time since the worker is in it.", document.state_age_seconds)
+        yield by_state("sleep_policy", "1 for the policy that the worker acts by.", SleepPolicy, {document.policy: 1}, label="policy")
+        yield gauge("paused", "1 while requests are taken and no step is made.", document.paused)
         yield gauge("requests_in_flight", "Pictures that are being made.", document.in_flight)
         yield gauge("requests_queued", "Pictures that wait for a place in the batch.", document.queued)
+        yield from self._held(document)
         yield gauge("load_bytes", "Bytes of weights loaded so far, all ranks.", document.load.bytes_done)
         yield gauge("load_bytes_expected", "Bytes of weights to load, all ranks.", document.load.bytes_total)
         yield from _rank_memory(document.ranks)
@@ -46,6 +54,14 @@ class EngineCollector(Collector):
         yield from self._adapters(document)
         yield from self._operations()
         yield from self._group(document.restarts)
+
+    def _held(self, document: StateDocument) -> Iterator[Metric]:
+        held = self._engine.held
+        outcomes = {outcome.value: held.outcomes[outcome] for outcome in HeldOutcome}
+        yield gauge("requests_held", "Requests that wait until the model serves.", document.held.current)
+        yield gauge("held_oldest_seconds", "Time that the first of them waits.", document.held.oldest_age_seconds or 0.0)
+        yield labelled("held_requests", "Requests that met a model which did not serve, by what became of them.", "outcome", outcomes)
+        yield histogram("held_seconds", "Time that requests waited until the model served, or in vain.", {"": held.waited})
 
     def _steps(self) -> Iterator[Metric]:
         stats = self._engine.stats

@@ -38,9 +38,9 @@ def histogram(name: str, text: str, durations: Mapping[str, Durations], *, label
     return family
 
 
-def by_state(name: str, text: str, states: Iterable[str], counts: Mapping[str, int]) -> Metric:
+def by_state(name: str, text: str, states: Iterable[str], counts: Mapping[str, int], *, label: str = "state") -> Metric:
     """A gauge for each state, 0 where nothing is in it."""
-    family = GaugeMetricFamily(PREFIX + name, text, labels=["state"])
+    family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
     for state in states:
         family.add_metric([str(state)], counts.get(state, 0))
     return family
