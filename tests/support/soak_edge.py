@@ -118,8 +118,9 @@ class EdgeSoak:
         return count
 
     def _wake(self) -> None:
-        """The control port's calls may have left it asleep."""
+        """The control port's calls may have left it paused or asleep."""
         worker = self._worker
+        worker.control("POST", "/v1/resume", json={"operationId": "resume"})
         worker.wait_for(lambda: worker.state()["state"] in ("ready", "asleep"), what="settled")
         if worker.state()["state"] == "asleep":
             worker.wake()
