@@ -10,20 +10,17 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.messages import Tick
 from diffusion_worker.ranks.executor import RankExecutor
+from real_ranks import picture, pids_of, ranks, results
 from runner_rig import request
 from worker_process import DIGITS_MODEL, process_exists
 
@@ -32,64 +29,8 @@ pytestmark = pytest.mark.slow
 DETECTED_S = 2.0
 
 
-@asynccontextmanager
-async def ranks(**settings: Any) -> AsyncIterator[RankExecutor]:
-    """Two ranks of the digits model that have loaded. Nothing of them is left afterwards."""
-    config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "ranks": 2, "tick_timeout_s": 60.0} | settings)
-    executor = RankExecutor(config)
-    pids: list[int] = []
-    try:
-        async with asyncio.timeout(120):
-            await executor.start()
-            pids = pids_of(executor)
-            yield executor
-            pids += pids_of(executor)
-            # What a killed process has there stays there.
-            assert shared_memory_of(pids_of(executor)) == []
-    finally:
-        await executor.stop()
-    assert [pid for pid in pids if process_exists(pid)] == []
-    assert socket_folders() == []
-
-
-def shared_memory_of(pids: list[int]) -> list[int]:
-    """Those of the processes that have a name in /dev/shm."""
-    return [pid for pid in pids if "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()]
-
-
-def socket_folders() -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob("diffusion-worker-*"))
-
-
 def is_trace(path: str) -> bool:
     return b"traceEvents" in Path(path).read_bytes()
-
-
-def pids_of(executor: RankExecutor) -> list[int]:
-    return [document.pid for document in executor.documents() if document.pid is not None]
-
-
-@pytest.fixture(autouse=True)
-def folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The sockets' folder is one of the test's own, so that what is left there is known to be its."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def results(replies: list[Any]) -> list[Any]:
-    return [msgspec.msgpack.decode(reply.result) if reply.result is not None else None for reply in replies]
-
-
-async def picture(executor: RankExecutor, name: str = "a") -> bytes:
-    """A picture of three steps."""
-    executor.broadcast_tick(Tick(1, [request(name)]))
-    for number in range(2, 6):
-        executor.broadcast_tick(Tick(number))
-    frame = b""
-    for _ in range(5):
-        report = await executor.next_report(60)
-        assert not report.done.failed
-        frame += b"".join(bytes(found) for found in report.frames)
-    return frame
 
 
 async def test_a_call_reaches_every_rank_or_the_one_that_is_asked_and_errors_name_theirs() -> None:

@@ -55,6 +55,7 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "unpin_lora": {"lora_int_id": int},
     "handle_sleep_task": {"task": SleepTask},
     "handle_wake_task": {"task": WakeTask},
+    "fingerprint": {"probe": bool},
     "synchronize": {},
     "warm_up": {},
     "profile": {"is_start": bool, "prefix": str},

@@ -5,7 +5,6 @@ Methods that `WorkerProc` calls by name (`Rpc.method`) are the public ones here;
 caller's fault and anything else for a fault of the rank.
 """
 
-import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -16,9 +15,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from diffusion_worker.config import WorkerConfig, usable_cores
+from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
+from diffusion_worker.memory.heap import give_back_heap, settle_heap
 from diffusion_worker.messages import (
+    Fingerprint,
     LoadedLoRA,
     MemoryReport,
     MemoryTag,
@@ -92,7 +94,9 @@ class DiffusionWorker:
         """Load the model, or with `asleep` all of it but its weights; raises ConfigError."""
         check_device(self._config.offload, self.device)
         model = self.model_runner.load_model(report, asleep=asleep)
-        free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes)
+        settle_heap()
+        resident = self.memory().weights_resident_bytes
+        free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes, resident_bytes=resident)
         return msgspec.structs.replace(model, free_bytes=free)
 
     def warm_up(self) -> dict[str, str]:
@@ -156,6 +160,16 @@ class DiffusionWorker:
         """`wake_up` with an answer whatever happens that the rank survives; one that succeeded is not done again."""
         return self._acks.acknowledge(task, lambda: self.wake_up(task.tags))
 
+    def fingerprint(self, *, probe: bool) -> Fingerprint:
+        """Checksums of all weights and adapters and, if `probe`, what one step makes of them; to be called on all ranks together.
+
+        Raises:
+            RequestError: Asleep; Busy while requests run; InvalidRequest, with these options there is no sleep to compare with.
+        """
+        if self._config.shard > 1:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights are in no memory of ours")
+        return self.model_runner.fingerprint(probe=probe)
+
     def synchronize(self) -> None:
         """Returns when the device has done all that it was given. What it made is on its way then, before the answer to this."""
         if self.device.type == "cuda":
@@ -169,17 +183,17 @@ class DiffusionWorker:
         Raises:
             RequestError: InvalidRequest, the class does not fit; the pipeline of the options is loaded again then.
         """
-        return self.model_runner.re_init_pipeline(pipeline)
+        model = self.model_runner.re_init_pipeline(pipeline)
+        settle_heap()
+        return model
 
     def profile(self, *, is_start: bool, prefix: str = "") -> str | bool | None:
         """Start a trace (whether one began) or end it (the path of its file, None without one); nothing where profiling is off."""
         return self._profiler.start(prefix) if is_start else self._profiler.stop()
 
     def free_memory(self) -> None:
-        """Give back what failed work left: tensors that only a traceback or a cycle still holds, and the device's cache."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Give back what failed work left: tensors that only a traceback or a cycle still holds, and what allocators keep."""
+        give_back_heap(self.device)
 
     def memory(self) -> MemoryReport:
         """Where this rank's weights are, and what adapters take beside them."""

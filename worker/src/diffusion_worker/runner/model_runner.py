@@ -15,15 +15,27 @@ from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.memory.heap import give_back_heap
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
-from diffusion_worker.messages import LoadedLoRA, LoRAUse, MemoryReport, MemoryTag, ModelInfo, RequestSpec, SleepLevel, Tick
+from diffusion_worker.messages import (
+    Fingerprint,
+    LoadedLoRA,
+    LoRAUse,
+    MemoryReport,
+    MemoryTag,
+    ModelInfo,
+    RequestSpec,
+    SleepLevel,
+    Tick,
+)
 from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
 from diffusion_worker.runner.adapters import TEXT_ENCODER, add_on_all_ranks, make_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.compilation import Compilation
+from diffusion_worker.runner.fingerprint import Probe, adapter_digests
 from diffusion_worker.runner.kinds import ParallelKinds
 from diffusion_worker.runner.loading_progress import LoadingProgress, ReportProgress
 from diffusion_worker.runner.offloading import Offloading, home_of
@@ -208,16 +220,33 @@ class DiffusionModelRunner:
             RequestError: Busy while requests run, which would be made by both; Asleep; InvalidRequest for unknown names and
                 other shapes. Nothing was changed then.
         """
-        self._memory.require_awake("weights")
-        if self._states:
-            raise RequestError(ErrorCode.BUSY, f"weights cannot be replaced while {len(self._states)} requests run")
-        self._offloading.send_home()
-        if self._merging is not None:
-            self._merging.restore()
+        self._have_own_weights("weights cannot be replaced")
         names = replace_weights(modules_of(self.pipeline), self.weights, weights)
         self.clear_prompt_embed_cache()
         forget_copies()
         return names
+
+    @torch.inference_mode()
+    def fingerprint(self, *, probe: bool) -> Fingerprint:
+        """What is in the weights and the adapters now and, if `probe`, what a step makes of the weights; nothing is left of that.
+
+        Raises:
+            RequestError: Busy while requests run; Asleep; InsufficientMemory.
+        """
+        self._have_own_weights("no fingerprint")
+        assert self._model is not None and self._tasks is not None and self.loras is not None
+        # First, as ranks make it together: what fails on one of them later keeps no other waiting.
+        made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).digest(self._model) if probe else None
+        return Fingerprint(checksum(self.weights.tensors()), adapter_digests(self.loras.host_copies()), made)
+
+    def _have_own_weights(self, otherwise: str) -> None:
+        """All weights are at home and have nothing merged into them; raises RequestError."""
+        self._memory.require_awake(otherwise)
+        if self._states:
+            raise RequestError(ErrorCode.BUSY, f"{otherwise} while {len(self._states)} requests run")
+        self._offloading.send_home()
+        if self._merging is not None:
+            self._merging.restore()
 
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
         """Serve the model folder by another pipeline class, one of diffusers by its name or one of yours as `module:Class`.
