@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import adapter_loading, adapters, broadcast, cold_request, joining, loading, mixed_sizes, overhead, server, sleep
+from benchmarks import adapter_loading, adapters, broadcast, cold_request, joining, loading, mixed_sizes, overhead, server, sleep, wake
 from benchmarks.result import Measured
 
 GOALS: dict[str, Callable[[], Measured]] = {
@@ -19,6 +19,7 @@ GOALS: dict[str, Callable[[], Measured]] = {
     "P2": adapters.measure,
     "P3": adapter_loading.measure,
     "P4": sleep.measure,
+    "P5": wake.measure,
     "P6": loading.measure,
     "P7": mixed_sizes.measure,
     "P8": joining.measure,

@@ -53,12 +53,12 @@ def measure() -> Measured:
     """Ratios of the fastest rounds; every round is a sample."""
     torch.set_num_threads(usable_cores())
     with tempfile.TemporaryDirectory() as place:
-        folder = _make_model(Path(place) / "model")
+        folder = make_model(Path(place) / "model")
         files = sorted(folder.glob("*/*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         samples = [_round(folder, files, size) for _ in range(ROUNDS)]
-    _require_calm("cold plain read", [sample["cold_plain_read_s"] for sample in samples])
-    _require_calm("warm from_pretrained", [sample["warm_from_pretrained_s"] for sample in samples])
+    require_calm("cold plain read", [sample["cold_plain_read_s"] for sample in samples])
+    require_calm("warm from_pretrained", [sample["warm_from_pretrained_s"] for sample in samples])
 
     def fastest(name: str) -> float:
         return min(sample[f"{name}_s"] for sample in samples)
@@ -81,10 +81,10 @@ def measure() -> Measured:
 
 def _round(folder: Path, files: list[Path], size: int) -> dict[str, float]:
     timed: list[tuple[str, Callable[[list[Path]], None], Callable[[], Any], int]] = [
-        ("cold_plain_read", _drop, lambda: _plain_read(files, size), size),
-        ("cold_load", _drop, lambda: _load(folder, Dtype.FLOAT16), size),
-        ("cold_from_pretrained", _drop, lambda: _from_pretrained(folder, torch.float32), 2 * size),
-        ("cold_load_float32", _drop, lambda: _load(folder, Dtype.FLOAT32), 2 * size),
+        ("cold_plain_read", drop_pages, lambda: plain_read(files, size), size),
+        ("cold_load", drop_pages, lambda: _load(folder, Dtype.FLOAT16), size),
+        ("cold_from_pretrained", drop_pages, lambda: _from_pretrained(folder, torch.float32), 2 * size),
+        ("cold_load_float32", drop_pages, lambda: _load(folder, Dtype.FLOAT32), 2 * size),
         ("warm_from_pretrained", _read, lambda: _from_pretrained(folder, torch.float32), 2 * size),
         ("warm_from_pretrained_placed", _read, lambda: _placed(_from_pretrained(folder, torch.float32), folder), 4 * size),
         ("warm_load_float32", _read, lambda: _load(folder, Dtype.FLOAT32), 2 * size),
@@ -103,7 +103,7 @@ def _round(folder: Path, files: list[Path], size: int) -> dict[str, float]:
     return sample | {"peak_bytes": _peak_of(lambda: _load(folder, Dtype.FLOAT16))}
 
 
-def _make_model(folder: Path) -> Path:
+def make_model(folder: Path) -> Path:
     """The digits model with a larger transformer, in float16 throughout and with its transformer in shards."""
     shutil.copytree(DIGITS, folder, ignore=lambda path, names: [name for name in names if Path(path).name == "transformer"])
     config = json.loads((DIGITS / "transformer" / "config.json").read_text()) | LARGER
@@ -127,7 +127,8 @@ def _make_model(folder: Path) -> Path:
     return folder
 
 
-def _drop(files: list[Path]) -> None:
+def drop_pages(files: list[Path]) -> None:
+    """Let the system forget what it has read of files."""
     for file in files:
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -144,7 +145,8 @@ def _touch_memory(size: int) -> None:
     HostSlab(size).bytes.fill_(1)
 
 
-def _plain_read(files: list[Path], size: int) -> HostSlab:
+def plain_read(files: list[Path], size: int) -> HostSlab:
+    """Read files into a fresh mapping, by a few threads."""
     slab = HostSlab(size)
     content: Any = slab.bytes.numpy()
     target, start, jobs = memoryview(content), 0, []
@@ -212,8 +214,10 @@ def _status_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def _require_calm(name: str, seconds: list[float]) -> None:
-    halves = min(seconds[: ROUNDS // 2]), min(seconds[ROUNDS // 2 :])
+def require_calm(name: str, seconds: list[float]) -> None:
+    """Raises RuntimeError where the fastest rounds of both halves differ by too much."""
+    half = len(seconds) // 2
+    halves = min(seconds[:half]), min(seconds[half:])
     apart = max(halves) / min(halves) - 1
     if apart > NOISE:
         raise RuntimeError(f"{name}: rounds differ by {apart:.0%}, more than {NOISE:.0%}: the machine is too busy; seconds {seconds}")

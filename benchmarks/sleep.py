@@ -1,69 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P4: how long sleep takes and how much memory it gives back, by the slabs that every rank keeps its weights in.
+"""P4: how long sleep takes and how much memory it gives back, for three sizes of random weights.
 
-Modules of three sizes with their checkpoint beside them; resident memory is what the kernel counts in /proc/self/smaps.
+A process of its own holds the weights as a rank does and sleeps when it is told to; that takes as long as it says, and gives back
+what the kernel tells of it from outside, in `/proc/PID/smaps_rollup`.
 """
 
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
-import torch
-from safetensors.torch import save_file
-from torch import nn
-
+from benchmarks.linear_stack import CPU, place_stack, require_memory, write_stack
 from benchmarks.result import Measured
-from diffusion_worker.memory.weights import ModelWeights
+from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.memory.heap import settle_heap
+from diffusion_worker.messages import MemoryTag, SleepLevel
+from diffusion_worker.runner.rank_memory import RankMemory
 
-SIZES_MB = (64, 256, 1024)
-ROUNDS = 5
-WIDTH = 2048
-LAYER_MB = WIDTH * WIDTH * 4 // 2**20
+SIZES_GB = (0.5, 2.0, 8.0)
+ROUNDS = 3
+# What a process needs beside its weights, and what must stay for everybody else.
+SPARE_BYTES = 2_000_000_000
 
 
 def measure() -> Measured:
     """Largest time and smallest freed part over sizes and rounds. Waking is timed beside it, for the record."""
-    samples = [sample for size_mb in SIZES_MB for sample in _rounds(size_mb)]
+    samples = [sample for size_gb in SIZES_GB for sample in _samples(size_gb)]
     return Measured(
         results={
             "sleep_ms": round(max(sample["sleep_ms"] for sample in samples), 3),
             "freed_fraction": round(min(sample["freed_fraction"] for sample in samples), 4),
-            "wake_gb_per_s": round(min(sample["wake_gb_per_s"] for sample in samples), 3),
+            **{f"sleep_ms_{size_gb:g}_gb": _largest(samples, "sleep_ms", size_gb) for size_gb in SIZES_GB},
+            **{f"wake_s_{size_gb:g}_gb": _largest(samples, "wake_s", size_gb) for size_gb in SIZES_GB},
         },
         targets={"sleep_ms": "<= 50", "freed_fraction": ">= 0.98"},
         samples=samples,
     )
 
 
-def _rounds(size_mb: int) -> list[dict[str, float]]:
+def _largest(samples: list[dict[str, float]], name: str, size_gb: float) -> float:
+    return round(max(sample[name] for sample in samples if sample["size_gb"] == size_gb), 3)
+
+
+def _samples(size_gb: float) -> list[dict[str, float]]:
+    size = int(size_gb * 1e9)
+    require_memory(size + SPARE_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        first, *others = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(size_mb // LAYER_MB))
-        module = nn.Sequential(first, *others).requires_grad_(False)
-        save_file(module.state_dict(), Path(folder) / "model.safetensors")
-        weights = ModelWeights(torch.device("cpu"))
-        weights.place(module, Path(folder))
-        before = first.weight[:4].clone()
-        samples = [_round(weights, size_mb) for _ in range(ROUNDS)]
-        if not torch.equal(before, first.weight[:4]):
-            raise RuntimeError("the weights changed over sleep and wake")
-        return samples
+        write_stack(Path(folder), size)
+        command = [sys.executable, "-m", "benchmarks.sleep", folder]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sleeper:
+            assert sleeper.stdin is not None and sleeper.stdout is not None
+            weights_bytes = int(_answer(sleeper.stdout))
+            return [{"size_gb": size_gb} | _round(sleeper, sleeper.stdin, sleeper.stdout, weights_bytes) for _ in range(ROUNDS)]
 
 
-def _round(weights: ModelWeights, size_mb: int) -> dict[str, float]:
-    awake = weights.report()
-    started = time.perf_counter()
-    weights.release()
-    slept = time.perf_counter()
-    asleep = weights.report()
-    woke_from = time.perf_counter()
-    weights.restore()
-    woke = time.perf_counter()
+def _round(sleeper: subprocess.Popen[str], asks: IO[str], answers: IO[str], weights_bytes: int) -> dict[str, float]:
+    awake = _rss(sleeper.pid)
+    print("sleep", file=asks, flush=True)
+    sleep_s = float(_answer(answers))
+    asleep = _rss(sleeper.pid)
+    print("wake", file=asks, flush=True)
+    wake_s = float(_answer(answers))
     return {
-        "size_mb": size_mb,
-        "resident_awake": awake.weights_resident_bytes,
-        "resident_asleep": asleep.weights_resident_bytes,
-        "sleep_ms": (slept - started) * 1000,
-        "wake_ms": (woke - woke_from) * 1000,
-        "freed_fraction": (awake.weights_resident_bytes - asleep.weights_resident_bytes) / awake.weights_resident_bytes,
-        "wake_gb_per_s": awake.weights_bytes / (woke - woke_from) / 1e9,
+        "weights_bytes": weights_bytes,
+        "rss_awake": awake,
+        "rss_asleep": asleep,
+        "sleep_ms": sleep_s * 1000,
+        "wake_s": wake_s,
+        "freed_fraction": (awake - asleep) / weights_bytes,
     }
+
+
+def _answer(answers: IO[str]) -> str:
+    if not (line := answers.readline()):
+        raise RuntimeError("the process that was to sleep ended without an answer")
+    return line
+
+
+def _rss(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+
+
+def _sleep_and_wake_when_told(folder: Path) -> None:
+    """The process that sleeps: a rank's memory with the weights of a folder; ends with its input."""
+    module, weights = place_stack(folder)
+    memory = RankMemory(CPU, ranks=1, prompts=None)
+    loras = DiffusionLoRAManager({"transformer": module}, denoiser="transformer", slots=1, cached=1, max_rank=16, device=CPU)
+    memory.serve(weights, loras, asleep=False)
+    settle_heap()
+    before = weights.tensors()[-1][:4].clone()
+    print(weights.report().weights_bytes, flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        if line.strip() == "sleep":
+            memory.release(SleepLevel.HOST_MEMORY)
+        else:
+            memory.restore(tuple(MemoryTag))
+        print(time.perf_counter() - began, flush=True)
+        if not memory.asleep and not before.equal(weights.tensors()[-1][:4]):
+            raise RuntimeError("the weights changed over sleep and wake")
+
+
+if __name__ == "__main__":
+    _sleep_and_wake_when_told(Path(sys.argv[1]))
