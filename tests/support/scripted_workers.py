@@ -45,6 +45,8 @@ class ScriptedWorker:
     failing_operations: int = 0
     """So many sleeps or wakes end with `operation_error`."""
     operation_error: WireError = NO_MEMORY
+    refuse_operations: list[WireError] = field(default_factory=list)
+    """Answers of the next sleeps and wakes, in order."""
     lost_answers: int = 0
     """So many sleeps or wakes are taken, and their answer does not arrive."""
     clock: Callable[[], datetime] = lambda: EPOCH
@@ -151,6 +153,8 @@ class ScriptedWorker:
         self.begin("wake", call.operation_id)
 
     def _check_free(self, kind: str, operation_id: str) -> None:
+        if self.refuse_operations:
+            raise ControlRefused(self.refuse_operations.pop(0), status=409)
         if self.operation is not None and self.operation.operation_id != operation_id:
             raise _refused("Conflict", retryable=True)
 
