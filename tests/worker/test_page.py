@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page's files and the state that it shows, at the edge; what a person sees of them is in test_page_browser.py."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -100,6 +101,9 @@ async def test_the_status_says_what_the_worker_does_and_nothing_of_its_inside() 
             "generation": 1,
             "in_flight": 0,
             "queued": 0,
+            "held": 0,
+            "paused": False,
+            "policy": "AlwaysAwake",
             "ranks": [{"rank": 0, "state": "ready"}, {"rank": 1, "state": "ready"}],
             "problem": None,
         }
@@ -118,6 +122,28 @@ async def test_the_status_tells_of_sleep() -> None:
         await edge.wait_state(state="asleep")
         status = (await edge.data.get("/v1/status")).json()
         assert (status["state"], status["asleep"], status["ranks"]) == ("asleep", True, [{"rank": 0, "state": "asleep"}])
+
+
+async def test_the_status_tells_of_held_requests_and_of_the_policy_that_lets_them_wake_the_model(tmp_path: Path) -> None:
+    desired = tmp_path / "desired.json"
+    desired.write_text('{"sleep": {"policy": "OnIdle"}}')
+    async with serving_edge(desired_path=str(desired)) as edge:
+        await edge.operate("sleep")
+        await edge.wait_state(state="asleep", operation=None)
+        edge.ranks.calling.clear()
+        held = asyncio.create_task(edge.images(prompt="p"))
+        await edge.wait_held(1)
+        status = (await edge.data.get("/v1/status")).json()
+        assert (status["held"], status["queued"], status["policy"]) == (1, 0, "OnIdle")
+        edge.ranks.calling.set()
+        assert (await held).status_code == 200
+
+
+def test_every_state_that_a_request_waits_through_has_words_for_it() -> None:
+    script = (PAGE / "page.js").read_text()
+    words = script.partition("const WAITS = {")[2].partition("};")[0]
+    serving_or_over = {"ready", "failed", "terminating"}
+    assert set(re.findall(r"^  (\w+):", words, re.MULTILINE)) == {state.value for state in ui.EngineState} - serving_or_over
 
 
 async def test_the_status_tells_of_a_failure_by_its_code_alone() -> None:

@@ -226,6 +226,23 @@ def test_the_state_of_the_ranks_and_of_sleep_is_shown_live(fake_worker: WorkerPr
     expect(page.locator("#state-text")).to_have_text("ready", timeout=DEADLINE_MS)
 
 
+def test_a_model_that_a_request_wakes_says_so_and_what_is_waited_for(open_page: Callable[..., Page], tmp_path: Path) -> None:
+    desired = tmp_path / "desired.json"
+    desired.write_text(json.dumps({"sleep": {"policy": "OnIdle"}}))
+    env = {"FAKE_WORKER": json.dumps({"wakeSeconds": 2.0})}
+    with WorkerProcess(program=FAKE_PROGRAM, env=env, options=(f"--desired={desired}",)) as worker:
+        worker.wait_ready()
+        worker.sleep()
+        page = open_page(worker)
+        expect(page.locator("#state-text")).to_have_text(re.compile("^asleep: the next picture .* wakes it"), timeout=DEADLINE_MS)
+        fill(page, prompt="a red digit seven")
+        page.evaluate(WATCH)
+        page.get_by_role("button", name="Make a picture").press("Enter")
+        expect(page.locator("#state-text")).to_have_text(re.compile("^waking up, 1 held"), timeout=DEADLINE_MS)
+        finished(page)
+        assert any(re.match("Waiting: the model is (asleep|waking)", step) for step in page.evaluate("window.seen.steps"))
+
+
 def test_while_the_model_loads_the_page_says_how_far_it_is(open_page: Callable[..., Page]) -> None:
     with WorkerProcess(program=FAKE_PROGRAM, env={"FAKE_WORKER": json.dumps({"loadSeconds": 3})}) as worker:
         page = open_page(worker)

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from diffusion_worker.engine.documents import EngineState, LoadStage, RankState, StateDocument
+from diffusion_worker.engine.documents import EngineState, LoadStage, RankState, SleepPolicy, StateDocument
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import ErrorCode
 
@@ -45,7 +45,8 @@ class RankStatus(BaseModel):
 class Status(BaseModel):
     """What the worker does now, for people. `percent` is how much of the model is loaded, null where none is being loaded.
 
-    `generation` counts the lives of the rank group, `problem` is the code of what keeps it from serving.
+    `generation` counts the lives of the rank group, `problem` is the code of what keeps it from serving. `queued` pictures wait
+    for a place on the ranks, `held` requests until the model serves; with the policy OnIdle they wake it.
     """
 
     model: str
@@ -56,6 +57,9 @@ class Status(BaseModel):
     generation: int
     in_flight: int
     queued: int
+    held: int
+    paused: bool
+    policy: SleepPolicy
     ranks: list[RankStatus]
     problem: ErrorCode | None
 
@@ -95,6 +99,9 @@ def status_of(document: StateDocument) -> Status:
         generation=document.generation,
         in_flight=document.in_flight,
         queued=document.queued,
+        held=document.held.current,
+        paused=document.paused,
+        policy=document.policy,
         ranks=[RankStatus(rank=rank.rank, state=rank.state) for rank in document.ranks],
         problem=ErrorCode(document.failure.code) if document.failure else None,
     )

@@ -18,11 +18,26 @@ const STATES = {
   ready: ["good", "ready"],
   draining: ["wait", "going to sleep, once what runs is finished"],
   sleeping: ["wait", "going to sleep"],
-  asleep: ["rest", "asleep: no pictures until somebody wakes it (sleep policy AlwaysAwake, or POST /v1/wake on the control port)"],
+  asleep: ["rest", "asleep: no pictures until somebody wakes it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port)"],
   waking: ["wait", "waking up"],
   restarting: ["wait", "a rank was lost; the ranks are being started again, requests are kept"],
   failed: ["bad", "failed: the worker is about to restart"],
   terminating: ["bad", "shutting down"],
+};
+// With the sleep policy OnIdle.
+const WAKEABLE = {
+  draining: "going to sleep, unless somebody asks for a picture",
+  sleeping: "going to sleep",
+  asleep: "asleep: the next picture that is asked for wakes it (sleep policy OnIdle)",
+};
+// Why a request waits, by the state that it waits through.
+const WAITS = {
+  starting: "the model is loading",
+  draining: "the model was about to sleep and stays awake",
+  sleeping: "the model is falling asleep, and is woken then",
+  asleep: "the model is asleep and is being woken",
+  waking: "the model is waking up",
+  restarting: "the ranks are being started again",
 };
 
 const AGAIN = "Try again in a moment.";
@@ -33,8 +48,8 @@ const ADVICE = {
   AdapterNotLoaded: "The adapter is known, but not loaded yet. " + AGAIN,
   AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",
   Starting: "The model is still loading. Its progress is at the top of the page.",
-  Asleep: "The model gave its memory back. Wake it (sleep policy AlwaysAwake, or POST /v1/wake on the control port), then try again.",
-  Busy: AGAIN,
+  Asleep: "The model gave its memory back. Wake it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port), then try again.",
+  Busy: "The model was not back in time. " + AGAIN,
   Overloaded: "As many requests as may wait do so already. " + AGAIN,
   Terminating: "This worker is being replaced. " + AGAIN,
   InsufficientMemory: "Choose a smaller size, or try again when less is going on.",
@@ -148,6 +163,7 @@ async function make() {
     let finished = false;
     for await (const [type, data] of eventsOf(await call("v1/images/generations", options))) {
       if (type === "error") throw new Problem(data.error);
+      if (type.endsWith(".held")) showWait(data);
       if (type.endsWith(".progress")) showStep(data);
       if (type.endsWith(".partial_image")) showPicture(data, true);
       if (type.endsWith(".completed")) {
@@ -193,6 +209,12 @@ function announce(text, done, all) {
   const bar = byId("bar");
   if (all) [bar.max, bar.value] = [all, done];
   else bar.removeAttribute("value");
+}
+
+function showWait({ state, ahead }) {
+  const before = ahead ? `, ${ahead} ${ahead === 1 ? "request" : "requests"} before this one` : "";
+  announce(`Waiting: ${WAITS[state] ?? state}${before} …`);
+  refresh();
 }
 
 function showStep({ step, steps }) {
@@ -326,12 +348,15 @@ async function loadModels() {
   byId("guidance_scale").placeholder = defaults.guidance_scale ?? "";
 }
 
-function showStatus({ state, percent, in_flight, queued, ranks }) {
-  const [lamp, text] = STATES[state] ?? ["wait", state];
+function showStatus({ state, percent, in_flight, queued, held, paused, policy, ranks }) {
+  const [lamp, words] = STATES[state] ?? ["wait", state];
+  const text = (policy === "OnIdle" && WAKEABLE[state]) || words;
   const load = percent !== null ? `, ${percent} %` : "";
+  const pause = paused ? ", paused: no step is made until somebody resumes it" : "";
   const work = state === "ready" && in_flight + queued ? `, ${in_flight} in work, ${queued} waiting` : "";
-  byId("lamp").className = lamp;
-  setText("state-text", text + load + work);
+  const kept = held ? `, ${held} held` : "";
+  byId("lamp").className = paused && lamp === "good" ? "wait" : lamp;
+  setText("state-text", text + load + pause + work + kept);
   byId("ranks").replaceChildren(...ranks.map(({ rank, state }) => element("li", `rank ${rank}: ${state}`)));
 }
 
