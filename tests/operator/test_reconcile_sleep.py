@@ -136,7 +136,7 @@ async def test_nothing_is_written_while_it_sleeps_or_is_idle() -> None:
     assert rig.cluster.status_writes == writes, "idle, and not yet asleep"
     await rig.run(30)
     writes = rig.cluster.status_writes
-    await rig.run(600)
+    await rig.run(200)
     assert (rig.states(), rig.cluster.status_writes) == (["Asleep"], writes)
 
 

@@ -56,6 +56,11 @@ TOLD = [
         "False InsufficientGPUMemory", "False InsufficientGPUMemory", "False Sleeping", "False AsExpected",
     ),
     (
+        "RF14 no memory, and it is put back to sleep",
+        [ended("wake", "InsufficientMemory", WorkerPhase.SLEEPING)], ON_IDLE,
+        "False InsufficientGPUMemory", "False InsufficientGPUMemory", "False Sleeping", "False AsExpected",
+    ),
+    (
         "RF14 no memory, asked to wake",
         [ended("wake", "InsufficientMemory", WorkerPhase.ASLEEP)], AWAKE_POLICY,
         "False Waking", "False InsufficientGPUMemory", "False Sleeping", "False AsExpected",

@@ -195,7 +195,9 @@ def _operation_problem(document: WorkerState, state: GroupState, policy: SleepPo
     if last is None or last.error is None or not last.failed:
         return None, ""
     text = _sentence(last.error.code, last.error.message)
-    if last.kind == "wake" and state in (GroupState.ASLEEP, GroupState.WAKING) and policy is not SleepPolicy.ASLEEP:
+    # It sleeps again, or is put back to sleep, or tries again: with every try the state moves, and the fault is the same.
+    resting = (GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+    if last.kind == "wake" and state in resting and policy is not SleepPolicy.ASLEEP:
         return (Problem.INSUFFICIENT_MEMORY if last.error.code == "InsufficientMemory" else Problem.WAKE_FAILED), text
     awake = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING)
     if last.kind == "sleep" and state in awake and policy is not SleepPolicy.ALWAYS_AWAKE:
