@@ -155,6 +155,35 @@ def test_a_raw_answer_can_be_a_file(client: OpenAI, tmp_path: Path) -> None:
     assert Image.open(path).format == "JPEG"
 
 
+@pytest.fixture(scope="module")
+def sleepy_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """A server whose model a request wakes, in half a second."""
+    desired = tmp_path_factory.mktemp("desired") / "desired.json"
+    desired.write_text(json.dumps({"sleep": {"policy": "OnIdle"}}))
+    env = {"FAKE_WORKER": json.dumps({"wakeSeconds": 0.5})}
+    with WorkerProcess(program=FAKE_PROGRAM, env=env, options=(f"--desired={desired}",)) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+def test_a_stream_of_a_sleeping_model_reads_on_over_the_events_of_its_wake(sleepy_worker: WorkerProcess) -> None:
+    sleepy_worker.sleep()
+    with OpenAI(base_url=f"{sleepy_worker.url}/v1", api_key="any", max_retries=0) as client:
+        events = list(client.images.generate(prompt="p", stream=True, extra_body={"num_inference_steps": 2}))
+    kinds = [event.type for event in events]
+    held = [event for event, kind in zip(events, kinds, strict=True) if kind.endswith(".held")]
+    assert {getattr(event, "state", None) for event in held} >= {"waking"} and {getattr(event, "ahead", None) for event in held} == {0}
+    assert kinds[len(held) :] == ["image_generation.progress"] * 2 + ["image_generation.completed"]
+    assert isinstance(events[-1], ImageGenCompletedEvent)
+
+
+def test_a_request_without_a_stream_of_a_sleeping_model_just_takes_longer(sleepy_worker: WorkerProcess) -> None:
+    sleepy_worker.sleep()
+    with OpenAI(base_url=f"{sleepy_worker.url}/v1", api_key="any", max_retries=0) as client:
+        answer = client.images.generate(prompt="p", extra_body={"timings": True})
+    assert answer.data is not None and (answer.data[0].model_extra or {})["timings"]["queue"] >= 0.4
+
+
 def test_a_client_that_gives_up_frees_its_place(worker: WorkerProcess) -> None:
     hasty = OpenAI(base_url=f"{worker.url}/v1", api_key=KEY, max_retries=0, timeout=0.2)
     with hasty, pytest.raises(openai.APITimeoutError):
