@@ -126,6 +126,7 @@ def test_for_idleness(states: list[WorkerState], sleep: dict[str, Any], wanted: 
 
 NEED = [
     ("requests wake nobody that wakes by itself for them", [asleep(held=1)], {}, []),
+    ("a request that was served wakes nobody", [asleep(last_request_age_seconds=10.0)], {}, []),
     ("minAwake wakes", [asleep(), asleep()], {"minAwake": 1}, ["wake 0"]),
     ("asleep the shortest wakes first", [asleep(asleep_s=900), asleep(asleep_s=30)], {"minAwake": 1}, ["wake 1"]),
     (

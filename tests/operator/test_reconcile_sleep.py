@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from diffusion_operator.api.deployment import SleepPolicy
 from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import Operation, WireError, WorkerPhase, WorkerState
+from diffusion_operator.errors import ClusterUnavailable
 from diffusion_operator.metrics import Replicas
 from operator_rig import Rig, serving
 from scripted_workers import ScriptedWorker
@@ -86,6 +87,21 @@ async def test_each_cycle_is_one_sleep_and_one_event_though_the_operator_restart
     assert kinds(worker(rig)) == ["sleep", "wake"] * 5
     assert len(set(worker(rig).calls)) == 10
     assert len(rig.cluster.notes("Slept")) == len(rig.cluster.notes("Woke")) == 5
+
+
+async def test_an_event_is_one_though_the_status_could_not_be_written_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await idle()
+    write = rig.cluster.apply_status
+
+    async def fail_while_asleep(*args: Any, status: dict[str, Any]) -> None:
+        if "Slept" in rig.cluster.events() and len(rig.errors) < 3:
+            raise ClusterUnavailable("connection refused")
+        await write(*args, status=status)
+
+    monkeypatch.setattr(rig.cluster, "apply_status", fail_while_asleep)
+    await rig.run(90)
+    assert len(rig.errors) == 3
+    assert (rig.states(), len(rig.cluster.notes("Slept"))) == (["Asleep"], 1)
 
 
 async def test_a_lost_answer_starts_no_second_sleep() -> None:

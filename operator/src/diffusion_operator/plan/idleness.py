@@ -29,13 +29,17 @@ def always_awake(spec: DeploymentSpec) -> int:
     return min(spec.sleep.min_awake, spec.replicas)
 
 
+def needed_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
+    """With OnIdle, for the requests that there are: so many are woken."""
+    work = sum(work_of(group.document) for group in groups if group.document is not None)
+    return max(always_awake(spec), min(math.ceil(work / spec.engine.max_batch_size), len(groups)))
+
+
 def wanted_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
-    """With OnIdle. What is not known counts as recent."""
-    documents = [group.document for group in groups if group.document is not None]
-    needed = math.ceil(sum(work_of(one) for one in documents) / spec.engine.max_batch_size)
+    """With OnIdle, for those that may come: so many are let stay awake. What is not known counts as a request."""
     unknown = any(group.live and not group.poll.fresh for group in groups)
     recent = _recent_for_s(spec.sleep, groups) > 0
-    return max(always_awake(spec), min(needed, len(groups)), int(unknown or recent))
+    return max(needed_awake(spec, groups), int(unknown or recent))
 
 
 def may_sleep_in_s(group: Group, sleep: Sleep) -> float | None:

@@ -14,7 +14,7 @@ from diffusion_operator.api.deployment import DeploymentSpec, DrainMode, GroupSt
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
 from diffusion_operator.plan.actions import SleepWorker, WakeWorker
 from diffusion_operator.plan.groups import Group
-from diffusion_operator.plan.idleness import idle_for_s, may_sleep_in_s, wanted_awake, work_of
+from diffusion_operator.plan.idleness import idle_for_s, may_sleep_in_s, needed_awake, wanted_awake, work_of
 from diffusion_operator.plan.instances import worker_address
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.records import IN_PROGRESS
@@ -94,7 +94,7 @@ def _needed(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Know
     up += sum(work_of(document) > 0 for _, document in asleep)
     candidates = [(group, document) for group, document in asleep if group.poll.fresh and not work_of(document)]
     candidates.sort(key=lambda one: (_failed(one[1], "wake"), -_adapters_at_hand(one[1]), one[1].state_age_seconds, one[0].index))
-    return {group.index for group, _ in candidates[: max(0, wanted_awake(spec, groups) - up)]}
+    return {group.index for group, _ in candidates[: max(0, needed_awake(spec, groups) - up)]}
 
 
 def _sleep(spec: DeploymentSpec, group: Group, generation: int) -> SleepWorker | None:
