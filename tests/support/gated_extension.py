@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from corrupting_extension import flip
+
 GATES = "DIFFUSION_TEST_GATES"
 # A test that forgets its gate fails by a deadline of the worker's own, and not never.
 LONGEST_S = 60.0
@@ -20,6 +22,7 @@ class Gated:
 
     _rank: int
     _config: Any
+    model_runner: Any
 
     def handle_sleep_task(self, **arguments: Any) -> Any:
         """A sleep, after the gate `sleep`."""
@@ -27,18 +30,26 @@ class Gated:
         return super().handle_sleep_task(**arguments)  # type: ignore[misc]
 
     def handle_wake_task(self, **arguments: Any) -> Any:
-        """A wake, after the gate `wake`."""
+        """A wake, after the gate `wake`; where `spoil` is closed, once, it brings back weights of which one bit is another."""
         self._pass("wake")
-        return super().handle_wake_task(**arguments)  # type: ignore[misc]
+        answer = super().handle_wake_task(**arguments)  # type: ignore[misc]
+        if self._waits and (spoil := Path(os.environ[GATES]) / "spoil").exists():
+            spoil.unlink()
+            flip(self.model_runner.weights.tensors()[0])
+        return answer
 
     def add_lora(self, **arguments: Any) -> Any:
         """An adapter's load, after the gate `adapter`."""
         self._pass("adapter")
         return super().add_lora(**arguments)  # type: ignore[misc]
 
+    @property
+    def _waits(self) -> bool:
+        return self._rank > 0 or bool(self._config.ranks == 1)
+
     def _pass(self, name: str) -> None:
         gate, deadline = Path(os.environ[GATES]) / name, time.monotonic() + LONGEST_S
-        if self._rank > 0 or self._config.ranks == 1:
+        if self._waits:
             while gate.exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
 
