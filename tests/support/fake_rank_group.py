@@ -107,9 +107,9 @@ class FakeRankGroup:
         self.out_of_memory_pixels: int | None = None
         # What the ranks say of the model they loaded.
         self.model = ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
-        # What was called; warm-ups are counted apart, as every start has one.
+        # What was called; what every start or every sleep has is counted apart.
         self.calls: list[str] = []
-        self.warm_ups = 0
+        self.counts = dict.fromkeys(("warm_up", "fingerprint", "synchronize"), 0)
         # What became of the worker's options, as the ranks say after their warm-up.
         self.features: dict[str, str] = {}
         # What the ranks say of their weights and make of a fixed seed.
@@ -142,6 +142,11 @@ class FakeRankGroup:
         self._ranks = [FakeRank() for _ in self._state]
         self._prompt_cache: set[str] = set()
         self._prompt_hits = self._prompt_misses = 0
+
+    @property
+    def warm_ups(self) -> int:
+        """Calls of the warm-up, over all generations."""
+        return self.counts["warm_up"]
 
     @property
     def registered(self) -> dict[int, str]:
@@ -259,15 +264,16 @@ class FakeRankGroup:
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
-        """Run a method of the worker on every rank; waits for `calling`."""
+        """Run a method of the worker on every rank; waits for `calling`, but for one that only waits itself."""
         self._check()
-        if method == "warm_up":
-            self.warm_ups += 1
+        if method in self.counts:
+            self.counts[method] += 1
         else:
             self.calls.append(method)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wait(self.calling)
+                if method != "synchronize":
+                    await self._wait(self.calling)
                 if method in self.hanging:
                     await self._wait(asyncio.Event())
         except TimeoutError:

@@ -232,26 +232,12 @@ async def test_a_group_that_is_lost_asleep_goes_back_to_sleep_and_refuses_all_th
     assert [rank["memory"]["weightsResidentBytes"] for rank in document["ranks"]] == [0, 0]
 
 
-async def test_a_sleep_during_which_the_group_is_lost_is_finished_by_the_next_one(edge: Edge) -> None:
-    edge.ranks.calling.clear()
+async def test_a_sleep_during_which_the_group_is_lost_is_finished_by_the_next_one_without_its_loading_anything(edge: Edge) -> None:
+    edge.ranks.killers["handle_sleep_task"] = KILLED
     await edge.operate("sleep", operationId="op-1")
-    await edge.wait_state(state="sleeping")
-    edge.ranks.die(KILLED)
-    edge.ranks.calling.set()
     document = await edge.wait_state(generation=2, state="asleep", operation=None)
     assert document["lastOperation"].items() >= {"operationId": "op-1", "kind": "sleep", "error": None}.items()
-
-
-async def test_a_sleep_that_the_next_group_refuses_is_told_as_failed_and_the_model_serves(edge: Edge) -> None:
-    edge.ranks.calling.clear()
-    await edge.operate("sleep", operationId="op-1")
-    await edge.wait_state(state="sleeping")
-    edge.ranks.method_errors["handle_sleep_task"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory to map")
-    edge.ranks.die(KILLED)
-    edge.ranks.calling.set()
-    document = await restarted(edge, operation=None)
-    assert document["lastOperation"]["error"]["code"] == "RankFailed"
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert edge.ranks.starts_asleep == [False, True]
 
 
 async def test_a_drain_during_which_the_group_is_lost_waits_for_the_replayed_requests(edge: Edge) -> None:
@@ -268,11 +254,8 @@ async def test_a_drain_during_which_the_group_is_lost_waits_for_the_replayed_req
 async def test_a_wake_during_which_the_group_is_lost_ends_with_an_awake_one(edge: Edge) -> None:
     await edge.operate("sleep")
     await edge.wait_state(state="asleep")
-    edge.ranks.calling.clear()
+    edge.ranks.killers["handle_wake_task"] = KILLED
     await edge.operate("wake", operationId="op-2")
-    await edge.wait_state(state="waking")
-    edge.ranks.die(KILLED)
-    edge.ranks.calling.set()
     document = await restarted(edge, operation=None)
     assert document["lastOperation"].items() >= {"operationId": "op-2", "kind": "wake", "error": None}.items()
     assert (await edge.images(prompt="p")).status_code == 200

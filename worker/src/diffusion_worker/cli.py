@@ -153,6 +153,7 @@ def cli() -> None:
     metavar="FILE",
     help="Its bearer token; without one the control port is on 127.0.0.1 only.",
 )
+@click.option("--state-dir", metavar="PATH", help="Remembers that the model sleeps: restarted there, it starts asleep.")
 @click.option("--max-restarts", type=click.IntRange(0, 100_000), default=5, show_default=True, help="Of lost ranks, in ten minutes.")
 @click.option("--rendezvous-address", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where ranks meet.")
 @click.option("--worker-extension", metavar="MODULE:CLASS", help="A class mixed into every rank's worker.")
@@ -295,6 +296,13 @@ def check_ranks(config: WorkerConfig) -> None:
     """What rank processes are started with; raises ConfigError with the option's name."""
     if config.worker_extension is not None and not EXTENSION.fullmatch(config.worker_extension):
         raise ConfigError(f"--worker-extension: expected MODULE:CLASS, found {config.worker_extension!r}")
+    if config.state_dir is not None:
+        try:
+            Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--state-dir: expected a folder, or a place for one, found {config.state_dir!r}: {error.strerror}") from None
+        if not os.access(config.state_dir, os.W_OK):
+            raise ConfigError(f"--state-dir: expected a folder that can be written to, found {config.state_dir!r}")
     if config.profile_dir is not None and not (Path(config.profile_dir).is_dir() and os.access(config.profile_dir, os.W_OK)):
         raise ConfigError(f"--profile-dir: expected a folder that can be written to, found {config.profile_dir!r}")
 

@@ -137,6 +137,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     preload_loras: dict[str, str] = msgspec.field(default_factory=dict)
     desired_path: str | None = None
     control_token_path: str | None = None
+    # Where a server leaves word that its model sleeps, for the next one in its place. None: that one loads.
+    state_dir: str | None = None
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     defaults: RequestDefaults = msgspec.field(default_factory=RequestDefaults)
     # The data port then wants this file's content as a bearer token.

@@ -7,10 +7,8 @@ Runs on the server's event loop and holds no torch. Requests that were admitted 
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -32,6 +30,8 @@ from diffusion_worker.engine.documents import (
     LoadStage,
     ModelDocument,
     OperationCall,
+    OperationResult,
+    PauseCall,
     ProfileCall,
     ProfileDocument,
     SleepCall,
@@ -44,18 +44,22 @@ from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.model_digest import ModelDigest
 from diffusion_worker.engine.model_fetching import ModelFetch
 from diffusion_worker.engine.operations import Operations, OperationsDone
+from diffusion_worker.engine.pausing import Pauser, Pausing
+from diffusion_worker.engine.preparing import Preparation
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.requests import Requests
 from diffusion_worker.engine.results import Generation, RequestEvent
+from diffusion_worker.engine.sleep_calls import SleepCalls
 from diffusion_worker.engine.sleep_policy import SleepRules
+from diffusion_worker.engine.sleep_record import SleepNotes, record_key
 from diffusion_worker.engine.sleeping import Sleeper
 from diffusion_worker.engine.step_loop import StepLoop, StepStats
 from diffusion_worker.engine.supervision import Supervisor
-from diffusion_worker.engine.warming import warm_up
+from diffusion_worker.engine.verification import Verification
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ModelInfo
+from diffusion_worker.messages import Fingerprint, ModelInfo, TaskAck
 from diffusion_worker.sources.fetching import Fetcher
 from diffusion_worker.sources.source import Source
 
@@ -106,18 +110,40 @@ class Engine:
             Holding(self.life, self.rules, wake=self.wake_on_demand),
             identity=lambda: (self._model_fetch.revision, self._digest.value),
         )
-        self._operations = Operations()
+        self._verification = Verification(self._loader.call_all, self._loader.digests)
+        self._preparation = Preparation(
+            config, self.life, ranks, self._loader, self._verification, describe=self._describe, warmed=self._steps.set_features
+        )
         self._supervisor = Supervisor(
             self.life,
             ranks,
             self._steps,
             self._loader,
+            self._preparation,
             budget=RestartBudget(config.max_restarts),
-            call_timeout_s=config.rank_timeout_s,
-            prepare=self._prepare,
             failed=self._fail,
         )
-        self._sleeper = Sleeper(self.life, self._steps, self._loader, self._supervisor, call_timeout_s=config.rank_timeout_s)
+        self._pausing = Pausing(self._steps, self._loader.call_all)
+        self._notes = SleepNotes(
+            config.state_dir,
+            key=lambda: record_key(config, version=self.version, revision=self._model_fetch.revision),
+            fingerprints=lambda: self._verification.recorded,
+        )
+        self._operations = Operations()
+        sleeper = Sleeper(
+            self.life,
+            ranks,
+            self._steps,
+            self._pausing,
+            self._loader,
+            self._preparation,
+            self._supervisor,
+            self._notes,
+            call_timeout_s=config.rank_timeout_s,
+        )
+        self._sleep_calls = SleepCalls(
+            self.life, self.rules, self._operations, sleeper, idle_s=self._idle_s, held=lambda: self._requests.holding.current
+        )
 
     @property
     def state(self) -> EngineState:
@@ -150,15 +176,13 @@ class Engine:
         Raises:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
         """
-        await self._fetch_model()
-        await self._prepare(await self._ranks.start())
-        self.life.stage = LoadStage.LOADING_ADAPTERS
-        await self._declared.load_at_start()
-        self.life.stage = LoadStage.DONE
-        self.life.enter(EngineState.READY)
-        self._supervisor.begin()
-        if self.rules.policy is SleepPolicy.ASLEEP:
-            await self._sleeper.sleep(SleepCall(operation_id=f"policy-{self.boot_id}"))
+        try:
+            await self._fetch_model()
+            if not await self._start_asleep():
+                await self._start_awake()
+        except Exception as error:
+            self._fail(str(error))  # those that are held hear of it
+            raise
         self.life.loaded = True
         self._digest.begin()
 
@@ -174,6 +198,9 @@ class Engine:
         self._loader.stop(RequestError(ErrorCode.TERMINATING, "the server is shutting down", retry_after_s=1.0))
         if self.state is not EngineState.FAILED:
             self.life.enter(EngineState.TERMINATING)
+            self._pausing.release(Pauser.CALL)  # what was begun may be finished
+        await self._sleep_calls.end()
+        if self.state is EngineState.TERMINATING:
             await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
         await self._supervisor.end()
         await self._ranks.stop()
@@ -222,6 +249,11 @@ class Engine:
     def operations_done(self) -> OperationsDone:
         """What became of sleeps and wakes, for metrics."""
         return self._operations.done
+
+    @property
+    def last_acks(self) -> list[TaskAck]:
+        """What each rank acknowledged to the operation that ended last."""
+        return self._operations.last_acks
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
         """Names a request may ask for: the base, then the adapters that are loaded, or would be for it."""
@@ -272,32 +304,72 @@ class Engine:
             features=self._steps.features,
             state_age_seconds=self.life.state_age_seconds,
             policy=self.rules.policy,
+            paused=self._pausing.paused,
             held=self.held.document(),
         )
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is given back, or about to be, or on its way back."""
+        return self.life.beneath in (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
+
     def sleep(self, call: SleepCall) -> bool:
-        """Start going to sleep; False when that is done already. The outcome is in the state document.
+        """Start going to sleep; False when nothing is left to do. The outcome is in the state document; see `SleepCalls.sleep`.
 
         Raises:
-            RequestError: WrongBoot, InvalidRequest, Conflict with another operation, Starting.
+            RequestError: WrongBoot, InvalidRequest with the option that excludes it, Conflict with a wake, Starting, Busy.
         """
+        self._check_boot(call.boot_id)
         if option := why_awake(self.config):
             raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with {option}")
-        return self._begin(call, "sleep", EngineState.ASLEEP, lambda: self._sleeper.sleep(call))
+        return self._sleep_calls.sleep(call)
 
     def wake(self, call: WakeCall) -> bool:
-        """Start waking up; False when the model is awake already.
+        """Start waking up, or cancel a drain; False when nothing is left to do. See `SleepCalls.wake`.
 
         Raises:
-            RequestError: WrongBoot, Conflict with another operation, Starting.
+            RequestError: WrongBoot, Conflict with a sleep, Starting, Busy.
         """
-        return self._begin(call, "wake", EngineState.READY, lambda: self._sleeper.wake(call))
+        self._check_boot(call.boot_id)
+        return self._sleep_calls.wake(call)
 
     def wake_on_demand(self) -> None:
         """A request waits: with policy OnIdle the model wakes, as soon as what goes on allows it. Returns at once; may be repeated."""
-        if self.rules.policy is SleepPolicy.ON_IDLE and self.state is EngineState.ASLEEP and self._operations.running() is None:
-            call = WakeCall(operation_id=f"demand-{uuid.uuid4().hex}")
-            self._operations.start(call.operation_id, "wake", self._sleeper.wake(call))
+        self._sleep_calls.wake_on_demand()
+
+    async def operation_over(self, operation_id: str) -> OperationResult | None:
+        """How a sleep or wake ended, once it did; None for an operation that had nothing to do, or was too long ago."""
+        return await self._operations.over(operation_id)
+
+    async def pause(self, call: PauseCall) -> None:
+        """Make no step until `resume`; returns when the ranks' work of those that were begun is over. Harmless when repeated.
+
+        Requests are accepted and queued meanwhile. One that fails leaves the steps as they were.
+
+        Raises:
+            RequestError: WrongBoot, Starting, Asleep and the like where no steps are made, Timeout, RankFailed.
+        """
+        self._check_boot(call.boot_id)
+        self.life.require_ready("pause", restarting_too=True)
+        try:
+            await self._pausing.hold(Pauser.CALL, timeout_s=call.deadline_seconds)
+        except GroupFailed:
+            await self._supervisor.settled()  # the next ranks have made no step
+
+    def resume(self, call: OperationCall) -> None:
+        """Make steps again; harmless where they are made. Raises RequestError (WrongBoot)."""
+        self._check_boot(call.boot_id)
+        self._pausing.release(Pauser.CALL)
+
+    async def probe(self, call: OperationCall) -> list[Fingerprint]:
+        """What each rank holds and makes of it, in their order, taken between two steps.
+
+        Raises:
+            RequestError: WrongBoot, Starting, Asleep and the like where the ranks do not serve, Busy, RankFailed, Timeout.
+        """
+        self._check_boot(call.boot_id)
+        self.life.require_ready("probe", restarting_too=False)
+        return await self._verification.take(timeout_s=call.deadline_seconds)
 
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Load an adapter on all ranks or none, at the wake of those that sleep; see `AdapterLoader.put` for its errors."""
@@ -350,13 +422,45 @@ class Engine:
         if self.state not in (EngineState.STARTING, EngineState.DRAINING):
             self.life.require_ready(what, restarting_too=False)
 
-    async def _prepare(self, model: ModelInfo) -> None:
-        """Have ranks that have just loaded ready to serve; raises ConfigError or GroupFailed."""
+    async def _start_asleep(self) -> bool:
+        """Start without memory where the last server in this place was asleep and nobody wants the model awake; whether it was so."""
+        wanted = self.rules.policy is not SleepPolicy.ALWAYS_AWAKE and why_awake(self.config) is None
+        record = self._notes.read() if wanted else None
+        if record is None:
+            self._notes.remove()
+            return False
+        self._verification.recorded = record.fingerprints
+        await self._preparation.begin(await self._ranks.start(asleep=True), asleep=True)
+        self.life.enter(EngineState.ASLEEP)
+        self._supervisor.begin()
+        self.life.stage = LoadStage.LOADING_ADAPTERS
+        await self._declared.load_at_start()
+        self.life.stage = LoadStage.DONE
+        return True
+
+    async def _start_awake(self) -> None:
+        """Load, and where the policy is Asleep sleep then: so what sleeps is known to work."""
+        await self._preparation.begin(await self._ranks.start(), asleep=False)
+        self.life.stage = LoadStage.LOADING_ADAPTERS
+        await self._declared.load_at_start()
+        self.life.stage = LoadStage.DONE
+        self.life.enter(EngineState.READY)
+        self._supervisor.begin()
+        if self.rules.policy is SleepPolicy.ASLEEP:
+            call = SleepCall(operation_id="policy-1", level=self.rules.sleep.level)
+            self._sleep_calls.sleep(call)
+            await self._operations.over(call.operation_id)
+
+    def _describe(self, model: ModelInfo) -> None:
+        """What the ranks loaded, or will at their first wake; raises ConfigError."""
         self._model = self._requests.model = model
         admission.check_defaults(self.config.defaults, self.config.limits, model)
         self._steps.describe(model)
-        self.life.stage = LoadStage.WARMUP
-        self._steps.features = await warm_up(self._ranks, self.config, model)
+
+    def _idle_s(self) -> float:
+        """Seconds since the last request came or ended, or without one since the model serves."""
+        age_s = self._requests.last_age_s
+        return self.life.state_age_seconds if age_s is None else age_s
 
     def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
         """End requests with an error; an id stands for all pictures of its request."""
@@ -368,21 +472,6 @@ class Engine:
             self._lost.set()
             self._loader.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
             self._steps.end(GroupFailed(reason))
-
-    def _begin(self, call: OperationCall, kind: str, goal: EngineState, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Start an operation unless it runs (True) or there is nothing left to do (False)."""
-        self._check_boot(call.boot_id)
-        if self._operations.is_running(call.operation_id):
-            return True
-        if self._operations.is_done(call.operation_id):
-            return False
-        self._operations.require_idle(kind)
-        if self.state is goal:
-            return False
-        if self.state not in (EngineState.READY, EngineState.ASLEEP):
-            self.life.require_ready(kind, restarting_too=False)
-        self._operations.start(call.operation_id, kind, work())
-        return True
 
     # --- checks ---------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class EngineLife:
         self._clock = clock
         self._beneath = EngineState.STARTING
         self._restarting = False
+        self._loss_code = ErrorCode.RANK_FAILED
         self._shown, self._since_s = self.state, clock()
         self._changed = asyncio.Event()
 
@@ -76,6 +77,10 @@ class EngineLife:
         self._show()
         return True
 
+    def blame(self, code: ErrorCode) -> None:
+        """The group is about to be lost because of an error of this code, found by the server and not by a rank."""
+        self._loss_code = code
+
     def lose_group(self, loss: Loss, generation: int) -> None:
         """The group is lost and is about to be started again."""
         self.losses.add(loss, generation, time.monotonic())
@@ -85,7 +90,7 @@ class EngineLife:
 
     def group_is_back(self) -> None:
         """The next generation is there."""
-        self._restarting = False
+        self._restarting, self._loss_code = False, ErrorCode.RANK_FAILED
         self._show()
 
     def _show(self) -> None:
@@ -105,7 +110,7 @@ class EngineLife:
         if self.failure is not None:
             return Problem(ErrorCode.ENGINE_FAILED, self.failure, True)
         if self._restarting and self.losses.last is not None:
-            return Problem(ErrorCode.RANK_FAILED, self.losses.last.reason, True)
+            return Problem(self._loss_code, self.losses.last.reason, True)
         return None
 
     def require_ready(self, what: str, *, restarting_too: bool) -> None:

@@ -155,8 +155,8 @@ class StepScheduler:
         """The next step for one class, after the requests that leave; None when nobody can take one now."""
         self._reserve_slots(now_s)
         chosen = self._choose(now_s)
-        if not chosen and not self._leaving:
-            return None
+        if not chosen:
+            return self.leave_tick()
         leave, self._leaving = self._leaving, []
         number = next(self._tick_numbers)
         join = [request for request in chosen if not request.joined]
@@ -168,8 +168,17 @@ class StepScheduler:
         for request in chosen:
             request.sent += 1
         self._resident += len(join)
-        self._sent.append(SentTick(number, chosen[0].kind if chosen else None, chosen, denoising))
+        self._sent.append(SentTick(number, chosen[0].kind, chosen, denoising))
         return Tick(number, [request.spec for request in join], leave, [request.spec.request_id for request in chosen])
+
+    def leave_tick(self) -> Tick | None:
+        """What only lets the ranks forget the requests that leave; None where none does."""
+        if not self._leaving:
+            return None
+        leave, self._leaving = self._leaving, []
+        number = next(self._tick_numbers)
+        self._sent.append(SentTick(number, None, [], 0))
+        return Tick(number, [], leave, [])
 
     def held_until_s(self) -> float | None:
         """When the first of the requests that wait for company stops doing so; None where nobody does."""

@@ -1,64 +1,234 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a rank group to sleep and wakes it, through a loss of the group in the middle of it."""
+"""Puts a rank group to sleep and wakes it; whatever goes wrong, it ends asleep, or awake and proved, or lost and started again.
+
+A loss of the group in the middle is the supervisor's to mend: it starts the next one into the state that was asked for (see
+`recovery.AFTER`), and the work here goes on from there. So a fault that nothing else mends is made a loss.
+"""
+
+import asyncio
+import logging
 
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.documents import EngineState, SleepCall, SleepMode, WakeCall
 from diffusion_worker.engine.life import EngineLife
+from diffusion_worker.engine.operations import Outcome
+from diffusion_worker.engine.pausing import Pauser, Pausing
+from diffusion_worker.engine.preparing import Preparation
+from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.engine.sleep_record import SleepNotes
 from diffusion_worker.engine.step_loop import StepLoop
 from diffusion_worker.engine.supervision import Supervisor
-from diffusion_worker.engine.tasks import run_task
-from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import SleepTask, WakeTask
+from diffusion_worker.engine.tasks import run_task, unreleased
+from diffusion_worker.errors import ErrorCode, Fault, GroupFailed, RequestError
+from diffusion_worker.messages import MemoryTag, SleepLevel, SleepTask, TaskAck, WakeTask
+
+log = logging.getLogger(__name__)
+
+# The kernel gives memory back within milliseconds, and a driver may take its time.
+SECOND_LOOK_S = 1.0
+ABORTED = "the model went to sleep before the picture was finished"
 
 
 class Sleeper:
-    """The work of a sleep and of a wake; who may begin one, and when, is the engine's to say."""
+    """The work of a sleep and of a wake; who may begin one, and when, is decided in `sleep_calls`."""
 
-    def __init__(self, life: EngineLife, steps: StepLoop, loader: AdapterLoader, supervisor: Supervisor, *, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        life: EngineLife,
+        ranks: RankGroup,
+        steps: StepLoop,
+        pausing: Pausing,
+        loader: AdapterLoader,
+        preparation: Preparation,
+        supervisor: Supervisor,
+        notes: SleepNotes,
+        *,
+        call_timeout_s: float,
+    ) -> None:
         self._life = life
+        self._ranks = ranks
         self._steps = steps
+        self._pausing = pausing
         self._loader = loader
+        self._preparation = preparation
         self._supervisor = supervisor
+        self._notes = notes
         self._call_timeout_s = call_timeout_s
+        self._quieting: asyncio.Task[None] | None = None
+        self._cancelled = False
 
-    async def sleep(self, call: SleepCall) -> None:
-        """A group that is lost meanwhile is started again first, and then goes on draining or is put to sleep.
+    @property
+    def level(self) -> SleepLevel | None:
+        """How deep the ranks sleep; None where they do not."""
+        return next((rank.memory.level for rank in self._ranks.documents() if rank.memory.level is not None), None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no rank lacks anything."""
+        return not any(rank.memory.asleep for rank in self._ranks.documents())
+
+    @property
+    def partly_awake(self) -> bool:
+        """Whether ranks that sleep have something back already."""
+        return any(set(rank.memory.asleep) != set(MemoryTag) for rank in self._ranks.documents())
+
+    def begin_sleep(self) -> None:
+        """A sleep was decided on: from now on nothing is admitted."""
+        self._cancelled = False
+        self._life.enter(EngineState.DRAINING if self._life.beneath is EngineState.READY else EngineState.SLEEPING)
+
+    def cancel_drain(self) -> None:
+        """The sleep that drains ends as Cancelled and the model serves on; too late once the ranks are told."""
+        self._cancelled = True
+        if self._quieting is not None:
+            self._quieting.cancel()
+
+    async def sleep(self, call: SleepCall) -> Outcome:
+        """After `begin_sleep`.
 
         Raises:
-            RequestError: the ranks do not sleep; the model serves on. GroupFailed: they are lost for good.
+            RequestError: Cancelled, or what the ranks said: the model serves on, proved. Timeout and MemoryNotReleased: the
+                group was started again and sleeps. GroupFailed: it is lost for good.
         """
-        self._life.enter(EngineState.DRAINING)
+        was_asleep = self._life.beneath is EngineState.SLEEPING
+        if not was_asleep:
+            await self._quiet_down(call)
+        self._life.enter(EngineState.SLEEPING)
+        acks: list[TaskAck] = []
         try:
-            drain_s = call.deadline_seconds if call.mode is SleepMode.WAIT else 0.0
-            await self._steps.drain(drain_s, ErrorCode.ASLEEP, "the model went to sleep before the picture was finished")
-            await self._supervisor.settled()
-            self._life.enter(EngineState.SLEEPING)
-            task = SleepTask(call.operation_id, call.level)
-            await run_task(self._loader.call_all, "handle_sleep_task", task, timeout_s=self._call_timeout_s)
+            acks = await self._tell(SleepTask(call.operation_id, call.level), timeout_s=self._call_timeout_s)
+            await self._require_released()
         except GroupFailed:
             await self._supervisor.settled()
-            if self._life.beneath is EngineState.READY:
-                raise RequestError(ErrorCode.RANK_FAILED, "the ranks were lost, and the new ones do not go to sleep") from None
-        except RequestError:
-            self._life.enter(EngineState.READY)
+        except RequestError as error:
+            if was_asleep or error.code in (ErrorCode.TIMEOUT, ErrorCode.MEMORY_NOT_RELEASED):
+                await self._restart(error)
+                self._fell_asleep(call.level)
+            else:
+                await self._wake_again(call, error)
             raise
-        else:
-            self._life.enter(EngineState.ASLEEP)
+        self._fell_asleep(call.level)
+        return Outcome(acks, call.level)
 
-    async def wake(self, call: WakeCall) -> None:
-        """A group that is lost meanwhile is started again, and then is awake.
+    async def wake(self, call: WakeCall) -> Outcome:
+        """In state WAKING. With tags it may end asleep as well: until nothing is missing nothing is served.
 
         Raises:
-            RequestError: the ranks do not wake; the model sleeps on. GroupFailed: they are lost for good.
+            RequestError: InsufficientMemory: the model sleeps as before. Anything else: the group was started again, and is
+                awake. GroupFailed: it is lost for good.
         """
+        level, acks = self.level, []
+        self._notes.remove()
+        try:
+            acks = await self._bring_back(WakeTask(call.operation_id, call.tags), timeout_s=call.deadline_seconds)
+        except GroupFailed:
+            await self._supervisor.settled()
+        except RequestError as error:
+            if error.code is ErrorCode.INSUFFICIENT_MEMORY:
+                await self._sleep_again(call, level or SleepLevel.HOST_MEMORY)
+            else:
+                await self._restart(error)
+                self._serve()
+            raise
+        if self.whole:
+            self._serve()
+        else:
+            self._life.enter(EngineState.ASLEEP)
+        return Outcome(acks, level)
+
+    # --- steps of a sleep -----------------------------------------------------------------------------------------------
+
+    async def _quiet_down(self, call: SleepCall) -> None:
+        """Requests are done or ended, and no step runs nor begins. Raises RequestError; the model then serves on."""
+        self._quieting = asyncio.create_task(self._drain(call))
+        try:
+            await self._quieting
+            if self._cancelled:
+                raise asyncio.CancelledError
+        except asyncio.CancelledError:
+            self._serve()
+            if not self._cancelled:
+                raise  # the server ends
+            raise RequestError(ErrorCode.CANCELLED, "sleep: a wake came while the model drained") from None
+        except RequestError:
+            self._serve()
+            raise
+        finally:
+            self._quieting = None
+
+    async def _drain(self, call: SleepCall) -> None:
+        """A group that is lost meanwhile is started again awake: what it did is done again, or ended."""
+        abort = call.mode is SleepMode.ABORT
+        while True:
+            try:
+                if abort:
+                    self._pausing.begin(Pauser.SLEEP)
+                await self._steps.drain(0.0 if abort else call.deadline_seconds, ErrorCode.ASLEEP, ABORTED)
+                await self._supervisor.settled()
+                await self._pausing.hold(Pauser.SLEEP, timeout_s=self._call_timeout_s)
+                return
+            except GroupFailed:
+                await self._supervisor.settled()
+
+    async def _require_released(self) -> None:
+        """Raises RequestError (MemoryNotReleased) that names a rank which keeps its weights, at the second look."""
+        if unreleased(self._ranks.documents()) is None:
+            return
+        await asyncio.sleep(SECOND_LOOK_S)
+        await self._loader.call_all("synchronize", timeout_s=self._call_timeout_s)
+        if (problem := unreleased(self._ranks.documents())) is not None:
+            raise RequestError(ErrorCode.MEMORY_NOT_RELEASED, problem)
+
+    async def _wake_again(self, call: SleepCall, error: RequestError) -> None:
+        """Some ranks may sleep: all are awake again and proved, or started again."""
+        log.error("sleep operation=%s failed and is undone: %s", call.operation_id, error.message)
         self._life.enter(EngineState.WAKING)
         try:
-            task = WakeTask(call.operation_id, call.tags)
-            await run_task(self._loader.call_all, "handle_wake_task", task, timeout_s=call.deadline_seconds)
+            await self._bring_back(WakeTask(f"{call.operation_id}-undo"), timeout_s=self._call_timeout_s)
         except GroupFailed:
             await self._supervisor.settled()
-        except RequestError:
-            self._life.enter(EngineState.ASLEEP)
-            raise
-        else:
-            self._life.enter(EngineState.READY)
+        except RequestError as second:
+            await self._restart(second)
+        self._serve()
+
+    # --- steps of a wake ------------------------------------------------------------------------------------------------
+
+    async def _bring_back(self, task: WakeTask, *, timeout_s: float) -> list[TaskAck]:
+        """The memory of the tags, and where nothing is missing then what belongs to it, verified."""
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        acks = await self._tell(task, timeout_s=timeout_s)
+        if self.whole:
+            await self._preparation.after_wake(until_s)
+        return acks
+
+    async def _sleep_again(self, call: WakeCall, level: SleepLevel) -> None:
+        """Some ranks may be awake: all sleep again, or are started again into sleep."""
+        self._life.enter(EngineState.SLEEPING)
+        try:
+            await self._tell(SleepTask(f"{call.operation_id}-undo", level), timeout_s=self._call_timeout_s)
+        except GroupFailed:
+            await self._supervisor.settled()
+        except RequestError as error:
+            await self._restart(error)
+        self._fell_asleep(level)
+
+    # --- how both end ---------------------------------------------------------------------------------------------------
+
+    def _fell_asleep(self, level: SleepLevel) -> None:
+        if level is SleepLevel.DISCARD:
+            self._loader.defer_loaded()
+        self._life.enter(EngineState.ASLEEP)
+        self._notes.write(level)
+
+    def _serve(self) -> None:
+        self._life.enter(EngineState.READY)
+        self._pausing.release(Pauser.SLEEP)
+
+    async def _restart(self, error: RequestError) -> None:
+        """Nothing is known of these ranks any more: the next ones take over, in the state that was asked for."""
+        self._life.blame(error.code)
+        self._ranks.lose(error.message, Fault.STALLED if error.code is ErrorCode.TIMEOUT else Fault.DEFECT)
+        await self._supervisor.settled()
+
+    async def _tell(self, task: SleepTask | WakeTask, *, timeout_s: float) -> list[TaskAck]:
+        return await run_task(self._loader.call_all, task, timeout_s=timeout_s)

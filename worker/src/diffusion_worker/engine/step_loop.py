@@ -112,11 +112,18 @@ class StepLoop:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._paused = False
+        # While it is paused: nothing is on its way to the ranks.
+        self._quiet = asyncio.Event()
 
     def describe(self, model: ModelInfo) -> None:
         """What was loaded; before the first request."""
         defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps, model.references)
         self._scheduler.describe(defaults, model.free_bytes)
+
+    def set_features(self, features: dict[str, str]) -> None:
+        """What became of the options, as the ranks say after their warm-up."""
+        self.features = features
 
     @property
     def memory(self) -> MemoryModel:
@@ -178,6 +185,22 @@ class StepLoop:
             self.end(RequestError(code, message))
             await self._idle.wait()
 
+    def pause(self) -> None:
+        """No step begins from now on. Requests keep their places; the ranks are still told to forget those that end meanwhile."""
+        self._paused = True
+        self._quiet.clear()
+        self._work.set()
+
+    async def quiet(self) -> None:
+        """While it is paused: returns when the steps that began are reported, with their pictures handed out."""
+        await self._quiet.wait()
+
+    def resume(self) -> None:
+        """Step again; harmless where it does."""
+        self._paused = False
+        self._quiet.clear()
+        self._work.set()
+
     def lost(self, code: ErrorCode, message: str) -> None:
         """The ranks forgot all requests: those that ran are made again, before the others and from the same seeds.
 
@@ -207,7 +230,7 @@ class StepLoop:
     async def _step_for_ever(self) -> None:
         scheduler = self._scheduler
         while True:
-            tick = scheduler.next_tick(self._clock()) if scheduler.in_flight < TICKS_AHEAD else None
+            tick = self._next_tick() if scheduler.in_flight < TICKS_AHEAD else None
             if tick is not None:
                 self._broadcast(tick)
             elif scheduler.in_flight:
@@ -216,8 +239,12 @@ class StepLoop:
             else:
                 await self._wait_for_work()
 
+    def _next_tick(self) -> Tick | None:
+        return self._scheduler.leave_tick() if self._paused else self._scheduler.next_tick(self._clock())
+
     def _broadcast(self, tick: Tick) -> None:
         """Send a tick, with the frames of those that join: kept until their outcome, as they may have to join again."""
+        self._quiet.clear()
         joining = [self._requests[spec.request_id] for spec in tick.join]
         for request in joining:
             request.joined_s = self._clock() if request.joined_s is None else request.joined_s
@@ -229,7 +256,9 @@ class StepLoop:
     async def _wait_for_work(self) -> None:
         """Returns when something was submitted or forgotten, or when nobody is to wait for company any longer."""
         self._work.clear()
-        held_until_s = self._scheduler.held_until_s()
+        if self._paused:
+            self._quiet.set()
+        held_until_s = None if self._paused else self._scheduler.held_until_s()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if held_until_s is None else held_until_s - self._clock()):
                 await self._work.wait()

@@ -8,26 +8,22 @@ its model any more, fails the engine.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.documents import EngineState, LoadStage
 from diffusion_worker.engine.life import EngineLife
+from diffusion_worker.engine.preparing import Preparation
 from diffusion_worker.engine.rank_group import Loss, RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.step_loop import StepLoop
-from diffusion_worker.engine.tasks import run_task
-from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout, RequestError
-from diffusion_worker.messages import ModelInfo, SleepTask
+from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout
 
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """The tasks that step and watch one rank group.
-
-    `prepare` makes ranks that have just loaded ready to serve; `failed` hears the reason when the engine cannot go on.
-    """
+    """The tasks that step and watch one rank group. `failed` hears the reason when the engine cannot go on."""
 
     def __init__(
         self,
@@ -35,10 +31,9 @@ class Supervisor:
         ranks: RankGroup,
         steps: StepLoop,
         loader: AdapterLoader,
+        preparation: Preparation,
         *,
         budget: RestartBudget,
-        call_timeout_s: float,
-        prepare: Callable[[ModelInfo], Awaitable[None]],
         failed: Callable[[str], None],
     ) -> None:
         self._life = life
@@ -46,8 +41,7 @@ class Supervisor:
         self._steps = steps
         self._loader = loader
         self._budget = budget
-        self._call_timeout_s = call_timeout_s
-        self._prepare = prepare
+        self._preparation = preparation
         self._failed = failed
         self._stepping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -113,18 +107,16 @@ class Supervisor:
         self._stepping = asyncio.create_task(self._steps.run())
 
     async def _start_again(self) -> None:
+        """Into the state that was asked for: a group that is to sleep allocates nothing."""
+        asleep = self._life.beneath is EngineState.ASLEEP
         self._life.stage = LoadStage.STARTING_RANKS
-        await self._prepare(await self._ranks.restart())
+        await self._preparation.begin(await self._ranks.restart(asleep=asleep), asleep=asleep)
         self._life.stage = LoadStage.LOADING_ADAPTERS
-        await self._loader.reload()
+        if asleep:
+            self._loader.defer_loaded()
+        else:
+            await self._loader.reload()
         self._life.stage = LoadStage.DONE
-        if self._life.beneath is EngineState.ASLEEP:
-            try:
-                task = SleepTask(f"restart-{self._ranks.generation}")
-                await run_task(self._loader.call_all, "handle_sleep_task", task, timeout_s=self._call_timeout_s)
-            except RequestError as error:
-                log.error("the ranks do not go back to sleep: %s", error.message)
-                self._life.enter(EngineState.READY)
 
     async def _stop_stepping(self) -> None:
         """It ends by itself only where it waits for the group."""

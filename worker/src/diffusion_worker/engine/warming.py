@@ -22,25 +22,20 @@ async def warm_up(ranks: RankGroup, config: WorkerConfig, model: ModelInfo) -> F
     """Warm the model up in every size that the options name; returns what became of the options, as `ModelInfo.features`.
 
     Raises:
-        ConfigError: a size is none of the model's, or the model made no picture; the message says which and why.
-        GroupFailed: the ranks were lost meanwhile.
+        RequestError: the model made no picture; the message says where and why. GroupFailed: the ranks were lost meanwhile.
     """
     if config.warmup_steps == 0:
         return model.features
-    _check_sizes(config, model)
     started = time.monotonic()
-    try:
-        replies = await ranks.call("warm_up", timeout_s=config.startup_timeout_s)
-        require_success("warm_up", replies)
-    except RequestError as error:
-        raise ConfigError(f"the warm-up before the first request failed: {error.message} (--warmup-steps 0 starts without it)") from None
+    replies = await ranks.call("warm_up", timeout_s=config.startup_timeout_s)
+    require_success("warm_up", replies)
     log.info("warmed up steps=%d seconds=%.3f", config.warmup_steps, time.monotonic() - started)
     return _agreed(replies)
 
 
-def _check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
-    """The same rules as for a request; raises ConfigError."""
-    for width, height in config.warmup_sizes:
+def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
+    """Whether the sizes to warm up are the model's, by the same rules as for a request; raises ConfigError."""
+    for width, height in config.warmup_sizes if config.warmup_steps else []:
         try:
             check_size(GenerationParams(prompt="", width=width, height=height), config.limits, model)
         except RequestError as error:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks go through before they serve: after they were loaded, and again after each sleep."""
+
+import asyncio
+from collections.abc import Callable
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.adapter_loading import AdapterLoader
+from diffusion_worker.engine.documents import LoadStage
+from diffusion_worker.engine.life import EngineLife
+from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.engine.verification import Verification
+from diffusion_worker.engine.warming import Features, check_sizes, warm_up
+from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import ModelInfo
+
+
+class Preparation:
+    """Makes one generation of ranks after the other ready. `describe` hears of each model, `warmed` what became of its options."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        life: EngineLife,
+        ranks: RankGroup,
+        loader: AdapterLoader,
+        verification: Verification,
+        *,
+        describe: Callable[[ModelInfo], None],
+        warmed: Callable[[Features], None],
+    ) -> None:
+        self._config = config
+        self._life = life
+        self._ranks = ranks
+        self._loader = loader
+        self._verification = verification
+        self._describe = describe
+        self._warmed = warmed
+        self._model: ModelInfo | None = None
+        # Whether this generation has run a request already.
+        self._warm = False
+
+    async def begin(self, model: ModelInfo, *, asleep: bool) -> None:
+        """A generation was started. One that is awake is warmed up and its fingerprints are what later ones are compared with.
+
+        One that was started asleep holds nothing; all of this is done at its first wake.
+
+        Raises:
+            ConfigError: a size is none of the model's, or the model makes no picture. GroupFailed.
+        """
+        self._model, self._warm = model, False
+        check_sizes(self._config, model)
+        self._describe(model)
+        if asleep:
+            self._warmed(model.features)
+            return
+        self._life.stage = LoadStage.WARMUP
+        try:
+            await self._warm_up()
+        except RequestError as error:
+            message = f"the warm-up before the first request failed: {error.message} (--warmup-steps 0 starts without it)"
+            raise ConfigError(message) from None
+        try:
+            await self._verification.record(timeout_s=self._config.startup_timeout_s)
+        except RequestError as error:
+            raise GroupFailed(f"the ranks do not tell what they loaded: {error.message}") from None
+
+    async def after_wake(self, until_s: float) -> None:
+        """The weights are there again: what is missing beside them is made, then all of it is verified. On the event loop's clock.
+
+        Raises:
+            RequestError: VerificationFailed, Timeout, InsufficientMemory, RankFailed: nothing may be served. GroupFailed.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(until_s):
+                if not self._warm:
+                    await self._warm_up()
+                await self._loader.apply_deferred(max(0.001, until_s - loop.time()))
+        except TimeoutError:
+            raise RequestError(ErrorCode.TIMEOUT, "wake: expected the warm-up and the adapters within its deadline") from None
+        await self._verification.verify(timeout_s=max(0.001, until_s - loop.time()))
+
+    async def _warm_up(self) -> None:
+        assert self._model is not None, "a generation begins with its model"
+        self._warmed(await warm_up(self._ranks, self._config, self._model))
+        self._warm = True
