@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from diffusion_operator.api.deployment import SleepPolicy
 from diffusion_operator.api.names import DEPLOYMENT, POD
-from diffusion_operator.api.worker_state import Operation, WireError, WorkerPhase, WorkerState
+from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ClusterUnavailable
 from diffusion_operator.metrics import Replicas
 from operator_rig import Rig, serving
@@ -154,6 +154,60 @@ async def test_nothing_is_written_while_it_sleeps_or_is_idle() -> None:
     writes = rig.cluster.status_writes
     await rig.run(200)
     assert (rig.states(), rig.cluster.status_writes) == (["Asleep"], writes)
+
+
+async def test_a_model_that_sleeps_asks_the_api_server_no_more_often_than_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await idle(2)
+    listed, polled = [], []
+    listing, state = rig.cluster.list, rig.workers.state
+
+    async def counted_list(*args: Any, **kwargs: Any) -> Any:
+        listed.append(rig.now)
+        return await listing(*args, **kwargs)
+
+    async def counted_state(ip: str, *, token: str) -> WorkerState:
+        polled.append(rig.now)
+        return await state(ip, token=token)
+
+    await rig.run(90)
+    assert rig.states() == ["Asleep", "Asleep"]
+    monkeypatch.setattr(rig.cluster, "list", counted_list)
+    monkeypatch.setattr(rig.workers, "state", counted_state)
+    await rig.run(100)
+    assert len(listed) <= 2 * 11, "pods and adapters, each ten seconds"
+    assert len(polled) >= 2 * 45, "each of the two every two seconds"
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=3))
+    await rig.run(1)
+    assert len(rig.cluster.names(POD)) == 3, "what somebody changes is seen at once"
+
+
+async def test_a_change_that_a_failing_api_server_hid_is_seen_when_it_is_back() -> None:
+    rig = await idle()
+    await rig.run(90)
+    rig.cluster.broken = ClusterUnavailable("connection refused")
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
+    await rig.run(2.5)
+    rig.cluster.broken = None
+    await rig.run(2)
+    assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
+
+
+async def test_an_adapter_that_a_sleeper_lets_go_when_it_wakes_does_not_keep_it_looked_at() -> None:
+    rig = await idle()
+    await rig.run(90)
+    gone = AdapterRecord(name="x", state=RecordState.DRAINING)
+    worker(rig).draining["x"] = gone
+    await rig.run(20)
+    polled = []
+    state = rig.workers.state
+
+    async def counted_state(ip: str, *, token: str) -> WorkerState:
+        polled.append(ip)
+        return await state(ip, token=token)
+
+    rig.workers.state = counted_state  # type: ignore[method-assign]
+    await rig.run(60)
+    assert len(polled) <= 31
 
 
 async def test_the_status_tells_the_last_request_and_when_sleep_comes_and_requests_alone_write_it_each_fifteen_seconds() -> None:

@@ -92,6 +92,7 @@ class Rig:
         return soonest[0] if soonest and soonest[0][1] <= end else None
 
     def _wake(self, key: Key) -> None:
+        self.runtime.touched.add(key)
         self._due[key] = min(self._due.get(key, EPOCH + timedelta(days=9999)), self.now + timedelta(seconds=JOIN_S))
 
     def _changed(self, change: str, manifest: dict[str, Any]) -> None:

@@ -77,7 +77,8 @@ class Process:
             await self._cluster.__aexit__(None, None, None)
 
     def wake(self, key: Key) -> None:
-        if self.queue is not None:
+        if self.queue is not None and self.runtime is not None:
+            self.runtime.touched.add(key)
             self.queue.wake(key)
 
     async def _reconcile(self, key: Key) -> Result:

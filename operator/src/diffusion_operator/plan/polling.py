@@ -47,8 +47,10 @@ def _waits(observed: Observed, adapters: AdapterPlan, now: datetime) -> Iterator
 
 
 def _adapters_move(groups: Sequence[Group]) -> bool:
-    moving = IN_PROGRESS | {RecordState.DRAINING}
-    return any(record.state in moving for group in groups if group.document for record in group.document.adapters)
+    """What drains from a sleeper does so until it wakes."""
+    known = [(group, record) for group in groups if group.document for record in group.document.adapters]
+    draining = any(record.state is RecordState.DRAINING and group.state is not GroupState.ASLEEP for group, record in known)
+    return draining or any(record.state in IN_PROGRESS for _, record in known)
 
 
 def _push_unanswered(adapters: AdapterPlan) -> bool:

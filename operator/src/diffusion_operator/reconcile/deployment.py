@@ -8,8 +8,10 @@ from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.events import deployment_events, wakes_between
+from diffusion_operator.plan.polling import WAKEABLE_POLL_S
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
 from diffusion_operator.reconcile.children import apply_children, doubt_secret
+from diffusion_operator.reconcile.glance import glance_of, says_the_same
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.observe import adapters_of, observe, parse
@@ -21,7 +23,10 @@ from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.service import service
 
 
-async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
+async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> Result:
+    """`touched`: something woke the key, and not time alone."""
+    if await _nothing_new(runtime, key, touched=touched):
+        return Result(requeue_after_s=WAKEABLE_POLL_S)
     manifest = await runtime.cluster.get(DEPLOYMENT, key.namespace, key.name)
     if manifest is None or manifest["metadata"].get("deletionTimestamp"):
         return await _gone(runtime, key)
@@ -43,7 +48,21 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     for told in plan.told:
         await report(runtime, (told.event,), kind=ADAPTER, about=told.about)
     steady_s = runtime.settings.steady_poll_s
+    memory.glance = glance_of(observed, look_again_s=plan.look_again_s, token=token, now=runtime.now(), steady_s=steady_s)
     return Result(requeue_after_s=min(plan.look_again_s or steady_s, steady_s))
+
+
+async def _nothing_new(runtime: Runtime, key: Key, *, touched: bool) -> bool:
+    """Whether all sleep and say what they said; the pass that comes where they do not looks at everything, as do those after a failure."""
+    memory = runtime.memories.get((key.namespace, key.name))
+    glance = memory.glance if memory is not None else None
+    if memory is None or glance is None:
+        return False
+    memory.glance = None
+    if touched or runtime.now() >= glance.until or not await says_the_same(runtime, glance):
+        return False
+    memory.glance = glance
+    return True
 
 
 async def _gone(runtime: Runtime, key: Key) -> Result:

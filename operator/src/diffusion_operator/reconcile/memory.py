@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the process remembers of a deployment between passes. Losing it costs repeated, idempotent work, never correctness."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+
+import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import WireError, WorkerState
@@ -40,6 +43,16 @@ class Applied:
     at: datetime
 
 
+class Glance(msgspec.Struct, frozen=True):
+    """What sleeping replicas said in a pass that found nothing to do; see glance.py."""
+
+    until: datetime
+    """Then a whole pass is due."""
+    token: str
+    said: Mapping[str, WorkerState]
+    """By IP."""
+
+
 @dataclass
 class DeploymentMemory:
     """One deployment, by UID: another one of the same name starts from nothing."""
@@ -53,6 +66,7 @@ class DeploymentMemory:
     refusal: str = ""
     status_written_at: datetime | None = None
     departures: Departures = field(default_factory=Departures)
+    glance: Glance | None = None
     views: dict[str, AdapterView] = field(default_factory=dict)
     """By UID of the adapter, as they were published last."""
     published_at: dict[str, datetime] = field(default_factory=dict)

@@ -38,6 +38,8 @@ class Runtime:
     """By namespace and name."""
     ready_reasons: dict[Key, str] = field(default_factory=dict)
     """Of every object that was looked at, for metrics."""
+    touched: set[Key] = field(default_factory=set)
+    """Keys that were woken since their last pass began, so that it is not time alone that brings the next one."""
     statuses: dict[Key, DeploymentStatus] = field(default_factory=dict)
     """Of every deployment as it was seen last, written or not, for metrics."""
 

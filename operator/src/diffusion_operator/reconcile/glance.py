@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A look at sleeping replicas between two passes, at what they say only: a request may wake one of them without us.
+
+A whole pass asks the API server for three things. A model that nobody uses should not cost that every two seconds.
+"""
+
+import asyncio
+from datetime import datetime, timedelta
+
+import msgspec
+
+from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
+from diffusion_operator.errors import ControlError
+from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.polling import WAKEABLE_POLL_S
+from diffusion_operator.reconcile.memory import Glance
+from diffusion_operator.reconcile.runtime import Runtime
+
+
+def glance_of(observed: Observed, *, look_again_s: float | None, token: str, now: datetime, steady_s: float) -> Glance | None:
+    """None where something else than a request may change what is to be done."""
+    polled = [(pod.ip, observed.polls[pod.uid]) for pod in observed.pods if pod.uid in observed.polls]
+    said = {ip: _without_ages(poll.state) for ip, poll in polled if poll.fresh and poll.state is not None}
+    asleep = all(state.state is WorkerPhase.ASLEEP for state in said.values())
+    if look_again_s != WAKEABLE_POLL_S or len(said) != len(observed.pods) or not asleep:
+        return None
+    return Glance(until=now + timedelta(seconds=steady_s), token=token, said=said)
+
+
+async def says_the_same(runtime: Runtime, glance: Glance) -> bool:
+    """Whether every replica still does."""
+    return all(await asyncio.gather(*(_says(runtime, ip, state, token=glance.token) for ip, state in glance.said.items())))
+
+
+async def _says(runtime: Runtime, ip: str, before: WorkerState, *, token: str) -> bool:
+    try:
+        return _without_ages(await runtime.workers.state(ip, token=token)) == before
+    except ControlError:
+        return False  # a pass counts it
+
+
+def _without_ages(state: WorkerState) -> WorkerState:
+    return msgspec.structs.replace(
+        state,
+        held=HeldReport(current=state.held.current),
+        last_request_age_seconds=None,
+        state_age_seconds=0.0,
+        adapters=tuple(msgspec.structs.replace(one, last_request_age_seconds=None) for one in state.adapters),
+    )
