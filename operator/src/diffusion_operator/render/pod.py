@@ -22,6 +22,7 @@ from diffusion_operator.api.names import (
     LABEL_REVISION,
     NO_GPU_RESOURCE,
     SECRETS_DIR,
+    STATE_DIR,
     TOKEN_KEY,
     pod_name,
 )
@@ -114,6 +115,7 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
         **_cache_limit(spec.model.cache),
         "secrets-dir": SECRETS_DIR,
         "claims-dir": CLAIMS_DIR,
+        "state-dir": STATE_DIR,
         "startup-timeout-seconds": spec.startup.timeout_seconds,
         "drain-timeout-seconds": TERMINATION_GRACE_S - STOP_MARGIN_S,
     }
