@@ -2,14 +2,19 @@
 """What cluster tests do to a cluster and see of it: objects by kubectl, pictures by the Service, processes by exec."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
+import pytest
 
 from tools.demo.cluster import address_of
+from tools.demo.errors import DemoFailed
 from tools.demo.kubectl import Document, Kubectl, Wanted, condition, wait_for
 from tools.demo.pictures import Picture, Refusal, Request, ask, ask_and_be_refused, client_for
 from tools.demo.weights_memory import read_state
@@ -76,9 +81,28 @@ class ClusterRig:
         """The worker's own state document."""
         return read_state(self.kubectl, self.pod(deployment))
 
+    def state_if_any(self, deployment: str) -> Document | None:
+        """The same, or None while the worker or its container does not answer."""
+        try:
+            return self.state(deployment)
+        except DemoFailed:
+            return None
+
     def kill_in_pod(self, pod: str, pid: int) -> None:
         """SIGKILL, by the container's own user."""
         self.kubectl.text("exec", pod, "-c", "worker", "--", "python3", "-c", f"import os; os.kill({pid}, 9)")
+
+    def kill_server(self, deployment: str) -> None:
+        """SIGKILL to the first process of the worker's container; skips the test where the node is another machine.
+
+        From inside nobody can: the kernel protects the first process of a pid namespace from its own kin.
+        """
+        uid = str(self.pods(deployment)[0]["metadata"]["uid"])
+        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if is_server_of(folder, uid)]
+        if not found:
+            pytest.skip("the node's processes cannot be seen from here")
+        (pid,) = found
+        os.kill(pid, signal.SIGKILL)
 
     @contextmanager
     def client(self, deployment: str) -> Iterator[openai.OpenAI]:
@@ -102,3 +126,18 @@ class ClusterRig:
                 return found
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             time.sleep(0.3)
+
+
+def is_server_of(folder: Path, pod_uid: str) -> bool:
+    """Whether a process of this machine, by its folder in /proc, is the first of the worker's container of a pod."""
+    try:
+        in_pod = any(form in (folder / "cgroup").read_text() for form in (pod_uid, pod_uid.replace("-", "_")))
+        return in_pod and b"serve" in (folder / "cmdline").read_bytes().split(b"\0") and _pid_inside(folder) == 1
+    except FileNotFoundError:
+        return False
+
+
+def _pid_inside(folder: Path) -> int:
+    """Its number in the innermost namespace."""
+    (line,) = [line for line in (folder / "status").read_text().splitlines() if line.startswith("NSpid:")]
+    return int(line.split()[-1])

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deployment that sleeps when nobody uses it, on a real cluster: by itself, woken by a request at its Service, through faults.
+
+It is the one of examples/sleep/on-idle.yaml. Tests run in their order, and each says in which state it leaves the model.
+"""
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import digit_judge
+from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from tools.demo.kubectl import Document, Wanted
+from tools.demo.pictures import Picture
+from tools.demo.weights_memory import RankMemory, check_given_back, read_weights_memory, total_resident
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+MANIFEST = Path(__file__).resolve().parents[2] / "examples" / "sleep" / "on-idle.yaml"
+NAME, STYLE = "digits", "stripes"
+DD, LORA = f"dd/{NAME}", f"lora/{STYLE}"
+IDLE_S = 10.0
+# From the moment that a replica may sleep until its deployment says that it does, on a busy machine.
+NOTICE_S = 20.0
+WAKEABLE = Wanted("Ready", "True", ["AsleepWakeable"])
+ALL_ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
+
+
+@pytest.fixture(scope="module")
+def rig_on_idle(rig: ClusterRig) -> Iterator[ClusterRig]:
+    rig.kubectl.apply(MANIFEST)
+    rig.wait(DD, SERVING)
+    yield rig
+    rig.kubectl.text("delete", DD, LORA, "--ignore-not-found", deadline_s=10)
+    rig.eventually("the pods are gone", lambda: not rig.pods(NAME))
+
+
+@pytest.fixture(scope="module")
+def awake_memory(rig_on_idle: ClusterRig) -> list[RankMemory]:
+    """Of the ranks, before they slept for the first time."""
+    return read_weights_memory(rig_on_idle.kubectl, rig_on_idle.pod(NAME))
+
+
+def image(picture: Picture) -> Image.Image:
+    return Image.open(io.BytesIO(picture.png)).convert("RGB")
+
+
+def assert_right(picture: Picture) -> None:
+    seen = digit_judge.judge(image(picture))
+    assert (seen.digit, seen.colour) == (7, "red")
+
+
+def events(rig: ClusterRig, reason: str) -> list[str]:
+    """Their notes, oldest first."""
+    items = rig.kubectl.get("events.events.k8s.io", "--field-selector", f"reason={reason},regarding.name={NAME}")["items"]
+    return [str(item["note"]) for item in sorted(items, key=lambda item: item["metadata"]["creationTimestamp"])]
+
+
+def send_to_sleep(rig: ClusterRig) -> Document:
+    """Asleep and to be woken by a request, without waiting for idleness; its state document."""
+    rig.sleep_policy(NAME, "Asleep")
+    rig.wait(DD, ALL_ASLEEP, deadline_s=60)
+    rig.sleep_policy(NAME, "OnIdle")
+    rig.wait(DD, WAKEABLE, deadline_s=30)
+    return rig.eventually("the worker knows its policy", lambda: found if (found := rig.state(NAME))["policy"] == "OnIdle" else None)
+
+
+def awake_replicas(rig: ClusterRig) -> int:
+    return int(rig.kubectl.get(DD)["status"]["awakeReplicas"])
+
+
+def routable(rig: ClusterRig) -> list[str]:
+    return sorted(
+        pod["metadata"]["name"] for pod in rig.pods(NAME) if pod["metadata"]["labels"].get("diffusion-operator.dev/routable") == "true"
+    )
+
+
+def test_a_model_that_nobody_uses_falls_asleep_and_gives_its_memory_back(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
+    rig = rig_on_idle
+    assert_right(rig.picture(NAME))
+    rig.eventually("when it may sleep is told", lambda: rig.kubectl.get(DD)["status"].get("sleepEligibleTime"), deadline_s=15)
+    found = rig.wait(DD, WAKEABLE, deadline_s=IDLE_S + NOTICE_S)
+    assert (found["status"]["awakeReplicas"], found["status"]["asleepReplicas"]) == (0, 1)
+    assert rig.condition(DD, "Awake")["reason"] == "AllAsleep"
+    print(check_given_back(awake_memory, read_weights_memory(rig.kubectl, rig.pod(NAME))))
+    operation = rig.state(NAME)["lastOperation"]
+    assert (operation["kind"], operation["error"], operation["level"]) == ("sleep", None, "HostMemory")
+    assert operation["freedBytes"] >= 0.98 * sum(rank.weights for rank in awake_memory)
+    [note] = rig.eventually("the sleep is told", lambda: events(rig, "Slept"))
+    assert re.search(r"\d ?s", note) and re.search(r"\d ?([kMG]i?)?B", note), note
+    assert routable(rig) == [rig.pod(NAME)]
+    assert rig.kubectl.text("get", DD).splitlines()[1].split()[:4] == [NAME, "1", "1", "0"]
+
+
+def test_a_request_at_the_service_wakes_it_and_is_served(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
+    """Leaves it awake."""
+    rig = rig_on_idle
+    assert_right(rig.picture(NAME))
+    operation = rig.state(NAME)["lastOperation"]
+    assert (operation["kind"], operation["error"]) == ("wake", None)
+    rig.wait(DD, SERVING, deadline_s=NOTICE_S)
+    [note] = rig.eventually("the wake is told", lambda: events(rig, "Woke"))
+    assert re.search(r"\d ?s", note), note
+    assert total_resident(read_weights_memory(rig.kubectl, rig.pod(NAME))) >= sum(rank.weights for rank in awake_memory)
+
+
+def test_an_adapter_that_came_while_it_slept_is_there_at_the_first_request(rig_on_idle: ClusterRig) -> None:
+    """Leaves it awake with the adapter."""
+    rig = rig_on_idle
+    send_to_sleep(rig)
+    rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
+    rig.eventually("the sleeping worker knows it", lambda: [one["state"] for one in rig.state(NAME)["adapters"]] == ["Deferred"])
+    assert rig.state(NAME)["state"] == "asleep"
+    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+    rig.wait(LORA, ADAPTER_READY, deadline_s=30)
+
+
+def test_a_rank_that_is_killed_asleep_comes_back_asleep(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
+    """Leaves it asleep, in another generation."""
+    rig = rig_on_idle
+    before = send_to_sleep(rig)
+    rig.kill_in_pod(rig.pod(NAME), before["ranks"][1]["pid"])
+    after = rig.eventually("asleep again", lambda: asleep_in_another_life(rig, before), deadline_s=START_S)
+    assert (after["bootId"], after["generation"]) == (before["bootId"], before["generation"] + 1)
+    check_given_back(awake_memory, read_weights_memory(rig.kubectl, rig.pod(NAME)))
+
+
+def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request(
+    rig_on_idle: ClusterRig, awake_memory: list[RankMemory]
+) -> None:
+    """Leaves it awake, in another life of its container."""
+    rig = rig_on_idle
+    before, pod = rig.state(NAME), rig.pod(NAME)
+    rig.kill_server(NAME)
+    after = rig.eventually("asleep again", lambda: asleep_in_another_life(rig, before), deadline_s=START_S)
+    assert rig.pod(NAME) == pod and after["bootId"] != before["bootId"]
+    check_given_back(awake_memory, read_weights_memory(rig.kubectl, pod))
+    rig.wait(DD, WAKEABLE, deadline_s=30)
+    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+
+
+def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None:
+    """Its state document once it is; meanwhile the container may not answer."""
+    found = rig.state_if_any(NAME)
+    if found is None or (found["bootId"], found["generation"]) == (before["bootId"], before["generation"]):
+        return None
+    assert found["state"] in ("starting", "restarting", "asleep"), "it must not be awake in between"
+    return found if found["state"] == "asleep" else None
+
+
+def test_a_model_that_somebody_sent_to_sleep_refuses(rig_on_idle: ClusterRig) -> None:
+    """Leaves it asleep and wakeable."""
+    rig = rig_on_idle
+    rig.sleep_policy(NAME, "Asleep")
+    rig.wait(DD, Wanted("Ready", "False", ["SleepRequested"]), deadline_s=60)
+    rig.wait(DD, ALL_ASLEEP, deadline_s=60)
+    refused = rig.refusal(NAME)
+    assert (refused.status, refused.code) == (503, "Asleep")
+    rig.sleep_policy(NAME, "OnIdle")
+    rig.wait(DD, WAKEABLE, deadline_s=30)
+
+
+def test_replicas_come_and_go_while_others_sleep_and_one_stays_awake_where_one_shall(rig_on_idle: ClusterRig) -> None:
+    """Leaves one asleep."""
+    rig = rig_on_idle
+    rig.kubectl.patch(DD, {"spec": {"sleep": {"minAwake": 1}}})
+    rig.kubectl.text("scale", DD, "--replicas=2")
+    rig.eventually(
+        "one awake, one asleep", lambda: len(rig.pods(NAME)) == 2 and awake_replicas(rig) == 1 and sleeping(rig) == 1, deadline_s=START_S
+    )
+    waker = rig.eventually("the one that is awake has the Service", lambda: routable(rig) if len(routable(rig)) == 1 else None)
+    assert_right(rig.picture(NAME))
+    assert (awake_replicas(rig), routable(rig)) == (1, waker)
+
+    rig.kubectl.patch(DD, {"spec": {"sleep": {"minAwake": 0}}})
+    rig.wait(DD, ALL_ASLEEP, deadline_s=IDLE_S + 2 * NOTICE_S)
+    assert routable(rig) == sorted(pod["metadata"]["name"] for pod in rig.pods(NAME))
+    rig.kubectl.text("scale", DD, "--replicas=1")
+    rig.eventually("one pod", lambda: len(rig.pods(NAME)) == 1, deadline_s=30)
+    assert rig.state(NAME)["state"] == "asleep", "nobody woke to be deleted, or to take over"
+
+
+def sleeping(rig: ClusterRig) -> int:
+    return int(rig.kubectl.get(DD)["status"].get("asleepReplicas", 0))
+
+
+def test_a_sleeping_deployment_is_deleted_without_waking_and_without_waiting(rig_on_idle: ClusterRig) -> None:
+    rig = rig_on_idle
+    rig.kubectl.text("delete", DD, deadline_s=10)
+    rig.eventually(
+        "not a pod is left, nor one on its way out",
+        lambda: not rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"],
+        deadline_s=30,
+    )
