@@ -142,19 +142,20 @@ class Sleeper:
         """Requests are done or ended, and no step runs nor begins. Raises RequestError; the model then serves on."""
         self._quieting = asyncio.create_task(self._drain(call))
         try:
-            await self._quieting
-            if self._cancelled:
-                raise asyncio.CancelledError
+            if not self._cancelled:  # before this began
+                await self._quieting
         except asyncio.CancelledError:
-            self._serve()
             if not self._cancelled:
                 raise  # the server ends
-            raise RequestError(ErrorCode.CANCELLED, "sleep: a wake came while the model drained") from None
         except RequestError:
             self._serve()
             raise
         finally:
+            self._quieting.cancel()
             self._quieting = None
+        if self._cancelled:
+            self._serve()
+            raise RequestError(ErrorCode.CANCELLED, "sleep: a wake came while the model drained")
 
     async def _drain(self, call: SleepCall) -> None:
         """A group that is lost meanwhile is started again awake: what it did is done again, or ended."""
