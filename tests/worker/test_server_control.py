@@ -18,6 +18,14 @@ ALL_ROUTES = [
     ("GET", "/v1/state"),
     ("POST", "/v1/sleep"),
     ("POST", "/v1/wake"),
+    ("POST", "/v1/pause"),
+    ("POST", "/v1/resume"),
+    ("POST", "/v1/probe"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+    ("GET", "/is_sleeping"),
+    ("POST", "/v1/omni/sleep"),
+    ("POST", "/v1/omni/wakeup"),
     ("POST", "/v1/profile"),
     ("PUT", "/v1/adapters/stripes"),
     ("DELETE", "/v1/adapters/stripes"),
@@ -155,6 +163,7 @@ async def test_sleep_of_a_sleeper_and_wake_of_an_awake_one_have_nothing_to_do(ed
 async def test_a_second_operation_conflicts_with_the_one_in_progress_and_names_it(edge: Edge) -> None:
     edge.ranks.calling.clear()
     await edge.operate("sleep", operationId="op-1")
+    await edge.wait_state(state="sleeping")
     answer = await edge.operate("wake", operationId="op-2")
     assert (answer.status_code, answer.json()["code"]) == (409, "Conflict")
     assert "op-1" in answer.json()["message"]
@@ -190,6 +199,44 @@ async def test_sleep_with_abort_ends_a_running_request_with_a_code(edge: Edge) -
     await edge.wait_state(state="asleep")
 
 
+async def test_a_level_is_told_to_the_ranks_and_shown_with_how_the_sleep_ended(edge: Edge) -> None:
+    await edge.operate("sleep", level="Discard")
+    document = await edge.wait_state(state="asleep")
+    assert document["lastOperation"].items() >= {"level": "Discard", "freedBytes": 2 * 1_000_000, "error": None}.items()
+    assert [rank["memory"]["level"] for rank in document["ranks"]] == ["Discard", "Discard"]
+
+
+async def test_a_wake_of_some_tags_serves_nothing_until_the_last_one_is_there(edge: Edge) -> None:
+    await edge.operate("sleep")
+    await edge.wait_state(state="asleep")
+    await edge.operate("wake", tags=["weights", "caches"])
+    document = await edge.wait_state(operation=None)
+    assert (document["state"], [rank["memory"]["asleep"] for rank in document["ranks"]]) == ("asleep", [["adapters"], ["adapters"]])
+    assert (await edge.images(prompt="p")).json()["code"] == "Asleep"
+    await edge.operate("wake", tags=["adapters"])
+    await edge.wait_state(state="ready")
+    assert (await edge.images(prompt="p")).status_code == 200
+
+
+async def test_a_sleep_of_an_idle_model_is_refused_where_a_request_came_lately(edge: Edge) -> None:
+    await edge.images(prompt="p")
+    answer = await edge.operate("sleep", ifIdleSince=60)
+    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Busy", True)
+    assert (await edge.state())["state"] == "ready"
+    assert (await edge.operate("sleep", ifIdleSince=0)).status_code == 202
+    await edge.wait_state(state="asleep")
+
+
+async def test_the_policy_of_a_call_counts_from_then_on(edge: Edge) -> None:
+    assert (await edge.state())["policy"] == "AlwaysAwake"
+    await edge.operate("sleep", policy="Asleep")
+    assert (await edge.wait_state(state="asleep"))["policy"] == "Asleep"
+    await edge.operate("wake", policy="OnIdle")
+    assert (await edge.wait_state(state="ready"))["policy"] == "OnIdle"
+    assert (await edge.operate("wake")).status_code == 200
+    assert (await edge.state())["policy"] == "OnIdle"
+
+
 async def test_a_failed_sleep_is_in_the_state_document_and_the_model_serves_on(edge: Edge) -> None:
     edge.ranks.method_errors["handle_sleep_task"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory to map")
     await edge.operate("sleep", operationId="op-1")
@@ -214,12 +261,73 @@ async def test_a_failed_sleep_is_in_the_state_document_and_the_model_serves_on(e
         ("/v1/sleep", {"operationId": "a", "force": True}, "force"),
         ("/v1/wake", {"operationId": "a", "mode": "Wait"}, "mode"),
         ("/v1/wake", {"operation_id": "a"}, "operationId"),
+        ("/v1/sleep", {"operationId": "a", "ifIdleSince": -1}, "ifIdleSince"),
+        ("/v1/sleep", {"operationId": "a", "policy": "Never"}, "policy"),
+        ("/v1/wake", {"operationId": "a", "tags": []}, "tags"),
+        ("/v1/wake", {"operationId": "a", "tags": ["weights", "graphs"]}, "tags[1]"),
+        ("/v1/pause", {"operationId": "a", "deadlineSeconds": 0}, "deadlineSeconds"),
+        ("/v1/resume", {"operationId": "a", "deadlineSeconds": 1}, "deadlineSeconds"),
+        ("/v1/probe", {}, "operationId"),
     ],
 )
 async def test_a_wrong_field_of_an_operation_is_refused_by_name(edge: Edge, path: str, body: dict[str, Any], field: str) -> None:
     answer = await edge.control.post(path, json=body)
     assert (answer.status_code, answer.json()["code"], answer.json()["details"]) == (400, "InvalidRequest", {"field": field})
     assert edge.ranks.calls == []
+
+
+# Pause and probe
+
+
+async def test_a_pause_keeps_requests_waiting_and_a_resume_makes_their_pictures(edge: Edge) -> None:
+    answer = await edge.operate("pause", operationId="p-1")
+    assert (answer.status_code, answer.json()) == (200, {"operationId": "p-1", "paused": True})
+    waiting = [asyncio.create_task(edge.images(prompt="p", seed=seed)) for seed in range(2)]
+    document = await edge.wait_state(queued=2)
+    assert (document["paused"], document["state"], document["inFlight"]) == (True, "ready", 0)
+    assert (await edge.operate("pause")).status_code == 200
+    for _ in range(2):
+        answer = await edge.operate("resume", operationId="p-2")
+        assert (answer.status_code, answer.json()) == (200, {"operationId": "p-2", "paused": False})
+    assert [(await each).status_code for each in waiting] == [200, 200]
+
+
+async def test_a_pause_that_the_ranks_do_not_join_in_time_is_an_error_and_changes_nothing(edge: Edge) -> None:
+    edge.ranks.hanging.add("synchronize")
+    answer = await edge.operate("pause", deadlineSeconds=0.02)
+    assert (answer.status_code, answer.json()["code"]) == (504, "Timeout")
+    assert (await edge.state())["paused"] is False
+    assert (await edge.images(prompt="p")).status_code == 200
+
+
+async def test_an_error_of_a_rank_in_a_pause_is_the_answer(edge: Edge) -> None:
+    edge.ranks.method_errors["synchronize"] = ErrorReport(ErrorCode.RANK_FAILED, "rank 1: the copy failed")
+    answer = await edge.operate("pause")
+    assert (answer.status_code, answer.json()["code"]) == (500, "RankFailed")
+    assert "rank 1" in answer.json()["message"]
+    assert (await edge.state())["paused"] is False
+
+
+async def test_a_probe_tells_what_each_rank_holds_and_makes_of_it(edge: Edge) -> None:
+    await edge.put_adapter("style", "/loras/style")
+    answer = await edge.operate("probe", operationId="p-1")
+    assert answer.status_code == 200
+    ranks = [{"rank": rank, "weights": "weights", "adapters": [fake_digest("/loras/style")], "probe": "probe"} for rank in range(2)]
+    assert answer.json() == {"operationId": "p-1", "ranks": ranks}
+
+
+async def test_a_sleeping_model_is_neither_probed_nor_paused(edge: Edge) -> None:
+    await edge.operate("sleep")
+    await edge.wait_state(state="asleep")
+    for kind in ("probe", "pause"):
+        answer = await edge.operate(kind)
+        assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
+
+
+@pytest.mark.parametrize("kind", ["pause", "resume", "probe"])
+async def test_a_pause_or_a_probe_for_another_boot_is_refused(edge: Edge, kind: str) -> None:
+    answer = await edge.operate(kind, bootId="boot-0")
+    assert (answer.status_code, answer.json()["code"]) == (409, "WrongBoot")
 
 
 # Adapters

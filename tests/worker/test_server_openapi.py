@@ -61,18 +61,26 @@ async def test_allow_names_every_method_of_a_path(edge: Edge) -> None:
 async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edge) -> None:
     document = (await edge.control.get("/openapi.json")).json()
     assert sorted(document["paths"]) == [
+        "/is_sleeping",
+        "/sleep",
         "/v1/adapters/{name}",
         "/v1/load_lora_adapter",
+        "/v1/omni/sleep",
+        "/v1/omni/wakeup",
+        "/v1/pause",
+        "/v1/probe",
         "/v1/profile",
+        "/v1/resume",
         "/v1/sleep",
         "/v1/state",
         "/v1/unload_lora_adapter",
         "/v1/wake",
+        "/wake_up",
     ]
     schemas = document["components"]["schemas"]
     error = {"$ref": "#/components/schemas/ErrorBody"}
     routes = [route for methods in document["paths"].values() for route in methods.values()]
-    assert [list(route["responses"]["default"]["content"].items()) for route in routes] == [[("application/json", {"schema": error})]] * 8
+    assert [list(route["responses"]["default"]["content"].items()) for route in routes] == [[("application/json", {"schema": error})]] * 16
     assert list(document["paths"]["/v1/load_lora_adapter"]["post"]["responses"]["200"]["content"]) == ["text/plain"]
     assert set(schemas["SleepBody"]["properties"]) == {
         "operationId",
@@ -85,6 +93,10 @@ async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edg
     }
     assert set(schemas["WakeBody"]["properties"]) == {"operationId", "bootId", "deadlineSeconds", "tags", "policy"}
     assert schemas["AdapterBody"]["additionalProperties"] is False
+    for path in ("/sleep", "/wake_up"):
+        assert "content" not in document["paths"][path]["post"]["responses"]["200"]
+    query = {parameter["name"]: parameter["schema"] for parameter in document["paths"]["/sleep"]["post"]["parameters"]}
+    assert (query["level"]["default"], query["mode"]["default"]) == (1, "abort")
     parameters = document["paths"]["/v1/adapters/{name}"]["delete"]["parameters"]
     assert [parameter["name"] for parameter in parameters] == ["name", "operationId", "bootId", "drainSeconds"]
 

@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 
 # To load an adapter on a new generation of ranks, or too late for a wake, from a file that is here.
 RELOAD_TIMEOUT_S = 120.0
+# Of the time that a wake has left: fetches of what the desired file brings anew, and then loads, have to be over by these parts
+# of it. The rest is for the verification: a source that stalls must not cost the wake.
+FOLLOW_SHARE = 0.5
+APPLY_SHARE = 0.75
 
 
 class AdapterWaking:
@@ -97,8 +101,8 @@ class AdapterWaking:
         Raises:
             GroupFailed: the ranks are lost.
         """
-        until_s = asyncio.get_running_loop().time() + deadline_s
-        await self._follow(deadline_s)
+        until_s = asyncio.get_running_loop().time() + APPLY_SHARE * deadline_s
+        await self._follow(FOLLOW_SHARE * deadline_s)
         await self._apply_all(until_s - asyncio.get_running_loop().time())
 
     async def _apply_all(self, deadline_s: float) -> None:

@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI, params
 from fastapi.security import HTTPBearer
 
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.server import control, edits, images, lora_routes, probes
+from diffusion_worker.server import control, edits, images, lora_routes, probes, sleep_routes
 from diffusion_worker.server.bearer_token import RequireToken, TokenFile
 from diffusion_worker.server.body_limit import BodyLimit
 from diffusion_worker.server.encoding_threads import EncodingThreads
@@ -59,7 +59,7 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     if token_path is not None:
         # The API's description is no secret.
         secured = _require(app, TokenFile(token_path, "--control-token-file"), "the control token", lambda path: path != "/openapi.json")
-    for router in (control.router, lora_routes.router):
+    for router in (control.router, lora_routes.router, sleep_routes.router):
         app.include_router(router, dependencies=secured)
     return app
 

@@ -14,10 +14,16 @@ from diffusion_worker.server.schemas import (
     AdapterBody,
     AdapterName,
     AdapterRemoval,
+    FingerprintAnswer,
     OperationAnswer,
+    PauseAnswer,
+    PauseBody,
+    ProbeAnswer,
+    ProbeBody,
     ProfileAnswer,
     ProfileBody,
     RemovedAdapter,
+    ResumeBody,
     SleepBody,
     WakeBody,
 )
@@ -35,19 +41,44 @@ async def state(request: Request) -> Response:
 
 @router.post("/v1/sleep", response_model=None, responses=OPERATION)
 async def sleep(body: SleepBody, request: Request) -> Response:
-    """Start to sleep: 202; 200 where that operation is done already or there is nothing to do."""
+    """Start to sleep: 202, also where it does already; 200 where that operation is over or there is nothing to do."""
     return _operation(_engine(request), body.operation_id, running=_engine(request).sleep(body.call()))
 
 
 @router.post("/v1/wake", response_model=None, responses=OPERATION)
 async def wake(body: WakeBody, request: Request) -> Response:
-    """Start to wake: 202; 200 where that operation is done already or there is nothing to do."""
+    """Start to wake, or cancel a drain: 202; 200 where that operation is over or there is nothing to do."""
     return _operation(_engine(request), body.operation_id, running=_engine(request).wake(body.call()))
+
+
+@router.post("/v1/pause", responses=ERRORS)
+async def pause(body: PauseBody, request: Request) -> PauseAnswer:
+    """Make no more steps; answered when the ranks' work of those that were begun is over. Requests are queued meanwhile."""
+    await _engine(request).pause(body.call())
+    return _paused(_engine(request), body.operation_id)
+
+
+@router.post("/v1/resume", responses=ERRORS)
+async def resume(body: ResumeBody, request: Request) -> PauseAnswer:
+    """Make steps again."""
+    _engine(request).resume(body.call())
+    return _paused(_engine(request), body.operation_id)
+
+
+@router.post("/v1/probe", responses=ERRORS)
+async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
+    """What every rank holds, and what it makes of a fixed seed: the comparison that a wake makes."""
+    fingerprints = await _engine(request).probe(body.call())
+    ranks = [
+        FingerprintAnswer(rank=rank, weights=each.weights, adapters=sorted(each.adapters.values()), probe=each.probe)
+        for rank, each in enumerate(fingerprints)
+    ]
+    return ProbeAnswer(operationId=body.operation_id, ranks=ranks)
 
 
 @router.put("/v1/adapters/{name}", response_model=None, responses=ERRORS)
 async def put_adapter(name: AdapterName, body: AdapterBody, request: Request) -> Response:
-    """Load an adapter on every rank, or update its scale; answers its record as in `/v1/state`."""
+    """Load an adapter on every rank, or update its scale; answers its record as in `/v1/state`. For a sleeping model it is Deferred."""
     return _encoded(await _engine(request).put_adapter(name, body.call()))
 
 
@@ -71,6 +102,10 @@ def _engine(request: Request) -> Engine:
 
 def _encoded(document: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _paused(engine: Engine, operation_id: str) -> PauseAnswer:
+    return PauseAnswer(operationId=operation_id, paused=engine.state_document().paused)
 
 
 def _operation(engine: Engine, operation_id: str, *, running: bool) -> Response:

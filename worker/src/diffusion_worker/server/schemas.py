@@ -11,7 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from diffusion_worker.engine.admission import MAX_LORA_SCALE
-from diffusion_worker.engine.documents import AdapterCall, ProfileCall, Residency, SleepCall, SleepMode, SleepPolicy, WakeCall
+from diffusion_worker.engine.documents import (
+    AdapterCall,
+    OperationCall,
+    PauseCall,
+    ProfileCall,
+    Residency,
+    SleepCall,
+    SleepMode,
+    SleepPolicy,
+    WakeCall,
+)
 from diffusion_worker.messages import MemoryTag, SleepLevel
 from diffusion_worker.server.image_schemas import Finite
 from diffusion_worker.server.source_schemas import ControlBody, SourceBody
@@ -96,6 +106,41 @@ class SleepBody(ControlBody):
         )
 
 
+class ResumeBody(ControlBody):
+    """Body of `POST /v1/resume`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+
+    def call(self) -> OperationCall:
+        """The body as the engine takes it."""
+        return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id)
+
+
+class PauseBody(ControlBody):
+    """Body of `POST /v1/pause`. One that does not end in time changes nothing."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 60.0
+
+    def call(self) -> PauseCall:
+        """The body as the engine takes it."""
+        return PauseCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
+
+
+class ProbeBody(ControlBody):
+    """Body of `POST /v1/probe`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+
+    def call(self) -> OperationCall:
+        """The body as the engine takes it."""
+        return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
+
+
 class AdapterBody(ControlBody):
     """Body of `PUT /v1/adapters/{name}`."""
 
@@ -166,6 +211,29 @@ class OperationAnswer(BaseModel):
 
     operationId: str
     state: str
+
+
+class PauseAnswer(BaseModel):
+    """Whether steps are made now."""
+
+    operationId: str
+    paused: bool
+
+
+class FingerprintAnswer(BaseModel):
+    """One rank: a checksum of its weights, the digests of its adapters, and of what one step from a fixed seed makes."""
+
+    rank: int
+    weights: str
+    adapters: list[str]
+    probe: str | None
+
+
+class ProbeAnswer(BaseModel):
+    """The ranks, in their order."""
+
+    operationId: str
+    ranks: list[FingerprintAnswer]
 
 
 class ProfileAnswer(BaseModel):
