@@ -149,6 +149,11 @@ class FakeRankGroup:
         return self.counts["warm_up"]
 
     @property
+    def active(self) -> list[str]:
+        """Ids of the requests that the ranks know."""
+        return list(self._active)
+
+    @property
     def registered(self) -> dict[int, str]:
         """The folders of the adapters that the ranks hold, by their ids."""
         return dict(self._adapters)
