@@ -210,12 +210,6 @@ async def test_the_record_of_an_adapter_has_what_its_status_is_made_of(driver: D
     assert record.last_request_age_seconds is None
 
 
-async def test_an_adapter_for_a_sleeping_worker_is_a_race(driver: Driver) -> None:
-    await driver.sleep()
-    await driver.wait_for(WorkerPhase.ASLEEP)
-    assert (await refusal(driver.put("style", driver.lora("one")))).code in RACES
-
-
 async def test_calls_for_an_earlier_boot_change_nothing(fake_worker: WorkerProcess, driver: Driver) -> None:
     stale = Driver(fake_worker, boot_id="an-earlier-boot")
     for call in (stale.put("x", stale.lora("x")), stale.remove("x"), stale.sleep(), stale.wake()):

@@ -6,6 +6,7 @@ kubelet would, a moment after its ConfigMap changed.
 """
 
 import asyncio
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -33,6 +34,29 @@ class Story:
         self.rig = rig
         self.worker = worker
         self._desired = desired
+        self._clients: list[HttpWorkerClient] = []
+        self._restarts = 0
+
+    def adopt_worker(self) -> None:
+        """The pod runs, and the operator reaches its worker, which listens on ports of its own choice."""
+        client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(self.worker.control_url.rpartition(":")[2]))
+        self._clients.append(client)
+        self.rig.workers = self.rig.runtime.workers = client  # also for an operator that is restarted
+        ended = {"exitCode": 137, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"} if self._restarts else None
+        self.rig.cluster.running(POD_NAME, "127.0.0.1", ready=True, restarts=self._restarts, last=ended)
+
+    def kill_worker(self) -> None:
+        """SIGKILL to the server, and what the kubelet does then: the same container again."""
+        self.worker.send_signal(signal.SIGKILL)
+        self.worker.wait_exit()
+        self.worker.start()
+        self._restarts += 1
+        self.adopt_worker()
+
+    async def close(self) -> None:
+        """End the connections."""
+        for client in self._clients:
+            await client.close()
 
     async def until(self, type_: str, *expected: str, name: str) -> str:
         """Runs until a condition of an adapter has this status and reason; its message."""
@@ -97,13 +121,12 @@ async def story(
     with tempfile.TemporaryDirectory(prefix="story-") as folder:
         desired = Path(folder) / "desired.json"
         write_desired(rig, desired)
-        mounted = (f"--desired={desired}", *options)
+        mounted = (f"--desired={desired}", f"--state-dir={folder}", *options)
         with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, ranks=ranks, env=env) as worker:
             worker.wait_ready()
-            client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(worker.control_url.rpartition(":")[2]))
-            rig.runtime.workers = client
-            rig.cluster.running(POD_NAME, "127.0.0.1", ready=True)
+            told = Story(rig, worker, desired)
+            told.adopt_worker()
             try:
-                yield Story(rig, worker, desired)
+                yield told
             finally:
-                await client.close()
+                await told.close()

@@ -2,6 +2,7 @@
 """The operator's own client on a real worker server, and calls to it in the words of a test."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,7 +17,7 @@ from diffusion_operator.errors import ControlRefused
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from diffusion_operator.plan.observed import AttemptKey
 from diffusion_operator.worker_client import HttpWorkerClient
-from worker_process import WorkerProcess
+from worker_process import DIGITS, WorkerProcess
 
 IP = "127.0.0.1"
 TOKEN = "the-control-token"
@@ -64,11 +65,8 @@ class Driver:
         await self.client.wake(call, token=self.token)
 
     def lora(self, name: str) -> str:
-        """A folder that looks like an adapter's, for ranks that read none."""
-        folder = self._folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "adapter_model.safetensors").touch()
-        return str(folder)
+        """An adapter's folder of this name; fake ranks go by the name alone."""
+        return str(shutil.copytree(DIGITS / "loras" / "frame", self._folder / name, dirs_exist_ok=True))
 
     async def put(self, name: str, path: str, *, deadline_s: int = 30, **said: Any) -> None:
         key = AttemptKey(adapter_uid="u", generation=1, boot_id=self.address.boot_id)

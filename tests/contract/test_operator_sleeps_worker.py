@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep and wake by the operator's own client against the worker's real server: levels, policies, idleness, conflicts.
+
+The ranks are fake. What the operator decides of it is in test_operator_reconciles_sleep.py.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+
+import httpx2
+import pytest
+
+from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.worker_state import Operation, WorkerPhase, WorkerState
+from diffusion_operator.plan.attempts import RACES
+from fake_rank_group import WEIGHTS_BYTES
+from worker_driver import TOKEN, Driver, refusal
+from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+
+STEP_S = 0.02
+LONG = {"prompt": "a red digit seven", "size": "64x64", "num_inference_steps": 50}
+SHORT = LONG | {"num_inference_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    slow = {"FAKE_WORKER": json.dumps({"stepSeconds": STEP_S})}
+    with WorkerProcess(DIGITS_MODEL, ranks=2, program=FAKE_PROGRAM, token=TOKEN, env=slow) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+@pytest.fixture
+async def driver(worker: WorkerProcess) -> AsyncIterator[Driver]:
+    """A client of a worker that is awake by policy, before and after."""
+    driver = Driver(worker)
+    yield driver
+    await driver.clear()
+    await driver.client.close()
+
+
+@pytest.fixture
+async def web(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]:
+    """The data port."""
+    async with httpx2.AsyncClient(base_url=worker.url, timeout=30) as web:
+        yield web
+
+
+async def ask(web: httpx2.AsyncClient, body: dict[str, object] = SHORT) -> httpx2.Response:
+    return await web.post("/v1/images/generations", json=body)
+
+
+async def begun(driver: Driver, web: httpx2.AsyncClient) -> asyncio.Task[httpx2.Response]:
+    """A request that runs."""
+    request = asyncio.create_task(ask(web, LONG))
+    await driver.until(lambda state: state.in_flight)
+    return request
+
+
+def last(state: WorkerState) -> Operation:
+    assert state.last_operation is not None
+    return state.last_operation
+
+
+# Levels and what they say of themselves
+
+
+@pytest.mark.parametrize("level", list(SleepLevel))
+async def test_every_level_of_the_operator_is_one_of_the_worker_and_told_with_seconds_and_bytes(driver: Driver, level: SleepLevel) -> None:
+    await driver.sleep(level=level, operation_id=f"sleep-{level}")
+    state = await driver.wait_for(WorkerPhase.ASLEEP)
+    told = last(state)
+    assert (told.operation_id, told.kind, told.error, told.level) == (f"sleep-{level}", "sleep", None, level)
+    assert told.freed_bytes == 2 * WEIGHTS_BYTES
+    assert 0 < told.seconds < 10
+    assert [rank.state for rank in state.ranks] == ["asleep", "asleep"]
+    await driver.wake(operation_id=f"wake-{level}")
+    told = last(await driver.wait_for(WorkerPhase.READY))
+    assert (told.operation_id, told.kind, told.error) == (f"wake-{level}", "wake", None)
+    assert 0 < told.seconds < 10
+
+
+async def test_the_age_of_a_state_begins_with_it(driver: Driver) -> None:
+    await driver.sleep()
+    first = await driver.wait_for(WorkerPhase.ASLEEP)
+    second = await driver.state()
+    assert 0 <= first.state_age_seconds <= second.state_age_seconds < 10
+
+
+# Policies
+
+
+@pytest.mark.parametrize("policy", list(SleepPolicy))
+async def test_the_policy_of_a_sleep_is_the_workers_from_then_on(driver: Driver, policy: SleepPolicy) -> None:
+    await driver.sleep(policy=policy)
+    assert (await driver.wait_for(WorkerPhase.ASLEEP)).policy is policy
+
+
+async def test_under_on_idle_a_request_wakes_a_sleeping_worker_and_is_served(driver: Driver, web: httpx2.AsyncClient) -> None:
+    await driver.sleep(policy=SleepPolicy.ON_IDLE)
+    await driver.wait_for(WorkerPhase.ASLEEP)
+    answer = await ask(web)
+    assert answer.status_code == 200, answer.text
+    state = await driver.wait_for(WorkerPhase.READY)
+    assert (last(state).kind, last(state).error, state.held.current) == ("wake", None, 0)
+
+
+@pytest.mark.parametrize("policy", [SleepPolicy.ASLEEP, SleepPolicy.ALWAYS_AWAKE])
+async def test_under_another_policy_a_request_is_refused_and_nothing_wakes(
+    driver: Driver, web: httpx2.AsyncClient, policy: SleepPolicy
+) -> None:
+    await driver.sleep(policy=policy)
+    await driver.wait_for(WorkerPhase.ASLEEP)
+    answer = await ask(web)
+    assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
+    assert (await driver.state()).state is WorkerPhase.ASLEEP
+
+
+async def test_a_policy_changes_while_the_worker_sleeps(driver: Driver, web: httpx2.AsyncClient) -> None:
+    """A sleep of a sleeping worker tells the new policy and is otherwise harmless."""
+    await driver.sleep(policy=SleepPolicy.ON_IDLE)
+    before = last(await driver.wait_for(WorkerPhase.ASLEEP))
+    await driver.sleep(policy=SleepPolicy.ASLEEP)
+    assert (await ask(web)).status_code == 503
+    await driver.sleep(policy=SleepPolicy.ON_IDLE)
+    state = await driver.state()
+    assert (state.policy, state.state, last(state).freed_bytes) == (SleepPolicy.ON_IDLE, WorkerPhase.ASLEEP, before.freed_bytes)
+    assert (await ask(web)).status_code == 200
+
+
+# Idleness, by the worker's own clock
+
+
+async def test_a_worker_that_was_used_a_moment_ago_refuses_to_sleep_for_idleness(driver: Driver, web: httpx2.AsyncClient) -> None:
+    assert (await ask(web)).status_code == 200
+    error = await refusal(driver.sleep(policy=SleepPolicy.ON_IDLE, if_idle_since_s=60))
+    assert (error.code, error.status) == ("Busy", 503)
+    state = await driver.state()
+    assert (state.state, state.operation) == (WorkerPhase.READY, None)
+    assert state.last_request_age_seconds is not None and state.last_request_age_seconds < 60
+
+
+async def test_a_worker_that_is_idle_for_so_long_sleeps(driver: Driver, web: httpx2.AsyncClient) -> None:
+    assert (await ask(web)).status_code == 200
+    await driver.until(lambda state: (state.last_request_age_seconds or 0) > 1)
+    await driver.sleep(policy=SleepPolicy.ON_IDLE, if_idle_since_s=1)
+    await driver.wait_for(WorkerPhase.ASLEEP)
+
+
+async def test_a_request_that_runs_keeps_its_worker_from_sleeping_for_idleness(driver: Driver, web: httpx2.AsyncClient) -> None:
+    request = await begun(driver, web)
+    error = await refusal(driver.sleep(policy=SleepPolicy.ON_IDLE, if_idle_since_s=1))
+    assert (error.code, error.status) == ("Busy", 503)
+    assert (await request).status_code == 200
+
+
+# Operations that meet
+
+
+async def test_a_wake_cancels_a_sleep_that_waits_for_its_requests(driver: Driver, web: httpx2.AsyncClient) -> None:
+    request = await begun(driver, web)
+    await driver.sleep(operation_id="sleep-cancelled")
+    assert (await driver.state()).state is WorkerPhase.DRAINING
+    await driver.wake(operation_id="wake-cancels")
+    state = await driver.wait_for(WorkerPhase.READY)
+    assert (await request).status_code == 200
+    told = last(state)
+    assert told.operation_id in ("sleep-cancelled", "wake-cancels")
+    if told.operation_id == "sleep-cancelled":
+        assert told.error is not None and told.error.code == "Cancelled"
+    assert all(rank.state == "ready" for rank in state.ranks)
+
+
+async def test_a_request_of_a_draining_worker_is_served_under_on_idle(driver: Driver, web: httpx2.AsyncClient) -> None:
+    """It cancels the sleep: nobody's request is refused for a model that nobody used."""
+    running = await begun(driver, web)
+    await driver.sleep(policy=SleepPolicy.ON_IDLE)
+    late = await ask(web)
+    assert (late.status_code, (await running).status_code) == (200, 200)
+
+
+async def test_an_aborted_request_gets_a_code_that_may_be_tried_again(driver: Driver, web: httpx2.AsyncClient) -> None:
+    request = await begun(driver, web)
+    await driver.sleep(DrainMode.ABORT)
+    await driver.wait_for(WorkerPhase.ASLEEP)
+    answer = await request
+    assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
+
+
+async def test_another_sleep_during_a_sleep_is_the_same_and_a_repeated_call_too(driver: Driver, web: httpx2.AsyncClient) -> None:
+    """What an operator does that was restarted in the middle: the same call, or one with the next attempt's id."""
+    request = await begun(driver, web)
+    await driver.sleep(operation_id="sleep-3-1")
+    await driver.sleep(operation_id="sleep-3-1")
+    await driver.sleep(operation_id="sleep-3-2")
+    state = await driver.state()
+    assert state.operation is not None and state.operation.operation_id == "sleep-3-1"
+    assert (await request).status_code == 200
+    assert last(await driver.wait_for(WorkerPhase.ASLEEP)).operation_id == "sleep-3-1"
+
+
+async def test_what_the_operator_meets_in_a_race_is_a_race_to_it(driver: Driver, web: httpx2.AsyncClient) -> None:
+    assert (await ask(web)).status_code == 200
+    assert (await refusal(driver.sleep(if_idle_since_s=60))).code in RACES
+
+
+# Adapters of a sleeping worker
+
+
+async def test_adapters_of_a_sleeping_worker_are_taken_deferred_and_there_when_it_serves(driver: Driver, web: httpx2.AsyncClient) -> None:
+    await driver.put("old", driver.lora("old"))
+    await driver.sleep(policy=SleepPolicy.ON_IDLE)
+    await driver.wait_for(WorkerPhase.ASLEEP)
+    await driver.remove("old")
+    await driver.put("new", driver.lora("new"))
+    # What is deleted now is taken out of the ranks' memory when they wake.
+    assert {one.name: one.state for one in (await driver.state()).adapters} == {"old": "Draining", "new": "Deferred"}
+    assert (await ask(web, SHORT | {"model": "old"})).status_code == 404
+    assert (await driver.state()).state is WorkerPhase.ASLEEP, "a request for what is not there wakes nobody"
+    answer = await ask(web, SHORT | {"model": "new"})
+    assert answer.status_code == 200, answer.text
+    assert [(one.name, one.state) for one in (await driver.state()).adapters] == [("new", "Loaded")]
+
+
+async def test_adapters_that_a_deep_sleep_dropped_are_loaded_again_before_the_worker_serves(driver: Driver) -> None:
+    await driver.put("style", driver.lora("style"), scale=0.5)
+    await driver.sleep(level=SleepLevel.DISCARD)
+    assert [one.state for one in (await driver.wait_for(WorkerPhase.ASLEEP)).adapters] == ["Deferred"]
+    await driver.wake()
+    [adapter] = (await driver.wait_for(WorkerPhase.READY)).adapters
+    assert (adapter.state, adapter.scale, adapter.ranks_loaded) == ("Loaded", 0.5, 2)
