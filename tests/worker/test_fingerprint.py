@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fingerprint of a rank in this process: what changes it, what does not, and that nothing is left of it."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 
 from corrupting_extension import Corrupting, flip
-from diffusion_worker.config import StepCache
+from diffusion_worker.config import Compile, StepCache
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import Fingerprint, LoRAUse, MemoryTag, ModelInfo, RequestSpec, SleepLevel, Task, Tick
+from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.fingerprint import SMALLEST_SIDE, probe_requests
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from runner_rig import RunnerRig, request
+from wordy_pipelines import LargeFlux, NeverFlux, WordyFlux, WordyFluxEdits, WordyWan, runner_of
 from worker_process import DIGITS
 
 STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS / "loras" / "stripes"))
@@ -159,12 +162,47 @@ def test_an_adapter_that_is_merged_is_taken_out_first() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"step_cache": StepCache.FIRST_BLOCK}, {"prompt_cache_size": 0}, {"exact": True}], ids=str)
+@pytest.mark.parametrize("options", [{"step_cache": StepCache.FIRST_BLOCK}, {"compile": Compile.DEFAULT}, {"exact": True}], ids=str)
 def test_options_that_change_how_pictures_are_made_do_not_change_it(loaded: RunnerRig, options: dict[str, Any]) -> None:
     assert of(RunnerRig(**options)) == of(loaded)
 
 
 # What is asked of a model
+
+
+@pytest.mark.parametrize("kind", [WordyFlux, WordyFluxEdits, WordyWan, LargeFlux])
+def test_models_of_pictures_of_edits_and_of_videos_have_a_probe_that_sees_their_weights(kind: type[Any]) -> None:
+    runner = runner_of(kind)
+    before = runner.fingerprint(probe=True)
+    assert before.probe is not None
+    assert runner.fingerprint(probe=True) == before == runner_of(kind).fingerprint(probe=True)
+    with torch.inference_mode():
+        runner.pipeline.transformer.proj_out.weight.neg_()
+    assert runner.fingerprint(probe=True).probe != before.probe
+
+
+def test_a_model_that_refuses_whatever_is_tried_has_no_probe_and_says_so_and_its_weights_count(caplog: pytest.LogCaptureFixture) -> None:
+    runner = runner_of(NeverFlux)
+    with caplog.at_level(logging.WARNING):
+        found = runner.fingerprint(probe=True)
+    assert found.probe is None and found.weights == runner.fingerprint(probe=False).weights
+    assert "no probe, so that wakes are verified by checksums alone: too small" in caplog.text
+
+
+def test_too_little_memory_for_the_probe_is_an_error_that_may_pass() -> None:
+    runner = runner_of(WordyFlux)
+    before = runner.fingerprint(probe=True)
+    parallel: Any = runner._parallel
+
+    def run_out(call: ModelCall) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    parallel.before = run_out
+    with pytest.raises(RequestError, match="out of memory") as failed:
+        runner.fingerprint(probe=True)
+    assert failed.value.code is ErrorCode.INSUFFICIENT_MEMORY
+    parallel.before = lambda call: None
+    assert runner.fingerprint(probe=True) == before
 
 
 class Tasks:
