@@ -11,7 +11,9 @@ from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.worker_state import (
     AdapterRecord,
     HeldReport,
+    MemoryReport,
     Operation,
+    RankReport,
     RecordState,
     WireError,
     WorkerPhase,
@@ -48,6 +50,12 @@ def told(state: WorkerState, policy: SleepPolicy = SleepPolicy.ASLEEP) -> Worker
     return msgspec.structs.replace(state, policy=policy)
 
 
+def sleeping_at(level: SleepLevel) -> WorkerState:
+    return says(WorkerPhase.ASLEEP, ranks=(RankReport(rank=0, state="asleep", memory=MemoryReport(level=level)),))
+
+
+LIGHT, DEEP = sleeping_at(SleepLevel.HOST_MEMORY), sleeping_at(SleepLevel.DISCARD)
+
 DECLARED = [
     ("a ready one is put to sleep", "Asleep", READY, ["sleep 0"]),
     ("a sleeping one is left", "Asleep", told(ASLEEP), []),
@@ -58,6 +66,10 @@ DECLARED = [
     ("a failed sleep is tried again", "Asleep", says(WorkerPhase.READY, last_operation=FAILED_SLEEP), ["sleep 0"]),
     ("one that slept for idleness is told that it was asked to", "Asleep", told(ASLEEP, SleepPolicy.ON_IDLE), ["sleep 0"]),
     ("one that drains for idleness is told", "Asleep", told(DRAINING, SleepPolicy.ON_IDLE), ["sleep 0"]),
+    ("one that keeps what it is not to keep any more is told", "Asleep Discard", told(LIGHT), ["sleep 0"]),
+    ("one that keeps it no more is left", "Asleep Discard", told(DEEP), []),
+    ("one that keeps less than it may is left", "Asleep", told(DEEP), []),
+    ("one that just wakes is not told to keep less", "Asleep Discard", told(msgspec.structs.replace(LIGHT, state=WorkerPhase.WAKING)), []),
     ("a sleeping one is woken", "AlwaysAwake", ASLEEP, ["wake 0"]),
     ("a ready one is left", "AlwaysAwake", READY, []),
     ("one that drains is called back", "AlwaysAwake", says(WorkerPhase.DRAINING, operation=op("sleep", "s")), ["wake 0"]),
@@ -70,7 +82,8 @@ DECLARED = [
 
 @pytest.mark.parametrize(("policy", "state", "wanted"), [row[1:] for row in DECLARED], ids=[row[0] for row in DECLARED])
 def test_by_the_declared_policy(policy: str, state: WorkerState, wanted: list[str]) -> None:
-    assert calls(planned(pod(), states={0: state}, sleep={"policy": policy})) == wanted
+    policy, _, level = policy.partition(" ")
+    assert calls(planned(pod(), states={0: state}, sleep={"policy": policy, "level": level or "HostMemory"})) == wanted
 
 
 def awake(idle_s: float | None = 1000.0, *, awake_s: float = 1000.0, **more: Any) -> WorkerState:

@@ -107,9 +107,9 @@ async def test_an_event_is_one_though_the_status_could_not_be_written_after_it(m
 async def test_a_lost_answer_starts_no_second_sleep() -> None:
     rig = await idle()
     worker(rig).slow, worker(rig).lost_answers = True, 1
-    await rig.run(90)
+    await rig.run(70)
     rig.restart_operator()
-    await rig.run(90)
+    await rig.run(15)
     assert kinds(worker(rig)) == ["sleep"]
     worker(rig).finish()
     await rig.run(5)

@@ -76,9 +76,16 @@ class ModelReport(_Wire, frozen=True):
     pipeline: str | None = None
 
 
+class MemoryReport(_Wire, frozen=True):
+    """Of a rank; `level` is how deep it sleeps."""
+
+    level: SleepLevel | None = None
+
+
 class RankReport(_Wire, frozen=True):
     rank: int
     state: str
+    memory: MemoryReport = MemoryReport()
 
 
 class RecordState(StrEnum):
@@ -152,6 +159,11 @@ class WorkerState(_Wire, frozen=True, dict=True):
     state_age_seconds: float = 0.0
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     held: HeldReport = HeldReport()
+
+    @property
+    def sleeps_at(self) -> SleepLevel | None:
+        """The level of its sleep; None while it is awake, and where it does not say."""
+        return next((rank.memory.level for rank in self.ranks if rank.memory.level is not None), None)
 
     @cached_property
     def named(self) -> Mapping[str, tuple[AdapterRecord, ...]]:

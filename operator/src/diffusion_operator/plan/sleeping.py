@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
-from diffusion_operator.api.deployment import DeploymentSpec, DrainMode, GroupState, SleepPolicy
+from diffusion_operator.api.deployment import DeploymentSpec, DrainMode, GroupState, SleepLevel, SleepPolicy
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
 from diffusion_operator.plan.actions import SleepWorker, WakeWorker
 from diffusion_operator.plan.groups import Group
@@ -47,9 +47,9 @@ def retry_key(call: SleepWorker | WakeWorker) -> str:
 
 
 def _chosen(spec: DeploymentSpec, groups: Sequence[Group], *, rolling: bool, busy: Collection[str]) -> tuple[set[int], set[int]]:
-    """Indices to put to sleep, and to wake. A sleep of what rests already only tells it a policy that it does not know yet."""
+    """Indices to put to sleep, and to wake. What rests already is told so to hear of a new policy, or to give up more."""
     known = [(group, group.document) for group in groups if group.document is not None]
-    untold = {group.index for group, document in known if document.state in _RESTING and document.policy is not spec.sleep.policy}
+    untold = {group.index for group, document in known if document.state in _RESTING and _is_untold(spec, document)}
     match spec.sleep.policy:
         case SleepPolicy.ALWAYS_AWAKE:
             return set(), {group.index for group, document in known if _may_wake(document)}
@@ -59,6 +59,11 @@ def _chosen(spec: DeploymentSpec, groups: Sequence[Group], *, rolling: bool, bus
             woken = _needed(spec, groups, known)
             idle = set() if rolling else _idle(spec, groups, [one for one in known if one[0].pod.uid not in busy])
             return (untold - woken) | idle, woken
+
+
+def _is_untold(spec: DeploymentSpec, document: WorkerState) -> bool:
+    too_light = spec.sleep.level is SleepLevel.DISCARD and document.sleeps_at is SleepLevel.HOST_MEMORY
+    return document.policy is not spec.sleep.policy or (too_light and document.operation is None)
 
 
 def _may_wake(document: WorkerState) -> bool:
