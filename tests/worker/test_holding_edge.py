@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from PIL import Image
 
-from diffusion_worker.engine import holding
+from diffusion_worker.engine import holding, sleep_calls
 from diffusion_worker.engine.documents import Residency, SleepCall
-from diffusion_worker.errors import ErrorCode
+from diffusion_worker.errors import ErrorCode, GroupFailed
 from diffusion_worker.messages import ErrorReport, RequestSpec, Task
 from diffusion_worker.server import streaming
 from fake_rank_group import FakeRankGroup, fake_pixels
@@ -261,6 +261,36 @@ async def test_a_group_that_is_lost_for_good_ends_held_requests(tmp_path: Path) 
         await edge.wait_held(1)
         edge.ranks.die(KILLED)
         assert code(await held) == (500, "EngineFailed")
+
+
+async def test_a_model_that_cannot_be_loaded_ends_requests_that_wait_for_it() -> None:
+    edge = Edge(FakeRankGroup())
+    edge.ranks.loading.clear()
+    starting = asyncio.create_task(edge.engine.start())
+    held = asyncio.create_task(edge.images(prompt="p"))
+    await edge.wait_held(1)
+    edge.ranks.die(KILLED)
+    assert code(await held) == (500, "EngineFailed")
+    with pytest.raises(GroupFailed):
+        await starting
+    await edge.engine.terminate()
+
+
+async def test_a_model_without_the_memory_to_wake_keeps_its_requests_until_it_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sleep_calls, "FIRST_RETRY_S", 0.01)
+    async with sleeping_edge(tmp_path) as edge:
+        edge.ranks.wake_errors += [ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "too little")] * 2
+        edge.ranks.calling.set()
+        client = Client(edge)
+        answers = await asyncio.gather(*(edge.images(prompt="p") for _ in range(3)))
+        assert [answer.status_code for answer in answers] == [200] * 3
+        states = []
+        assert await client.status() == 200
+        while (event := await client.event())["type"] == "image_generation.held":
+            states.append(event["state"])
+        assert {"asleep", "waking"} <= set(states) and event["type"] == "image_generation.progress"
 
 
 # Adapters

@@ -199,6 +199,7 @@ async def test_sleeps_wakes_and_restarts_are_counted(edge: Edge) -> None:
     found = await metrics(edge)
     assert (found["operation_seconds_count", "sleep"], found["operation_seconds_count", "wake"]) == (1, 1)
     assert found["operation_failures_total", "sleep"] == 0
+    assert found["sleep_freed_bytes_total",] == 2 * 1_000_000
     assert found["rank_group_restarts_total",] == 1
     assert (found["rank_group_losses_total", "Died"], found["rank_group_losses_total", "Device"]) == (1, 0)
 

@@ -30,11 +30,12 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class OperationsDone:
-    """What became of the operations since the start: how long the successful ones took, and how many failed, by kind."""
+    """What became of the operations since the start: how long the successful ones took and what they freed, how many failed."""
 
     def __init__(self) -> None:
         self.durations = {kind: Durations() for kind in OPERATION_KINDS}
         self.failures = Counter[str]()
+        self.freed_bytes = 0
 
 
 class _Running(msgspec.Struct, frozen=True):
@@ -123,6 +124,7 @@ class Operations:
         self.last = OperationResult(operation_id, kind, problem, round(seconds, 4), freed, outcome.level)
         self.last_acks = outcome.acks
         self._remember(operation_id, self.last)
+        self.done.freed_bytes += freed or 0
         if problem is None:
             self.done.durations[kind].observe(seconds)
         elif problem.code != ErrorCode.CANCELLED:

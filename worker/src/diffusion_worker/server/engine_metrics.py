@@ -100,6 +100,7 @@ class EngineCollector(Collector):
         done = self._engine.operations_done
         failures = {kind: done.failures[kind] for kind in OPERATION_KINDS}
         yield histogram("operation_seconds", "Time of the sleeps and wakes that succeeded.", done.durations, label="kind")
+        yield counter("sleep_freed_bytes", "Memory that sleeps gave back, all ranks.", done.freed_bytes)
         yield labelled("operation_failures", "Sleeps and wakes that failed.", "kind", failures)
 
     def _group(self, restarts: int) -> Iterator[Metric]:
