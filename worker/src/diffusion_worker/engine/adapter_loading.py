@@ -136,7 +136,7 @@ class AdapterLoader:
         self._outcomes.discard(arriving, why)
         self._outcomes.give_up(adapter, why)
         retiring = self._in_background(self._outcomes.retired(adapter, drain_s))
-        if not self._outcomes.deferring:
+        if adapter.state is not AdapterState.DRAINING or not self._outcomes.deferring:
             await asyncio.shield(retiring)
         log.info("adapter=%s removed", name)
 
