@@ -167,7 +167,12 @@ def test_for_need(states: list[WorkerState], sleep: dict[str, Any], wanted: list
 
 def test_what_is_not_known_counts_as_a_request() -> None:
     states = {0: awake(), 1: awake()}
-    assert calls(planned(pod(0), pod(1), states=states, stale=(1,), replicas=2, sleep=DECIDING)) == ["sleep 0"], "one stays"
+    both = (pod(0), pod(1))
+    assert calls(planned(*both, states=states, stale=(1,), replicas=2, sleep=DECIDING)) == ["sleep 0"], "one stays"
+    hidden = {0: awake(), 1: asleep()}
+    assert calls(planned(*both, states=hidden, stale=(1,), replicas=2, sleep=DECIDING)) == [], "who knows what the other one does"
+    oldest = {0: awake(9000), 1: awake()}
+    assert calls(planned(*both, states=oldest, stale=(0,), replicas=2, sleep=DECIDING | {"minAwake": 1})) == ["sleep 1"]
     assert calls(planned(pod(0), states=states, stale=(0,), sleep=DECIDING)) == [], "and nobody is called that does not answer"
 
 
