@@ -6,11 +6,12 @@ thread, so a load needs no memory beside that of the weights.
 """
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -185,8 +186,8 @@ def _staging_memory(device: torch.device) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    content: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(content)
+    """The memory of a tensor. Not by numpy, after which its storage could not be resized any more."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _mapped(stored: StoredTensor) -> torch.Tensor:
