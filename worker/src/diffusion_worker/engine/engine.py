@@ -4,23 +4,16 @@
 Runs on the server's event loop and holds no torch. Requests that were admitted are with `StepLoop`, adapters with `AdapterLoader`.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine import admission
-from diffusion_worker.engine.adapter_declared import DeclaredAdapters
-from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.adapter_outcomes import DEFERRING
 from diffusion_worker.engine.adapter_ranks import AdapterLoads
-from diffusion_worker.engine.adapter_table import AdapterTable
-from diffusion_worker.engine.adapter_use import AdapterUse
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.documents import (
     AdapterCall,
@@ -35,29 +28,18 @@ from diffusion_worker.engine.documents import (
     ProfileCall,
     ProfileDocument,
     SleepCall,
-    SleepPolicy,
     StateDocument,
     WakeCall,
 )
 from diffusion_worker.engine.holding import Holding
-from diffusion_worker.engine.life import EngineLife
-from diffusion_worker.engine.model_digest import ModelDigest
-from diffusion_worker.engine.model_fetching import ModelFetch
-from diffusion_worker.engine.operations import Operations, OperationsDone
-from diffusion_worker.engine.pausing import Pauser, Pausing
-from diffusion_worker.engine.preparing import Preparation
+from diffusion_worker.engine.operations import OperationsDone
+from diffusion_worker.engine.parts import EngineParts
+from diffusion_worker.engine.pausing import Pauser
 from diffusion_worker.engine.rank_answers import all_true
 from diffusion_worker.engine.rank_group import RankGroup
-from diffusion_worker.engine.recovery import RestartBudget
-from diffusion_worker.engine.requests import Requests
 from diffusion_worker.engine.results import Generation, RequestEvent
-from diffusion_worker.engine.sleep_calls import SleepCalls
-from diffusion_worker.engine.sleep_policy import SleepRules
-from diffusion_worker.engine.sleep_record import SleepNotes, record_key
-from diffusion_worker.engine.sleeping import Sleeper
-from diffusion_worker.engine.step_loop import StepLoop, StepStats
-from diffusion_worker.engine.supervision import Supervisor
-from diffusion_worker.engine.verification import Verification
+from diffusion_worker.engine.starting import start
+from diffusion_worker.engine.step_loop import StepStats
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import Fingerprint, ModelInfo, TaskAck
 from diffusion_worker.sources.fetching import Fetcher
@@ -72,78 +54,10 @@ class Engine:
     def __init__(self, config: WorkerConfig, ranks: RankGroup, *, boot_id: str, fetcher: Fetcher | None = None) -> None:
         self.config = config
         self.boot_id = boot_id
-        self.life = EngineLife()
-        self.rules = SleepRules(config.desired_path)
-        self._ranks = ranks
-        self._model: ModelInfo | None = None
-        self._lost = asyncio.Event()
-        self._steps = StepLoop(
-            ranks,
-            max_batch_size=config.max_batch_size,
-            max_loras=config.max_loras,
-            tick_timeout_s=config.tick_timeout_s,
-            window_s=config.batch_window_s,
-            broken=lambda reason: self._supervisor.on_stepping_broken(reason),
-        )
-        self._digest = ModelDigest(Path(config.model))
-        self._fetcher = fetcher or Fetcher(config)
-        self._model_fetch = ModelFetch(config, self._fetcher)
-        self._adapters = AdapterTable(capacity=config.max_cached_loras, residents=config.max_loras)
-        self._loader = AdapterLoader(
-            self._adapters,
-            ranks,
-            self._fetcher,
-            self.life,
-            ranks_total=config.ranks,
-            abort=self._abort,
-            settled=self._settled,
-            require_serving=self._require_serving,
-            follow=lambda deadline_s: self._declared.follow(deadline_s),
-        )
-        self._declared = DeclaredAdapters(self._loader, config, lambda: self.rules.desired)
-        self._adapter_use = AdapterUse(self._adapters, self._loader, config, self.life)
-        self._requests = Requests(
-            config,
-            self.life,
-            self._steps,
-            self._adapter_use,
-            Holding(self.life, self.rules, wake=self.wake_on_demand),
-            identity=lambda: (self._model_fetch.revision, self._digest.value),
-        )
-        self._verification = Verification(self._loader.call_all, self._loader.digests)
-        self._preparation = Preparation(
-            config, self.life, ranks, self._loader, self._verification, describe=self._describe, warmed=self._steps.set_features
-        )
-        self._supervisor = Supervisor(
-            self.life,
-            ranks,
-            self._steps,
-            self._loader,
-            self._preparation,
-            budget=RestartBudget(config.max_restarts),
-            failed=self._fail,
-        )
-        self._pausing = Pausing(self._steps, self._loader.call_all)
-        self._notes = SleepNotes(
-            config.state_dir,
-            key=lambda: record_key(config, version=self.version, revision=self._model_fetch.revision),
-            fingerprints=lambda: self._verification.recorded,
-        )
-        self._operations = Operations()
-        sleeper = Sleeper(
-            self.life,
-            ranks,
-            self._steps,
-            self._pausing,
-            self._loader,
-            self._preparation,
-            self._supervisor,
-            self._notes,
-            call_timeout_s=config.rank_timeout_s,
-        )
-        self._sleep_calls = SleepCalls(
-            self.life, self.rules, self._operations, sleeper, idle_s=self._idle_s, held=lambda: self._requests.holding.current
-        )
+        self._parts = EngineParts(config, ranks, fetcher or Fetcher(config))
+        self.life = self._parts.life
+        self.rules = self._parts.rules
+        self._steps = self._parts.steps
 
     @property
     def state(self) -> EngineState:
@@ -153,12 +67,12 @@ class Engine:
     @property
     def version(self) -> str:
         """Of the worker."""
-        return self._requests.version
+        return self._parts.requests.version
 
     @property
     def model(self) -> ModelInfo | None:
         """The model, once it was loaded."""
-        return self._model
+        return self._parts.requests.model
 
     @property
     def features(self) -> dict[str, str]:
@@ -177,48 +91,46 @@ class Engine:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
         """
         try:
-            await self._fetch_model()
-            if not await self._start_asleep():
-                await self._start_awake()
+            await start(self._parts)
         except Exception as error:
-            self._fail(str(error))  # those that are held hear of it
+            self._parts.fail(str(error))  # those that are held hear of it
             raise
         self.life.loaded = True
-        self._digest.begin()
+        self._parts.digest.begin()
 
     async def run_until_failure(self) -> str:
         """Returns the reason when the engine cannot go on; every waiting request then has its error."""
-        await self._lost.wait()
+        await self._parts.lost.wait()
         return str(self.life.failure)
 
     async def terminate(self) -> None:
         """Stop admission, let running requests finish within the configured time, end the ranks."""
         self.life.loaded = False
-        self._digest.end()
-        self._loader.stop(RequestError(ErrorCode.TERMINATING, "the server is shutting down", retry_after_s=1.0))
+        self._parts.digest.end()
+        self._parts.loader.stop(RequestError(ErrorCode.TERMINATING, "the server is shutting down", retry_after_s=1.0))
         if self.state is not EngineState.FAILED:
             self.life.enter(EngineState.TERMINATING)
-            self._pausing.release(Pauser.CALL)  # what was begun may be finished
-        await self._sleep_calls.end()
+            self._parts.pausing.release(Pauser.CALL)  # what was begun may be finished
+        await self._parts.sleep_calls.end()
         if self.state is EngineState.TERMINATING:
             await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
-        await self._supervisor.end()
-        await self._ranks.stop()
-        self._model_fetch.end()
-        await self._fetcher.close()
+        await self._parts.supervisor.end()
+        await self._parts.ranks.stop()
+        self._parts.model_fetch.end()
+        await self._parts.fetcher.close()
 
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
         """Make the pictures of a request; see `Requests.generate`."""
-        return await self._requests.generate(params, on_event=on_event)
+        return await self._parts.requests.generate(params, on_event=on_event)
 
     def accelerates(self, params: GenerationParams) -> bool:
         """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
-        return self._requests.accelerates(params)
+        return self._parts.requests.accelerates(params)
 
     @property
     def dropped_frames(self) -> tuple[int, int]:
         """Frames on the wire to the ranks that were no message, at the server's end and at the ranks'."""
-        return self._ranks.dropped_frames
+        return self._parts.ranks.dropped_frames
 
     @property
     def stats(self) -> StepStats:
@@ -228,12 +140,12 @@ class Engine:
     @property
     def adapter_loads(self) -> AdapterLoads:
         """What became of the loads of adapters, for metrics."""
-        return self._loader.loads
+        return self._parts.loader.loads
 
     @property
     def registered_adapters(self) -> int:
         """Adapters in the ranks' host memory, for metrics; the same bytes under two names are one."""
-        return self._adapters.registered
+        return self._parts.adapters.registered
 
     @property
     def active_adapters(self) -> int:
@@ -243,21 +155,21 @@ class Engine:
     @property
     def held(self) -> Holding:
         """The requests that wait until the model serves, and what became of those that did."""
-        return self._requests.holding
+        return self._parts.requests.holding
 
     @property
     def operations_done(self) -> OperationsDone:
         """What became of sleeps and wakes, for metrics."""
-        return self._operations.done
+        return self._parts.operations.done
 
     @property
     def last_acks(self) -> list[TaskAck]:
         """What each rank acknowledged to the operation that ended last."""
-        return self._operations.last_acks
+        return self._parts.operations.last_acks
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
         """Names a request may ask for: the base, then the adapters that are loaded, or would be for it."""
-        adapters = self._adapter_use.served()
+        adapters = self._parts.adapter_use.served()
         return [(self.config.served_name, None)] + [(adapter.name, adapter.document(self.config.ranks)) for adapter in adapters]
 
     def model_document(self, name: str) -> AdapterDocument | None:
@@ -266,26 +178,26 @@ class Engine:
         Raises:
             RequestError: NotFound, AdapterNotLoaded, as for a request.
         """
-        return None if name == self.config.served_name else self._adapter_use.resolve(name).document(self.config.ranks)
+        return None if name == self.config.served_name else self._parts.adapter_use.resolve(name).document(self.config.ranks)
 
     def adapter_source(self, name: str) -> Source | None:
         """Where the adapter of a name came from, in whatever state it is; None where there is none."""
-        adapter = self._adapters.get(name)
+        adapter = self._parts.adapters.get(name)
         return adapter.call.source if adapter else None
 
     def state_document(self) -> StateDocument:
         """Everything the control API shows; cheap, and answers in every state."""
-        done, total = self._model_fetch.progress if self.life.stage is LoadStage.FETCHING else self._ranks.load_progress()
-        model = self._model
+        done, total = self._parts.model_fetch.progress if self.life.stage is LoadStage.FETCHING else self._parts.ranks.load_progress()
+        model = self.model
         return StateDocument(
             boot_id=self.boot_id,
-            generation=self._ranks.generation,
+            generation=self._parts.ranks.generation,
             state=self.state,
-            operation=self._operations.running(),
-            last_operation=self._operations.last,
+            operation=self._parts.operations.running(),
+            last_operation=self._parts.operations.last,
             in_flight=self._steps.running,
-            queued=self._steps.waiting + self._adapter_use.waiting,
-            last_request_age_seconds=self._requests.last_age_s,
+            queued=self._steps.waiting + self._parts.adapter_use.waiting,
+            last_request_age_seconds=self._parts.requests.last_age_s,
             load=LoadDocument(self.life.load_stage(total), done, total),
             model=ModelDocument(
                 self.config.served_name,
@@ -293,18 +205,18 @@ class Engine:
                 model.pipeline if model else None,
                 model.dtype if model else None,
                 model.weights_bytes if model else None,
-                self._digest.value,
-                self._model_fetch.revision,
+                self._parts.digest.value,
+                self._parts.model_fetch.revision,
             ),
-            ranks=self._ranks.documents(),
-            adapters=[adapter.document(self.config.ranks) for adapter in self._adapters],
-            failure=self.life.problem() or self._model_fetch.problem,
+            ranks=self._parts.ranks.documents(),
+            adapters=[adapter.document(self.config.ranks) for adapter in self._parts.adapters],
+            failure=self.life.problem() or self._parts.model_fetch.problem,
             restarts=self.life.losses.restarts,
             last_loss=self.life.losses.document(time.monotonic()),
             features=self._steps.features,
             state_age_seconds=self.life.state_age_seconds,
             policy=self.rules.policy,
-            paused=self._pausing.paused,
+            paused=self._parts.pausing.paused,
             held=self.held.document(),
         )
 
@@ -322,7 +234,7 @@ class Engine:
         self._check_boot(call.boot_id)
         if option := why_awake(self.config):
             raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with {option}")
-        return self._sleep_calls.sleep(call)
+        return self._parts.sleep_calls.sleep(call)
 
     def wake(self, call: WakeCall) -> bool:
         """Start waking up, or cancel a drain; False when nothing is left to do. See `SleepCalls.wake`.
@@ -331,15 +243,15 @@ class Engine:
             RequestError: WrongBoot, Conflict with a sleep, Starting, Busy.
         """
         self._check_boot(call.boot_id)
-        return self._sleep_calls.wake(call)
+        return self._parts.sleep_calls.wake(call)
 
     def wake_on_demand(self) -> None:
         """A request waits: with policy OnIdle the model wakes, as soon as what goes on allows it. Returns at once; may be repeated."""
-        self._sleep_calls.wake_on_demand()
+        self._parts.sleep_calls.wake_on_demand()
 
     async def operation_over(self, operation_id: str) -> OperationResult | None:
         """How a sleep or wake ended, once it did; None for an operation that had nothing to do, or was too long ago."""
-        return await self._operations.over(operation_id)
+        return await self._parts.operations.over(operation_id)
 
     async def pause(self, call: PauseCall) -> None:
         """Make no step until `resume`; returns when the ranks' work of those that were begun is over. Harmless when repeated.
@@ -352,14 +264,14 @@ class Engine:
         self._check_boot(call.boot_id)
         self.life.require_ready("pause", restarting_too=True)
         try:
-            await self._pausing.hold(Pauser.CALL, timeout_s=call.deadline_seconds)
+            await self._parts.pausing.hold(Pauser.CALL, timeout_s=call.deadline_seconds)
         except GroupFailed:
-            await self._supervisor.settled()  # the next ranks have made no step
+            await self._parts.supervisor.settled()  # the next ranks have made no step
 
     def resume(self, call: OperationCall) -> None:
         """Make steps again; harmless where they are made. Raises RequestError (WrongBoot)."""
         self._check_boot(call.boot_id)
-        self._pausing.release(Pauser.CALL)
+        self._parts.pausing.release(Pauser.CALL)
 
     async def probe(self, call: OperationCall) -> list[Fingerprint]:
         """What each rank holds and makes of it, in their order, taken between two steps.
@@ -369,7 +281,7 @@ class Engine:
         """
         self._check_boot(call.boot_id)
         self.life.require_ready("probe", restarting_too=False)
-        return await self._verification.take(timeout_s=call.deadline_seconds)
+        return await self._parts.verification.take(timeout_s=call.deadline_seconds)
 
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Load an adapter on all ranks or none, at the wake of those that sleep; see `AdapterLoader.put` for its errors."""
@@ -378,8 +290,8 @@ class Engine:
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)
         if name == self.config.served_name:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: the name is that of the base model")
-        self._declared.called(name)
-        return await self._loader.put(name, call)
+        self._parts.declared.called(name)
+        return await self._parts.loader.put(name, call)
 
     async def delete_adapter(self, name: str, *, operation_id: str, boot_id: str | None, drain_s: float) -> None:
         """Unload an adapter, in every state; requests for it get 404 at once, running ones may finish within `drain_s`.
@@ -388,8 +300,8 @@ class Engine:
             RequestError: NotFound, WrongBoot, Timeout.
         """
         self._check_boot(boot_id)
-        self._declared.called(name)
-        await self._loader.delete(name, drain_s=drain_s)
+        self._parts.declared.called(name)
+        await self._parts.loader.delete(name, drain_s=drain_s)
 
     async def profile(self, call: ProfileCall) -> ProfileDocument:
         """Begin or end a trace on every rank; nothing happens where profiling is off.
@@ -399,79 +311,11 @@ class Engine:
         """
         self._check_boot(call.boot_id)
         self.life.require_ready("profile", restarting_too=False)
-        replies = await self._loader.call_all("profile", timeout_s=call.deadline_seconds, is_start=call.start, prefix=call.prefix)
+        replies = await self._parts.loader.call_all("profile", timeout_s=call.deadline_seconds, is_start=call.start, prefix=call.prefix)
         if call.start:
             return ProfileDocument(running=all_true(replies))
         paths = [msgspec.msgpack.decode(reply.result or b"", type=str | None) for reply in replies]
         return ProfileDocument(running=False, files=[path for path in paths if path])
-
-    async def _fetch_model(self) -> None:
-        """Have the model's folder here; raises ConfigError."""
-        if self._model_fetch.needed:
-            self.life.stage = LoadStage.FETCHING
-            await self._model_fetch.run()
-            self.life.stage = LoadStage.STARTING_RANKS
-
-    async def _settled(self) -> None:
-        """Returns when no generation of ranks is being started, after the first; raises GroupFailed if none comes any more."""
-        if self.state is not EngineState.STARTING:
-            await self._supervisor.settled()
-
-    def _require_serving(self, what: str) -> None:
-        """Raises RequestError where the ranks take no adapter now."""
-        if self.state not in (EngineState.STARTING, EngineState.DRAINING):
-            self.life.require_ready(what, restarting_too=False)
-
-    async def _start_asleep(self) -> bool:
-        """Start without memory where the last server in this place was asleep and nobody wants the model awake; whether it was so."""
-        wanted = self.rules.policy is not SleepPolicy.ALWAYS_AWAKE and why_awake(self.config) is None
-        record = self._notes.read() if wanted else None
-        if record is None:
-            self._notes.remove()
-            return False
-        self._verification.recorded = record.fingerprints
-        await self._preparation.begin(await self._ranks.start(asleep=True), asleep=True)
-        self.life.enter(EngineState.ASLEEP)
-        self._supervisor.begin()
-        self.life.stage = LoadStage.LOADING_ADAPTERS
-        await self._declared.load_at_start()
-        self.life.stage = LoadStage.DONE
-        return True
-
-    async def _start_awake(self) -> None:
-        """Load, and where the policy is Asleep sleep then: so what sleeps is known to work."""
-        await self._preparation.begin(await self._ranks.start(), asleep=False)
-        self.life.stage = LoadStage.LOADING_ADAPTERS
-        await self._declared.load_at_start()
-        self.life.stage = LoadStage.DONE
-        self.life.enter(EngineState.READY)
-        self._supervisor.begin()
-        if self.rules.policy is SleepPolicy.ASLEEP:
-            call = SleepCall(operation_id="policy-1", level=self.rules.sleep.level)
-            self._sleep_calls.sleep(call)
-            await self._operations.over(call.operation_id)
-
-    def _describe(self, model: ModelInfo) -> None:
-        """What the ranks loaded, or will at their first wake; raises ConfigError."""
-        self._model = self._requests.model = model
-        admission.check_defaults(self.config.defaults, self.config.limits, model)
-        self._steps.describe(model)
-
-    def _idle_s(self) -> float:
-        """Seconds since the last request came or ended, or without one since the model serves."""
-        age_s = self._requests.last_age_s
-        return self.life.state_age_seconds if age_s is None else age_s
-
-    def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
-        """End requests with an error; an id stands for all pictures of its request."""
-        self._steps.end(RequestError(code, message), only=lambda picture: picture.rpartition("-")[0] in request_ids)
-
-    def _fail(self, reason: str) -> None:
-        if self.life.fail(reason):
-            log.error("engine failed: %s", reason)
-            self._lost.set()
-            self._loader.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
-            self._steps.end(GroupFailed(reason))
 
     # --- checks ---------------------------------------------------------------------------------------------------------
 
