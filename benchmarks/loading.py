@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,10 +103,10 @@ def _round(folder: Path, files: list[Path], size: int) -> dict[str, float]:
     return sample | {"peak_bytes": _peak_of(lambda: _load(folder, Dtype.FLOAT16))}
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, larger: Mapping[str, int] = LARGER) -> Path:
     """The digits model with a larger transformer, in float16 throughout and with its transformer in shards."""
     shutil.copytree(DIGITS, folder, ignore=lambda path, names: [name for name in names if Path(path).name == "transformer"])
-    config = json.loads((DIGITS / "transformer" / "config.json").read_text()) | LARGER
+    config = json.loads((DIGITS / "transformer" / "config.json").read_text()) | larger
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     with init_empty_weights():
         shapes = {name: tensor.shape for name, tensor in SD3Transformer2DModel.from_config(config).state_dict().items()}

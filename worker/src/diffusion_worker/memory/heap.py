@@ -10,11 +10,16 @@ import torch
 def settle_heap() -> None:
     """What is alive now stays, in a process that serves one model to its end: a collection of all that took a third of a second.
 
-    Where a model goes before, what it leaves in cycles stays too.
+    Without `unsettle_heap`, what goes and is in a cycle stays too.
     """
-    gc.unfreeze()
+    unsettle_heap()
     gc.collect()
     gc.freeze()
+
+
+def unsettle_heap() -> None:
+    """What was settled may go: to be called before a model is given up for another one."""
+    gc.unfreeze()
 
 
 def give_back_heap(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.checksum import checksum
-from diffusion_worker.memory.heap import give_back_heap
+from diffusion_worker.memory.heap import give_back_heap, unsettle_heap
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
 from diffusion_worker.messages import (
@@ -283,6 +283,7 @@ class DiffusionModelRunner:
         self._compilation = Compilation(Compile.NONE, {})
         self.weights = ModelWeights(home_of(self._config.offload, self._device))
         self._memory = RankMemory(self._device, ranks=self._config.ranks, prompts=self._prompts)
+        unsettle_heap()
         give_back_heap(self._device)
 
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
