@@ -10,6 +10,8 @@ from worker_process import WorkerProcess, descendants, process_exists
 # What a process may grow by after its first requests: arenas, caches of compiled patterns, log buffers.
 GROWTH_BYTES = 96 * 2**20
 GROWTH_DESCRIPTORS = 8
+# The fork server has torch in its memory, and ends by itself when its server is gone: on a machine full of work that takes its time.
+ENDED_WITHIN_S = 45.0
 
 # Resident bytes and open descriptors by process.
 Footprint = dict[int, tuple[int, int]]
@@ -43,7 +45,7 @@ def left_at_end(worker: WorkerProcess, folder: Path) -> list[str]:
     pids = [worker.pid, *descendants(worker.pid)]
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200] for pid in pids}
     code = worker.terminate()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + ENDED_WITHIN_S
     while (left := [pid for pid in pids if process_exists(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)  # the fork server ends when it notices
     # Not what torch keeps for itself there.

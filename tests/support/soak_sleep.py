@@ -20,10 +20,10 @@ from soak_sleep_requests import BODIES
 from soak_sleep_rig import CONTENTS, MOST_WRONG, NAMES, SleepOutcome, SleepRig
 from soak_traffic import BAD
 
-STEPS = 16
-# A new server imports torch for many seconds.
-SERVER_KILLED_EVERY = 25
-RANK_KILLED_EVERY = 3
+STEPS = 14
+# Of so many sequences one may kill a rank, and one the server: a new one imports torch for many seconds.
+RANK_KILLED_IN = 3
+SERVER_KILLED_IN = 20
 
 POLICIES = st.sampled_from(["AlwaysAwake", "Asleep", "OnIdle"])
 TAGS = st.none() | st.lists(st.sampled_from(["weights", "adapters", "caches"]), min_size=1, max_size=3, unique=True)
@@ -37,14 +37,17 @@ class Sequence(RuleBasedStateMachine):
     """One sequence on the worker of `rig`."""
 
     rig: SleepRig
-    ends: float
+    seen: int
 
     def __init__(self) -> None:
         super().__init__()
         self.number = self.rig.outcome.sequences
-        self.over = time.monotonic() > self.ends or len(self.rig.outcome.wrong) >= MOST_WRONG
-        self.server_killed = self.number % SERVER_KILLED_EVERY != SERVER_KILLED_EVERY - 1
-        self.rank_kills = 1 if self.number % RANK_KILLED_EVERY == 1 else 0
+        # The first that hypothesis makes is always the least there is, whatever the seed; it is left out.
+        self.idle = self.seen == 0
+        type(self).seen += 1
+        # What hypothesis may choose must depend on nothing but on what it chose before.
+        self.rank_kills = self.server_kills = 0
+        self.slept = False
 
     def _do(self, what: str, work: Any, company: int = 0) -> None:
         """One step, together with so many requests."""
@@ -54,11 +57,12 @@ class Sequence(RuleBasedStateMachine):
                 self.rig.asking.picture(number % len(BODIES), [])
             work()
 
-        if not self.over:
+        if not self.idle:
             self.rig.do(f"{what} (+{company})" if company else what, both)
 
-    @initialize(policy=POLICIES)
-    def first_policy(self, policy: str) -> None:
+    @initialize(policy=POLICIES, rank=st.integers(1, RANK_KILLED_IN), server=st.integers(1, SERVER_KILLED_IN))
+    def begin(self, policy: str, rank: int, server: int) -> None:
+        self.rank_kills, self.server_kills = int(rank == 2), int(server == 7)
         self._do(f"declare {policy}", lambda: self.rig.declare(policy))
 
     # --- requests -------------------------------------------------------------------------------------------------------
@@ -88,10 +92,11 @@ class Sequence(RuleBasedStateMachine):
     )
     def sleep(self, level: str, mode: str, deadline_s: float, idle_s: float | None, policy: str | None, company: int) -> None:
         body = {"level": level, "mode": mode, "deadlineSeconds": deadline_s, "ifIdleSince": idle_s, "policy": policy}
+        self.slept = True
         told = f"sleep {level} {mode} within {deadline_s} idle={idle_s} {policy}"
         self._do(told, lambda: self.rig.sleep({"operationId": f"{self.number}-{len(self.rig.trace)}", **body}), company)
 
-    @precondition(lambda self: self.rig.last_sleep)
+    @precondition(lambda self: self.slept)
     @rule(company=COMPANY)
     def sleep_again_by_the_same_id(self, company: int) -> None:
         self._do("sleep by the same id", lambda: self.rig.sleep(self.rig.last_sleep or {}), company)
@@ -134,10 +139,10 @@ class Sequence(RuleBasedStateMachine):
         self.rank_kills -= 1
         self._do(f"{number.name} {rank}", lambda: self.rig.signal_rank(rank, number), company)
 
-    @precondition(lambda self: not self.server_killed)
+    @precondition(lambda self: self.server_kills > 0)
     @rule(company=COMPANY)
     def kill_server(self, company: int) -> None:
-        self.server_killed = True
+        self.server_kills -= 1
         self._do("kill-server", self.rig.kill_server, company)
 
     @rule(seconds=st.floats(0.0, 0.3), company=COMPANY)
@@ -145,7 +150,7 @@ class Sequence(RuleBasedStateMachine):
         self._do(f"wait {seconds:.2f}", lambda: time.sleep(seconds), company)
 
     def teardown(self) -> None:
-        if not self.over:
+        if not self.idle:
             self.rig.settle()
 
 
@@ -155,18 +160,24 @@ def run_sleep(folder: Path, *, run_seed: int, sequences: int, limit_s: float, ra
     try:
         rig.begin()
         started = time.monotonic()
-        machine = type("SequenceOfOneRun", (Sequence,), {"rig": rig, "ends": started + limit_s})
-        options = settings(
-            max_examples=sequences,
-            stateful_step_count=STEPS,
-            phases=[Phase.generate],
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        run_state_machine_as_test(seed(run_seed)(machine), settings=options)
+        while rig.outcome.sequences < sequences and time.monotonic() - started < limit_s and len(rig.outcome.wrong) < MOST_WRONG:
+            _run_one(rig, run_seed * 100_000 + rig.outcome.sequences)
         rig.outcome.seconds = time.monotonic() - started
         rig.end()
     finally:
         rig.close()
     return rig.outcome
+
+
+def _run_one(rig: SleepRig, number: int) -> None:
+    """One sequence of that seed. Of many in one run hypothesis makes five in six by small changes of the one before."""
+    machine = type("SequenceOfThisSeed", (Sequence,), {"rig": rig, "seen": 0})
+    options = settings(
+        max_examples=2,
+        stateful_step_count=STEPS,
+        phases=[Phase.generate],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(seed(number)(machine), settings=options)

@@ -28,7 +28,7 @@ REFUSED_WITHIN_S = 5.0
 TOLERANCE = 2
 BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4},
-    {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 12},
+    {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 9},
 )
 
 

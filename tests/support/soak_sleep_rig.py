@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2
 
-from leftovers import Footprint, footprint, left_over
+from leftovers import Footprint, footprint, left_at_end, left_over
 from soak_adapters import Spell, write_contents
 from soak_adapters import _digest as digest_of_file
 from soak_adapters import _pixels as pixels
@@ -113,13 +113,8 @@ class SleepRig:
 
     def end(self) -> None:
         """End the worker: with 0, and nothing of it stays."""
-        pids = [self.worker.pid, *descendants(self.worker.pid)]
         self.outcome.restarts += self.worker.state()["restarts"]
-        code = self.worker.terminate()
-        self.worker.wait_until(lambda: not any(process_exists(pid) for pid in pids), what="gone with all its processes", timeout_s=15)
-        folders = sorted(path.name for path in (self.folder / "tmp").iterdir() if path.name.startswith(("diffusion-worker", "pymp")))
-        if code or folders:
-            self._wrong(f"end: exit code {code}, folders {folders}")
+        self.outcome.wrong += left_at_end(self.worker, self.folder / "tmp")
 
     def close(self) -> None:
         """Whatever happened."""

@@ -225,4 +225,4 @@ def check_end(worker: WorkerProcess) -> None:
     pids, begun = [*worker.rank_pids(), *descendants(worker.pid)], time.monotonic()
     assert worker.terminate() == 0
     assert time.monotonic() - begun < 10
-    worker.wait_until(lambda: not any(process_exists(pid) for pid in pids), what=f"gone: {pids}", timeout_s=30)
+    worker.wait_until(lambda: not any(process_exists(pid) for pid in pids), what=f"gone: {pids}", timeout_s=45)
