@@ -218,3 +218,25 @@ def test_defaults_limits_and_the_key_reach_the_server(monkeypatch: pytest.Monkey
     assert config.defaults == RequestDefaults(steps=5, guidance_scale=2.5, width=48, height=32)
     assert config.limits == RequestLimits(max_steps=6, max_pixels=4096, max_images=2, max_prompt_chars=10)
     assert config.api_key_path == str(tmp_path / "key")
+
+
+def test_a_state_dir_is_made_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "worker"
+    config = config_of(monkeypatch, f"--model={DIGITS_MODEL}", f"--state-dir={folder}")
+    assert (config.state_dir, folder.is_dir()) == (str(folder), True)
+
+
+def test_a_state_dir_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refusal(monkeypatch, capsys, f"--model={DIGITS_MODEL}", f"--state-dir={tmp_path / 'file'}")
+    assert "--state-dir: expected a folder, or a place for one, found" in said
+
+
+@pytest.mark.parametrize("policy", ["Asleep", "OnIdle"])
+def test_a_policy_under_which_a_model_sleeps_excludes_options_that_keep_it_awake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, policy: str
+) -> None:
+    desired = tmp_path / "desired.json"
+    desired.write_text(f'{{"sleep": {{"policy": "{policy}"}}}}')
+    said = refusal(monkeypatch, capsys, f"--model={DIGITS_MODEL}", "--offload=model", f"--desired={desired}")
+    assert f"--offload model: not supported with the sleep policy {policy} of" in said

@@ -4,7 +4,6 @@
 Runs on the server's event loop and holds no torch. Requests that were admitted are with `StepLoop`, adapters with `AdapterLoader`.
 """
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -44,8 +43,6 @@ from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import Fingerprint, ModelInfo, TaskAck
 from diffusion_worker.sources.fetching import Fetcher
 from diffusion_worker.sources.source import Source
-
-log = logging.getLogger(__name__)
 
 
 class Engine:

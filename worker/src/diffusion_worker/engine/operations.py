@@ -5,7 +5,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -48,9 +48,10 @@ class _Running(msgspec.Struct, frozen=True):
 
 
 class Operations:
-    """At most one operation at a time; a repeated id never starts a second one."""
+    """At most one operation at a time; a repeated id never starts a second one. `broken` hears of a defect in the work of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, broken: Callable[[str], None]) -> None:
+        self._broken = broken
         self.done = OperationsDone()
         self.last: OperationResult | None = None
         # Of the ranks, to the operation that ended last.
@@ -117,6 +118,10 @@ class Operations:
             problem = Problem(ErrorCode.ENGINE_FAILED, str(error), True)
         except asyncio.CancelledError:
             problem = Problem(ErrorCode.TERMINATING, "the server is shutting down", True)
+        except Exception as error:
+            log.exception("%s operation=%s broke", kind, operation_id)
+            problem = Problem(ErrorCode.ENGINE_FAILED, f"{kind} broke: {error!r}", True)
+            self._broken(problem.message)
         finally:
             self._running = None
         seconds = time.monotonic() - started

@@ -97,7 +97,7 @@ class EngineParts:
             key=lambda: record_key(config, version=self.requests.version, revision=self.model_fetch.revision),
             fingerprints=lambda: self.verification.recorded,
         )
-        self.operations = Operations()
+        self.operations = Operations(self.fail)
         sleeper = Sleeper(
             self.life,
             ranks,

@@ -4,6 +4,7 @@
 import asyncio
 from collections.abc import Callable
 
+from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.documents import LoadStage
@@ -60,6 +61,8 @@ class Preparation:
         except RequestError as error:
             message = f"the warm-up before the first request failed: {error.message} (--warmup-steps 0 starts without it)"
             raise ConfigError(message) from None
+        if why_awake(self._config) is not None:
+            return  # it never sleeps, and its weights may be in no memory that could be looked at
         try:
             await self._verification.record(timeout_s=self._config.startup_timeout_s)
         except RequestError as error:
