@@ -116,6 +116,24 @@ def test_an_adapter_is_known_by_its_file_and_by_what_is_kept_of_it(rig: RunnerRi
         rig.runner.loras.remove_adapter(1)
 
 
+def test_a_slot_that_was_spoilt_does_not_outlive_a_sleep_as_it_is_filled_from_the_verified_copy(rig: RunnerRig) -> None:
+    rig.runner.add_lora(STRIPES, LoadOptions())
+    assert rig.runner.loras is not None
+    try:
+        adapted = request("a", loras=[LoRAUse(1, 1.0)])
+        before, known = rig.run(adapted)[0]["a"], of(rig)
+        rows = rig.runner.loras.layers._segments[0].rows
+        with torch.inference_mode():
+            rows.mul_(2)
+        assert (rig.run(adapted)[0]["a"] != before).any()
+        rig.runner.release()
+        rig.runner.restore()
+        assert of(rig) == known
+        assert (rig.run(adapted)[0]["a"] == before).all()
+    finally:
+        rig.runner.loras.remove_adapter(1)
+
+
 def test_nothing_is_left_of_it(rig: RunnerRig) -> None:
     plain, _ = rig.run(request("a"))
     assert rig.runner._prompts is not None

@@ -15,10 +15,11 @@ from corrupting_extension import flip_in_file
 from diffusion_worker.engine.documents import RankState
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
-from diffusion_worker.messages import MemoryTag, SleepLevel, TaskAck, TaskStatus, WakeTask
+from diffusion_worker.messages import MemoryTag, SleepLevel, TaskAck, TaskStatus, Tick, WakeTask
 from diffusion_worker.ranks.executor import RankExecutor
 from rank_processes import run
 from real_ranks import call, fingerprints, picture, pids_of, ranks, sleep, wake
+from runner_rig import request
 from worker_process import DIGITS, DIGITS_MODEL, process_exists, resident_bytes
 
 pytestmark = pytest.mark.slow
@@ -80,6 +81,8 @@ async def test_ranks_that_start_asleep_hold_nothing_and_make_the_same_picture_on
         assert all(share <= 0.02 for share in shares_resident(executor))
         refused = await executor.call("warm_up", timeout_s=30)
         assert [reply.error and reply.error.code for reply in refused] == [ErrorCode.ASLEEP] * 2
+        executor.broadcast_tick(Tick(1, [request("a")]))
+        assert [(each.request_id, each.error.code) for each in (await executor.next_report(30)).done.failed] == [("a", ErrorCode.ASLEEP)]
         acks = await wake(executor)
         assert all(ack.resident_bytes >= each.memory.weights_bytes for ack, each in zip(acks, known, strict=True))
         await call(executor, "warm_up")
@@ -100,6 +103,16 @@ async def test_ranks_that_start_asleep_hold_nothing_and_make_the_same_picture_on
         await wake(executor)
         assert await fingerprints(executor) == before
         assert await picture(executor) == made
+
+
+async def test_ranks_are_quiet_only_when_every_report_before_has_come() -> None:
+    async with ranks() as executor:
+        executor.broadcast_tick(Tick(1, [request("a")]))
+        for number in range(2, 6):
+            executor.broadcast_tick(Tick(number))
+        await call(executor, "synchronize")
+        reports = [await executor.next_report(0.0) for _ in range(5)]
+        assert [name.request_id for report in reports for name in report.done.finished] == ["a"]
 
 
 async def test_a_rank_that_dies_in_the_middle_of_a_wake_loses_the_group() -> None:
