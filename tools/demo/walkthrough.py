@@ -9,12 +9,13 @@ from pathlib import Path
 
 from .errors import DemoFailed
 from .installation import ROOT
-from .kubectl import Kubectl, Wanted, wait_for, wait_until_gone
+from .kubectl import Document, Kubectl, Wanted, wait_for, wait_until_gone
 from .pictures import Picture, Request, ask, ask_and_be_refused, client_for, contact_sheet, mean_difference, same_bits, save
 from .story import Step, Story
-from .weights_memory import RankMemory, check_given_back, megabytes, read_weights_memory, total_resident
+from .weights_memory import RankMemory, check_given_back, megabytes, read_state, read_weights_memory, total_resident
 
 MANIFESTS = ROOT / "examples" / "quickstart"
+ON_IDLE = ROOT / "examples" / "sleep" / "on-idle.yaml"
 MODEL, ADAPTER, SECOND = "digits", "stripes", "frame"
 MIXTURE = ((ADAPTER, 0.6), (SECOND, 1.0))
 DEPLOYMENT, LORA, SECOND_LORA = f"diffusiondeployments/{MODEL}", f"loraadapters/{ADAPTER}", f"loraadapters/{SECOND}"
@@ -25,6 +26,7 @@ START_S, ADAPTER_S, SLEEP_S, WAKE_S, REMOVAL_S = 300.0, 60.0, 60.0, 60.0, 90.0
 SERVING = Wanted("Ready", "True", ["Serving"])
 SLEEPING = Wanted("Ready", "False", ["SleepRequested"])
 ALL_ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
+WAKEABLE = Wanted("Ready", "True", ["AsleepWakeable"])
 ADAPTER_READY = Wanted("Ready", "True")
 
 
@@ -125,10 +127,28 @@ def wake_it(demo: Demo, step: Step) -> None:
     step.result = f"weights are back: {megabytes(total_resident(read_weights_memory(demo.kubectl, pod)))} in memory, same pod"
 
 
+def let_it_fall_asleep(demo: Demo, step: Step) -> None:
+    demo.story.say("$ kubectl apply -f examples/sleep/on-idle.yaml")
+    demo.story.say(demo.kubectl.apply(ON_IDLE))
+    wait_for(demo.kubectl, DEPLOYMENT, WAKEABLE, deadline_s=SLEEP_S, tell=demo.story.say)
+    demo.show_objects()
+    operation = _last_operation(demo, "sleep")
+    step.result = f"asleep by itself: {operation['freedBytes'] / 1e6:.1f} MB given back in {operation['seconds']:.2f} s"
+
+
+def wake_it_by_a_request(demo: Demo, step: Step) -> None:
+    began = demo.story.clock()
+    demo.pictures["base-after-waking"] = _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[:1])
+    seconds, operation = demo.story.clock() - began, _last_operation(demo, "wake")
+    step.result = f"a picture after {seconds:.1f} s, of which the wake took {operation['seconds']:.2f} s; nothing was refused"
+
+
 def ask_again(demo: Demo, step: Step) -> None:
+    """The rest of the pictures of before, from the model that slept twice."""
+    demo.pictures["base-after-waking"] += _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[1:])
+    demo.pictures["adapter-after-waking"] = _take(demo, ADAPTER, "adapter-after-waking")
     for name, model in (("base", MODEL), ("adapter", ADAPTER)):
-        again = _take(demo, model, f"{name}-after-waking")
-        demo.pictures[f"{name}-after-waking"] = again
+        again = demo.pictures[f"{name}-after-waking"]
         differing = [prompt for prompt, old, new in zip(PROMPTS, demo.pictures[name], again, strict=True) if not same_bits(old, new)]
         if differing:
             raise DemoFailed(f"after waking, model {model!r} gives other bits for {differing}; expected the same pictures")
@@ -158,24 +178,36 @@ STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
     ("Send the model to sleep", send_it_to_sleep),
     ("Ask the sleeping model", ask_a_sleeping_model),
     ("Wake it", wake_it),
+    ("Let it fall asleep when nobody uses it", let_it_fall_asleep),
+    ("Wake it by a request", wake_it_by_a_request),
     ("Ask for all the pictures again", ask_again),
     ("Write the contact sheet", make_the_contact_sheet),
 )
 
 
-def _take(demo: Demo, model: str, name: str, *, adapters: tuple[tuple[str, float], ...] = ()) -> list[Picture]:
+def _take(
+    demo: Demo, model: str, name: str, *, adapters: tuple[tuple[str, float], ...] = (), prompts: Sequence[str] = PROMPTS
+) -> list[Picture]:
     """One picture a prompt, one after the other: a request alone is the same to the last bit every time."""
     taken = []
     mixed = " and ".join(f"{scale:g} of {adapter!r}" for adapter, scale in adapters)
     with demo.connect(MODEL) as url:
         client = client_for(url)
-        for number, prompt in enumerate(PROMPTS):
-            began = demo.story.clock()
+        for prompt in prompts:
+            number, began = PROMPTS.index(prompt), demo.story.clock()
             picture = ask(client, Request(prompt, SEED + number, model, adapters=adapters))
             path = save(demo.output, f"{name}-{number + 1}", picture)
             demo.story.say(f"{prompt!r} from {mixed or repr(model)}: {demo.story.clock() - began:.1f} s -> {path}")
             taken.append(picture)
     return taken
+
+
+def _last_operation(demo: Demo, kind: str) -> Document:
+    """What the worker says of the sleep or wake that ended last, which is to be of this kind and without an error."""
+    found: Document = read_state(demo.kubectl, demo.only_pod())["lastOperation"] or {}
+    if found.get("kind") != kind or found.get("error"):
+        raise DemoFailed(f"expected a {kind} as the worker's last operation, found {found}")
+    return found
 
 
 def _set_sleep_policy(demo: Demo, policy: str, wanted: Wanted, *, deadline_s: float) -> None:
