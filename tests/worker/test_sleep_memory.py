@@ -5,6 +5,7 @@ import ctypes
 import gc
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -470,3 +471,10 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     give_back_heap(CPU)
     assert full - status_bytes("VmRSS") > 80 * MIB
     assert len(last)
+
+
+def test_a_pipeline_that_is_given_up_goes_though_the_heap_was_settled(rig: RunnerRig) -> None:
+    settle_heap()
+    before = weakref.ref(rig.runner.pipeline.transformer)
+    rig.runner.re_init_pipeline("StableDiffusion3Pipeline")
+    assert before() is None
