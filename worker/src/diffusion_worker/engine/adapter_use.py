@@ -183,7 +183,9 @@ class AdapterUse:
             await self._unless_cold(asyncio.shield(loads[0].done))
         except RequestError as error:
             self._require_serving()
-            if loads[0].superseded is None and error.code not in OF_THE_SERVER:
+            if error.code in OF_THE_SERVER:
+                raise
+            if loads[0].superseded is None:
                 message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
                 details = {"code": error.code}
                 raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details) from None

@@ -198,9 +198,9 @@ class Holding:
         Raises:
             RequestError: Overloaded, and the codes of the states. Whatever the request's `on_event` raises.
         """
-        now = self._situation()
-        if now.serves and not self._places:
+        if self._life.state is EngineState.READY and not self._places:
             return
+        now = self._situation()
         if (error := decide(now, self.current)) is not None:
             self.outcomes[HeldOutcome.OVERLOADED if error.code is ErrorCode.OVERLOADED else HeldOutcome.REFUSED] += 1
             if now.wakes:

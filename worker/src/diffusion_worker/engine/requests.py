@@ -12,7 +12,6 @@ from diffusion_worker.config import StepCache, WorkerConfig
 from diffusion_worker.engine import admission, recipes
 from diffusion_worker.engine.adapter_use import AdapterUse, AdapterWait, chosen
 from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
-from diffusion_worker.engine.documents import EngineState
 from diffusion_worker.engine.holding import Holding, NoLongerServing, Turn
 from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.making import Work, make_pictures
@@ -76,8 +75,8 @@ class Requests:
             self._admit(params)
         most = min(self._config.max_loras_per_request, self._config.max_loras)
         choices = chosen(params, served_name=self._config.served_name, most=most)
-        # While the first load goes on, adapters are still to come.
-        if self._life.state is not EngineState.STARTING:
+        # Before, adapters are still to come.
+        if self._life.loaded:
             self._adapters.require_known(choices)
         return choices
 
