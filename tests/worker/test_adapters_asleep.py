@@ -347,6 +347,17 @@ async def test_a_load_that_takes_too_long_does_not_cost_the_wake(edge: Edge) -> 
     assert await made_with(edge) == []
 
 
+async def test_a_load_that_one_rank_refuses_is_undone_before_the_ranks_are_looked_at(edge: Edge) -> None:
+    """A look in the middle would find an adapter that the table does not have, and the wake would be lost."""
+    await put(edge, "a")
+    await sleep(edge, SleepLevel.DISCARD)
+    edge.ranks.adapter_errors_of_one["/a"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory")
+    await wake(edge)
+    problem = record(edge, "a").error
+    assert (states(edge), problem and problem.code, edge.ranks.generation) == ([("a", "Failed")], "RankFailed", 1)
+    assert edge.ranks.registered == {}
+
+
 async def test_a_sleep_that_fails_leaves_adapters_as_they_are_and_loads_what_was_put_meanwhile(edge: Edge) -> None:
     await put(edge, "a")
     edge.ranks.sleep_errors = [NO_FILE]

@@ -52,6 +52,14 @@ async def test_the_page_of_the_http_api_has_every_route_and_every_field(edge: Ed
     assert [what for what in (*routes, *sorted(fields)) if f"`{what}" not in PAGE] == []
 
 
+async def test_the_page_has_every_route_of_the_control_port_and_every_field_of_sleep_and_wake(edge: Edge) -> None:
+    document = (await edge.control.get("/openapi.json")).json()
+    routes = [f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods]
+    bodies = [document["components"]["schemas"][name] for name in ("SleepBody", "WakeBody", "PauseBody", "OmniSleepBody", "AckAnswer")]
+    fields = {field for schema in bodies for field in schema["properties"]}
+    assert [what for what in (*routes, *sorted(fields)) if f"`{what}" not in PAGE and f'"{what}"' not in PAGE] == []
+
+
 async def test_allow_names_every_method_of_a_path(edge: Edge) -> None:
     for method, path, allowed in (("POST", "/v1/adapters/stripes", "PUT, DELETE"), ("PUT", "/v1/state", "GET")):
         answer = await edge.control.request(method, path)

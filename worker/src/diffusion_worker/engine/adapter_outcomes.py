@@ -59,7 +59,7 @@ class AdapterOutcomes:
         """All ranks have it: from now on it is what its name stands for."""
         adapter.load = None
         if self._unwanted(adapter, load):
-            self._in_background(self._tell.undo(adapter, adapter.lora_int_id))
+            self._tell.undo(adapter)
             return
         adapter.loaded, adapter.state = loaded, AdapterState.LOADED
         self._table.touch(adapter)

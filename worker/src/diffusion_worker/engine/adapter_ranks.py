@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks are told of adapters: all of them load one or none does, and what goes for it is known to the table."""
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -44,12 +45,18 @@ class AdapterRanks:
     """The calls to the ranks, and what they mean for the table."""
 
     def __init__(
-        self, table: AdapterTable, loads: AdapterLoads, call_all: CallAll, *, in_background: Callable[[Coroutine[Any, Any, None]], object]
+        self,
+        table: AdapterTable,
+        loads: AdapterLoads,
+        call_all: CallAll,
+        *,
+        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._table = table
         self._loads = loads
         self._call_all = call_all
         self._in_background = in_background
+        self._undoing: set[asyncio.Task[None]] = set()
 
     async def add_for(self, adapter: Adapter, victims: Sequence[Adapter], *, timeout_s: float) -> LoadedLoRA:
         """Load an adapter; who has to go for it goes once it was found right, or not at all. Raises RequestError, GroupFailed."""
@@ -60,7 +67,7 @@ class AdapterRanks:
             loaded = await self.add(adapter, evict=[victim.lora_int_id for victim in victims], timeout_s=timeout_s)
         except RequestError:
             # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
-            self._in_background(self.undo(adapter, adapter.lora_int_id, victims))
+            self.undo(adapter, victims)
             raise
         except GroupFailed:
             adapter.registered = False
@@ -89,8 +96,18 @@ class AdapterRanks:
             self._loads.evictions += 1
             log.info("adapter=%s evicted", adapter.name)
 
-    async def undo(self, adapter: Adapter, lora_int_id: int, victims: Sequence[Adapter] = ()) -> None:
-        """After a load that failed: it is on no rank, and of those that were to go for it only what is not there is gone."""
+    def undo(self, adapter: Adapter, victims: Sequence[Adapter] = ()) -> None:
+        """After a load that failed, in the background: it is on no rank, and of the victims only what is not there is gone."""
+        undoing = self._in_background(self._undo(adapter, adapter.lora_int_id, victims))
+        self._undoing.add(undoing)
+        undoing.add_done_callback(self._undoing.discard)
+
+    async def undone(self) -> None:
+        """Returns when what the ranks hold is what the table says of failed loads."""
+        if self._undoing:
+            await asyncio.wait(self._undoing)
+
+    async def _undo(self, adapter: Adapter, lora_int_id: int, victims: Sequence[Adapter]) -> None:
         try:
             await self.remove(lora_int_id)
             if victims:

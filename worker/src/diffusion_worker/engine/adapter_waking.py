@@ -112,8 +112,9 @@ class AdapterWaking:
                 await self._let_go()
                 deferred = self._table.deferred()
                 if not deferred:
-                    return
+                    break
                 await self._apply(deferred[0], deadline_s)
+            await self._tell.undone()
 
     async def _let_go(self) -> None:
         """First, so that there is room."""
@@ -168,7 +169,7 @@ class AdapterWaking:
             self._loads.durations.observe(time.monotonic() - started)
         except RequestError as error:
             log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
-            self._in_background(self._tell.undo(adapter, adapter.lora_int_id))
+            self._tell.undo(adapter)
             self._loads.codes[error.code] += 1
             if adapter.state is AdapterState.LOADED:
                 self._outcomes.mark_failed(adapter, Problem(error.code, error.message, error.retryable))

@@ -221,7 +221,7 @@ class PauseAnswer(BaseModel):
 
 
 class FingerprintAnswer(BaseModel):
-    """One rank: a checksum of its weights, the digests of its adapters, and of what one step from a fixed seed makes."""
+    """One rank: checksums of its weights, of each of its adapters after its digest, and of what a step from a fixed seed makes."""
 
     rank: int
     weights: str
