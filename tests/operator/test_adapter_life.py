@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of an adapter on its replicas, through real reconciles: fetched, replaced, evicted, drained, and who used it."""
 
+import msgspec
 import pytest
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
@@ -562,3 +563,19 @@ async def test_a_pod_that_is_gone_takes_nothing_of_an_adapter_with_it() -> None:
     await rig.run()
     assert rig.adapter_condition("SourceResolved") == ("False", "DigestMismatch")
     assert rig.cluster.notes("DigestMismatch") == ["replica 0: DigestMismatch: expected sha256:loras-x, found sha256:other"]
+
+
+async def test_a_sleeper_that_fetches_by_itself_what_it_could_not_before_is_not_asked_again() -> None:
+    rig = await serving(sleep={"policy": "Asleep"})
+    worker = worker_of(rig)
+    worker.refusals["/loras/x"] = WireError(code="SourceNotFound", message="no such file", retryable=True)
+    rig.cluster.put(adapter())
+    await rig.run(2)
+    assert rig.instance()["state"] == "Failed"
+    worker.adapters["x"] = msgspec.structs.replace(worker.adapters["x"], state=RecordState.DEFERRED, error=None)
+    puts = len(worker.calls)
+    await rig.run(15)
+    attempts = next(iter(rig.runtime.memories.values())).attempts
+    assert rig.instance()["state"] == "Deferred"
+    assert [one.error for one in attempts.values()] == [None], "nothing is due again, so nothing hurries"
+    assert len(worker.calls) == puts
