@@ -152,16 +152,20 @@ def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None
     return found if found["state"] == "asleep" else None
 
 
-def test_a_model_that_somebody_sent_to_sleep_refuses(rig_on_idle: ClusterRig) -> None:
+def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_the_same_picture(rig_on_idle: ClusterRig) -> None:
     """Leaves it asleep and wakeable."""
     rig = rig_on_idle
-    rig.sleep_policy(NAME, "Asleep")
+    before = rig.picture(NAME)
+    rig.kubectl.patch(DD, {"spec": {"sleep": {"policy": "Asleep", "level": "Discard"}}})
     rig.wait(DD, Wanted("Ready", "False", ["SleepRequested"]), deadline_s=60)
     rig.wait(DD, ALL_ASLEEP, deadline_s=60)
     refused = rig.refusal(NAME)
     assert (refused.status, refused.code) == (503, "Asleep")
-    rig.sleep_policy(NAME, "OnIdle")
+    assert rig.state(NAME)["lastOperation"]["level"] == "Discard"
+    rig.kubectl.patch(DD, {"spec": {"sleep": {"policy": "OnIdle", "level": "HostMemory"}}})
     rig.wait(DD, WAKEABLE, deadline_s=30)
+    assert rig.picture(NAME).png == before.png
+    send_to_sleep(rig)
 
 
 def test_replicas_come_and_go_while_others_sleep_and_one_stays_awake_where_one_shall(rig_on_idle: ClusterRig) -> None:

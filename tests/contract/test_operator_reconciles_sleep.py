@@ -119,6 +119,7 @@ async def test_a_replica_that_is_to_stay_awake_stays_awake() -> None:
 
 
 async def test_every_change_of_the_policy_reaches_a_sleeping_worker() -> None:
+    """Also one that an operator finds when it starts."""
     async with story(sleep=IDLE) as told:
         await until_state(told, "asleep")
         told.change(sleep={"policy": "Asleep"})
@@ -129,6 +130,7 @@ async def test_every_change_of_the_policy_reaches_a_sleeping_worker() -> None:
         assert state(told) == "asleep"
 
         told.change(sleep={"policy": "OnIdle"})
+        told.rig.restart_operator()
         await told.until_deployment("Ready", "True", "AsleepWakeable")
         await told.wait(lambda: told.worker.state()["policy"] == "OnIdle", told.worker.state)
         assert (await answer(told)).status_code == 200
@@ -171,6 +173,7 @@ async def test_adapters_that_change_while_the_model_sleeps_are_right_at_the_firs
         rig.cluster.put(adapter("comes", lora(tmp_path, "comes")))
         rig.cluster.change(ADAPTER, "stays", lambda spec: spec.update(defaultScale="0.5"))
         rig.cluster.remove(ADAPTER, "goes")
+        rig.restart_operator()
         await told.wait(lambda: told.records().get("comes", ("",))[0] == "Deferred", told.records)
         await told.wait(lambda: told.records()["goes"][0] == "Draining", told.records)
         assert rig.adapter_condition("Ready", "comes") == ("False", "Deferred")
