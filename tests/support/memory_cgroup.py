@@ -4,6 +4,7 @@
 Needs root, a writable hierarchy of version 1 and `unshare`; where one of them is missing `why_not` says which.
 """
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -22,7 +23,7 @@ def why_not() -> str | None:
 
 
 class MemoryCgroup:
-    """Make it as a context manager; leaving it takes it away, when nothing runs in it any more."""
+    """Make it as a context manager; leaving it takes it away, and leaves what still ends in it to its parent."""
 
     def __init__(self) -> None:
         self._folder = MEMORY / f"worker-test-{uuid.uuid4().hex[:8]}"
@@ -32,6 +33,9 @@ class MemoryCgroup:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for pid in (self._folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (MEMORY / "cgroup.procs").write_text(pid)
         self._folder.rmdir()
 
     @property

@@ -195,10 +195,11 @@ class SleepRig:
             self._policy_is(body.get("policy"))
 
     def declare(self, policy: str) -> None:
-        """Another policy in the desired file."""
+        """A policy in the desired file. It counts where it is another than the file had, or else what a call said last does."""
         self.write_policy(policy)
-        self.declared = policy
-        self._policy_is(policy)
+        if policy != self.declared:
+            self.declared = policy
+            self._policy_is(policy)
 
     def write_policy(self, policy: str) -> None:
         """The desired file, put in place at once as a mounted ConfigMap is."""
@@ -322,10 +323,12 @@ class SleepRig:
         self._check_left_over()
 
     def _is_awake(self) -> bool:
+        """Also by a call, as one may have said another policy since the file did."""
         document = self.worker.state()
-        if document["state"] == "draining" or (document["state"] == "asleep" and document["operation"] is None):
-            self.call("/v1/wake", {"policy": "AlwaysAwake"})
-        return document["state"] == "ready" and document["operation"] is None
+        state, running = document["state"], document["operation"] is not None
+        if state == "draining" or (not running and (state == "asleep" or document["policy"] != "AlwaysAwake")):
+            self.wake({"policy": "AlwaysAwake"})
+        return bool(state == "ready" and not running and document["policy"] == "AlwaysAwake")
 
     def _judge(self) -> None:
         outcome = self.outcome

@@ -16,6 +16,7 @@ from leftovers import footprint, left_over
 from soak import run_both
 from soak_adapters import AdapterSoak, Spell, run_adapters
 from soak_edge import NO_HUB, EdgeSoak
+from soak_sleep import run_sleep
 from soak_sleep_requests import Asked, Excuse, Judge, Times
 from soak_traffic import BAD, pool, traffic
 from worker_process import FAKE_PROGRAM, WorkerProcess
@@ -58,6 +59,15 @@ async def test_requests_over_changing_adapters_get_the_pictures_of_theirs(tmp_pa
     assert outcome.wrong == []
     assert sum(outcome.pictures.values()) > 80 and len(outcome.pictures) == 4
     assert outcome.evictions > 10 and len(outcome.churn) == 3
+
+
+@pytest.mark.slow
+def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(tmp_path: Path) -> None:
+    outcome = run_sleep(tmp_path, run_seed=1, sequences=8, limit_s=120)
+    assert outcome.wrong == []
+    assert outcome.sequences == 8
+    assert outcome.pictures > 40 and outcome.operations["wake"] > 3
+    assert {"sleep HostMemory", "sleep Discard"} <= set(outcome.operations)
 
 
 def test_a_picture_of_another_adapter_is_seen_by_its_digest_and_by_its_pixels(tmp_path: Path) -> None:
