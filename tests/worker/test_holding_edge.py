@@ -326,6 +326,27 @@ async def test_a_request_for_an_adapter_of_a_sleeping_model_is_held_and_one_for_
         assert (await held).status_code == 200
 
 
+async def test_a_worker_that_starts_asleep_holds_a_request_for_an_adapter_that_is_still_to_come(tmp_path: Path) -> None:
+    sources = [{"name": f"a{number}", "source": {"huggingFace": {"repo": f"org/a{number}"}}} for number in range(6)]
+    path = tmp_path / "desired.json"
+    path.write_text(json.dumps({"sleep": {"policy": "OnIdle"}, "adapters": sources}))
+    settings = {"desired_path": str(path), "state_dir": str(tmp_path / "state"), "max_loras": 8}
+    async with serving_edge(**settings) as edge:
+        await fall_asleep(edge)
+    edge = Edge(FakeRankGroup(), **settings)
+    edge.fetcher.arriving.clear()
+    starting = asyncio.create_task(edge.engine.start())
+    await edge.wait_state(state="asleep")
+    edge.ranks.calling.clear()
+    held = asyncio.create_task(edge.images(prompt="p", model="a5"))
+    await edge.wait_held(1)
+    edge.fetcher.arriving.set()
+    edge.ranks.calling.set()
+    assert (await held).status_code == 200
+    await starting
+    await edge.engine.terminate()
+
+
 # Streams
 
 
