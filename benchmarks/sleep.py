@@ -2,7 +2,7 @@
 """P4: how long sleep takes and how much memory it gives back, for three sizes of random weights.
 
 A process of its own holds the weights as a rank does and sleeps when it is told to; that takes as long as it says, and gives back
-what the kernel tells of it from outside, in `/proc/PID/smaps_rollup`.
+what the kernel tells of it from outside, in `/proc/PID/smaps_rollup`. `sleep_cpu_ms` is what of it the process computed.
 """
 
 import subprocess
@@ -32,6 +32,7 @@ def measure() -> Measured:
         results={
             "sleep_ms": round(max(sample["sleep_ms"] for sample in samples), 3),
             "freed_fraction": round(min(sample["freed_fraction"] for sample in samples), 4),
+            "sleep_cpu_ms": round(max(sample["sleep_cpu_ms"] for sample in samples), 3),
             **{f"sleep_ms_{size_gb:g}_gb": _largest(samples, "sleep_ms", size_gb) for size_gb in SIZES_GB},
             **{f"wake_s_{size_gb:g}_gb": _largest(samples, "wake_s", size_gb) for size_gb in SIZES_GB},
         },
@@ -59,15 +60,16 @@ def _samples(size_gb: float) -> list[dict[str, float]]:
 def _round(sleeper: subprocess.Popen[str], asks: IO[str], answers: IO[str], weights_bytes: int) -> dict[str, float]:
     awake = _rss(sleeper.pid)
     print("sleep", file=asks, flush=True)
-    sleep_s = float(_answer(answers))
+    sleep_s, sleep_cpu_s = map(float, _answer(answers).split())
     asleep = _rss(sleeper.pid)
     print("wake", file=asks, flush=True)
-    wake_s = float(_answer(answers))
+    wake_s, _ = map(float, _answer(answers).split())
     return {
         "weights_bytes": weights_bytes,
         "rss_awake": awake,
         "rss_asleep": asleep,
         "sleep_ms": sleep_s * 1000,
+        "sleep_cpu_ms": sleep_cpu_s * 1000,
         "wake_s": wake_s,
         "freed_fraction": (awake - asleep) / weights_bytes,
     }
@@ -94,12 +96,12 @@ def _sleep_and_wake_when_told(folder: Path) -> None:
     before = weights.tensors()[-1][:4].clone()
     print(weights.report().weights_bytes, flush=True)
     for line in sys.stdin:
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         if line.strip() == "sleep":
             memory.release(SleepLevel.HOST_MEMORY)
         else:
             memory.restore(tuple(MemoryTag))
-        print(time.perf_counter() - began, flush=True)
+        print(time.perf_counter() - began, time.process_time() - computed, flush=True)
         if not memory.asleep and not before.equal(weights.tensors()[-1][:4]):
             raise RuntimeError("the weights changed over sleep and wake")
 
