@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that spoils what a rank holds by one bit, as a defect of the memory would.
+"""A worker extension that spoils what a rank holds by one bit, as a defect of the memory would, or leaves it no memory.
 
 Tests load it into real ranks by `corrupting_extension:Corrupting`; what it is told to spoil has to be seen by the fingerprint.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from diffusion_worker.memory import device_memory
 
 
 class Corrupting:
@@ -31,6 +33,19 @@ class Corrupting:
         """In what is in host memory to fill the weights from again, as it is in no file."""
         if only_rank in (None, self._rank):
             flip(next(placed.kept for placed in self.model_runner.weights._placed if placed.kept is not None))
+
+    def limit_memory(self, cgroup: str, only_rank: int | None = None) -> None:
+        """Have a folder in the place of the kernel's, whose files say how much memory a rank may have and has."""
+        if only_rank in (None, self._rank):
+            device_memory.CGROUP = Path(cgroup)
+
+
+def write_limit(cgroup: Path, *, free_bytes: int) -> None:
+    """The files of such a folder, in which so much is left."""
+    used = 1 << 30
+    (cgroup / "memory.max").write_text(f"{used + free_bytes}\n")
+    (cgroup / "memory.current").write_text(f"{used}\n")
+    (cgroup / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
 
 
 def flip(tensor: torch.Tensor) -> None:

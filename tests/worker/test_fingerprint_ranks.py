@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from corrupting_extension import flip_in_file
+from corrupting_extension import flip_in_file, write_limit
 from diffusion_worker.engine.documents import RankState
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
@@ -154,6 +154,24 @@ async def test_what_is_spoilt_in_a_mirror_an_adapter_or_the_model_s_file_is_seen
             [spoilt] = await fingerprints(executor)
             assert spoilt.weights != before.weights
             spoil(model)
+
+
+async def test_a_rank_without_room_says_so_and_sleeps_on_and_wakes_once_there_is_room(tmp_path: Path) -> None:
+    async with ranks(worker_extension=CORRUPTING) as executor:
+        before = await fingerprints(executor)
+        await sleep(executor)
+        await call(executor, "limit_memory", cgroup=str(tmp_path), only_rank=1)
+        write_limit(tmp_path, free_bytes=1 << 20)
+        woken, short = await wake(executor)
+        assert (woken.status, short.status, short.error_code) == (TaskStatus.SUCCESS, TaskStatus.ERROR, ErrorCode.INSUFFICIENT_MEMORY)
+        assert states(executor) == [RankState.READY, RankState.ASLEEP]
+        assert shares_resident(executor)[1] <= 0.02
+        put_back = await sleep(executor, "back")
+        assert [ack.freed_bytes > 0 for ack in put_back] == [True, False]
+        assert states(executor) == [RankState.ASLEEP] * 2
+        write_limit(tmp_path, free_bytes=1 << 30)
+        assert [ack.status for ack in await wake(executor, "again")] == [TaskStatus.SUCCESS] * 2
+        assert await fingerprints(executor) == before
 
 
 async def test_a_file_that_is_known_to_have_changed_leaves_the_rank_asleep_with_its_name_told(tmp_path: Path) -> None:
