@@ -41,40 +41,11 @@ from diffusion_worker.messages import (
     WakeTask,
     pack,
 )
+from fake_pictures import DEFAULT_STEPS, fake_pixels, fake_preview, fake_preview_steps, fake_shape
 from fake_rank import WEIGHTS_BYTES, FakeRank
 
-DEFAULT_STEPS = 4
-DEFAULT_SIZE = 64
 # What every picture is said to have taken.
 FAKE_STAGES = StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, peak_bytes=2_000_000)
-
-
-def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequence[bytes | memoryview] = ()) -> bytes:
-    """The picture of a request and the frames of its pictures: the same for the same request, another for another."""
-    lora = (adapter_path, [use.scale for use in spec.loras]) if spec.loras else None
-    fields = (spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale, lora)
-    edit = (spec.task, spec.strength, spec.images, spec.mask, [hashlib.sha256(frame).digest() for frame in frames]) if frames else ()
-    pattern = hashlib.sha256(repr(fields + edit).encode()).digest()
-    size = (spec.height or DEFAULT_SIZE) * (spec.width or DEFAULT_SIZE) * 3
-    return (pattern * (size // len(pattern) + 1))[:size]
-
-
-def fake_preview(spec: RequestSpec, number: int) -> bytes:
-    """A preview of a request: every one of its previews and its picture look different."""
-    size = len(fake_pixels(spec))
-    pattern = hashlib.sha256(f"{number} {spec.seed}".encode()).digest()
-    return (pattern * (size // len(pattern) + 1))[:size]
-
-
-def fake_preview_steps(spec: RequestSpec) -> list[int]:
-    """The steps after which the previews of a request are made: evenly spaced, none at the start or at the end."""
-    steps = spec.steps or DEFAULT_STEPS
-    wanted = (number * steps // (spec.previews + 1) for number in range(1, spec.previews + 1))
-    return sorted({step for step in wanted if 0 < step < steps})
-
-
-def _shape(spec: RequestSpec) -> tuple[int, int, int]:
-    return spec.height or DEFAULT_SIZE, spec.width or DEFAULT_SIZE, 3
 
 
 def fake_digest(path: str) -> str:
@@ -243,7 +214,7 @@ class FakeRankGroup:
             self._progress(spec, left, done, frames)
             if left == 1:
                 del self._active[request_id]
-                done.finished.append(Finished(request_id, len(frames), _shape(spec), FAKE_STAGES))
+                done.finished.append(Finished(request_id, len(frames), fake_shape(spec), FAKE_STAGES))
                 adapter = " + ".join(self._adapters[use.lora_int_id] for use in spec.loras) or None
                 frames.append(fake_pixels(spec, adapter, self._frames[request_id]))
         return TickReport(done, frames)
@@ -255,7 +226,7 @@ class FakeRankGroup:
         done.progress.append(Progress(spec.request_id, step, steps))
         if step in (due := fake_preview_steps(spec)):
             number = due.index(step)
-            done.previews.append(Preview(spec.request_id, number, len(frames), _shape(spec)))
+            done.previews.append(Preview(spec.request_id, number, len(frames), fake_shape(spec)))
             frames.append(fake_preview(spec, number))
 
     def _prompts(self, tick: Tick) -> PromptCacheStats:
