@@ -7,6 +7,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
 from diffusion_worker.sources.fetching import Fetched, Fetcher, Report
 from diffusion_worker.sources.source import Source
+from fake_rank_group import fake_digest
 
 REMOTE_BYTES = 4096
 
@@ -42,7 +43,8 @@ class FakeFetcher(Fetcher):
             self.cancelled.append(place)
             raise
         report(REMOTE_BYTES, REMOTE_BYTES)
-        return Fetched(f"/cache/{place}", revision="c0ffee", size_bytes=REMOTE_BYTES)
+        path = f"/cache/{place}"
+        return Fetched(path, fake_digest(path), revision="c0ffee", size_bytes=REMOTE_BYTES)
 
     async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
         """Nothing is read; `unread_errors` are raised for a path."""

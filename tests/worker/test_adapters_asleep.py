@@ -293,6 +293,18 @@ async def test_after_a_sleep_that_discards_all_is_loaded_again_from_the_files_th
     assert await made_with(edge, "a", "b") == [fake_digest("/cache/org/a"), fake_digest("/b")]
 
 
+async def test_what_was_fetched_is_not_fetched_again_by_a_put_and_what_lies_in_place_is_read_again(edge: Edge) -> None:
+    await put_remote(edge, "a", "org/a")
+    await put(edge, "b")
+    await sleep(edge, SleepLevel.DISCARD)
+    await put_remote(edge, "a", "org/a")
+    await put(edge, "b")
+    assert edge.fetcher.fetches == ["org/a", "/b", "/b"]
+    await wake(edge)
+    assert (edge.ranks.calls.count("add_lora"), edge.fetcher.released) == (2, ["/b"])
+    assert await made_with(edge, "a", "b") == [fake_digest("/cache/org/a"), fake_digest("/b")]
+
+
 async def test_a_sleep_that_keeps_host_memory_loads_nothing_again(edge: Edge) -> None:
     await put(edge, "a")
     await sleep(edge)

@@ -61,7 +61,8 @@ class DeclaredAdapters:
 
     def called(self, name: str) -> None:
         """A call of the control port speaks of a name."""
-        self._called_at_s[name] = self._clock()
+        if self._config.desired_path is not None:
+            self._called_at_s[name] = self._clock()
 
     async def load_at_start(self) -> None:
         """Try every adapter once; one that fails is kept as Failed and keeps nothing else from serving.
@@ -86,10 +87,11 @@ class DeclaredAdapters:
         for name in removed:
             if self._is_older(name, written_s):
                 await self._remove(name)
-        calls = [(each.name, _desired_call(each, each.load_timeout_seconds)) for each in put]
+        calls = [(each.name, _desired_call(each, each.load_timeout_seconds)) for each in put if self._is_older(each.name, written_s)]
+        self._called_at_s = {name: at_s for name, at_s in self._called_at_s.items() if at_s >= written_s}
         try:
             async with asyncio.timeout(deadline_s):
-                await self._put([call for call in calls if self._is_older(call[0], written_s)])
+                await self._put(calls)
         except TimeoutError:
             # Their fetches go on, and what they bring is loaded beside what serves then.
             log.error("adapters of the desired file are not all here after %.1f s", deadline_s)

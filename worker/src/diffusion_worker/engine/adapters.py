@@ -134,7 +134,12 @@ class Adapter:
             return False
         if call.digest is not None:
             return call.digest == self.pinned
-        return call.source == self.call.source and not (self.state in (AdapterState.CACHED, AdapterState.DEFERRED) and loaded)
+        return call.source == self.call.source and not (loaded and self._may_have_changed())
+
+    def _may_have_changed(self) -> bool:
+        """Whether its file may be another one than was loaded, and is to be read again; one that is deferred lies as it was fetched."""
+        in_place = self.fetched is None or self.fetched.digest is None
+        return self.state is AdapterState.CACHED or (self.state is AdapterState.DEFERRED and in_place)
 
     def describe(self, call: AdapterCall) -> None:
         """Take over what of a call needs no load."""
