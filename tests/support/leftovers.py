@@ -11,7 +11,7 @@ from worker_process import WorkerProcess, descendants, process_exists
 GROWTH_BYTES = 96 * 2**20
 GROWTH_DESCRIPTORS = 8
 # The fork server has torch in its memory, and ends by itself when its server is gone: on a machine full of work that takes its time.
-ENDED_WITHIN_S = 45.0
+ENDED_WITHIN_S = 60.0
 
 # Resident bytes and open descriptors by process.
 Footprint = dict[int, tuple[int, int]]

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2
 
-from leftovers import Footprint, footprint, left_at_end, left_over
+from leftovers import ENDED_WITHIN_S, Footprint, footprint, left_at_end, left_over
 from soak_adapters import Spell, write_contents
 from soak_adapters import _digest as digest_of_file
 from soak_adapters import _pixels as pixels
@@ -55,6 +55,8 @@ class SleepOutcome:
     refused: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
+    # In which states the invariants were looked at.
+    states: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     server_kills: int = 0
     worst_difference: int = 0
@@ -148,6 +150,7 @@ class SleepRig:
     def look(self) -> None:
         """The invariants."""
         document = self.worker.state()
+        self.outcome.states[document["state"]] += 1
         self._count_operation(document["lastOperation"])
         for found in [*consistent(document, max_held=MAX_HELD), *nothing_resident(self.worker, document)]:
             self._wrong(found)
@@ -268,7 +271,9 @@ class SleepRig:
         self.times.begin(Excuse.DOWN)
         self.worker.send_signal(signal.SIGKILL)
         self.worker.wait_exit(10)
-        self.worker.wait_until(lambda: not any(process_exists(pid) for pid in pids), what="gone with all its processes", timeout_s=20)
+        self.worker.wait_until(
+            lambda: not any(process_exists(pid) for pid in pids), what="gone with all its processes", timeout_s=ENDED_WITHIN_S
+        )
         self.changing.submit(lambda: None).result(ANSWERED_WITHIN_S)
         self.asking.wait(10)
         for name in NAMES:

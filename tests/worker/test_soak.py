@@ -68,6 +68,7 @@ def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_reque
     assert outcome.sequences == 8
     assert outcome.pictures > 40 and outcome.operations["wake"] > 3
     assert {"sleep HostMemory", "sleep Discard"} <= set(outcome.operations)
+    assert outcome.states["asleep"] > 3 and outcome.states["ready"] > 3
 
 
 def test_a_picture_of_another_adapter_is_seen_by_its_digest_and_by_its_pixels(tmp_path: Path) -> None:
