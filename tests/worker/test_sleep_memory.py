@@ -76,6 +76,14 @@ def cached_bytes(path: Path) -> int:
     return int((pages & 1).sum()) * mmap.PAGESIZE
 
 
+def drop_pages(path: Path) -> None:
+    """Have nothing of a file in memory; skips the test where files are nowhere else."""
+    with path.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(path) > path.stat().st_size // 10:
+        pytest.skip("the temporary folder is in memory: the system cannot drop the pages of its files")
+
+
 def status_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
@@ -87,6 +95,7 @@ def status_bytes(field: str) -> int:
 @pytest.mark.parametrize(("level", "cached"), [(SleepLevel.HOST_MEMORY, 1.0), (SleepLevel.DISCARD, 0.1)])
 def test_a_level_decides_what_the_system_keeps_of_the_weights_file(layer: Layer, tmp_path: Path, level: SleepLevel, cached: float) -> None:
     before, file = contents(layer), tmp_path / "model.safetensors"
+    drop_pages(file)
     weights = ModelWeights(CPU)
     weights.place(layer, tmp_path)
     file.read_bytes()
@@ -248,8 +257,7 @@ def test_a_start_asleep_reads_no_weights_and_takes_no_memory_for_them(tmp_path: 
     del rig
     gc.collect()
     file = next((folder / "transformer").glob("*.safetensors"))
-    with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_pages(file)
     runner = DiffusionModelRunner(config, CPU, OneRank())  # type: ignore[arg-type]
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = status_bytes("VmRSS")
