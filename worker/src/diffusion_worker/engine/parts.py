@@ -28,6 +28,7 @@ from diffusion_worker.engine.sleep_record import SleepNotes, record_key
 from diffusion_worker.engine.sleeping import Sleeper
 from diffusion_worker.engine.step_loop import StepLoop
 from diffusion_worker.engine.supervision import Supervisor
+from diffusion_worker.engine.tasks import SleepingRanks
 from diffusion_worker.engine.verification import Verification
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import ModelInfo
@@ -98,17 +99,8 @@ class EngineParts:
             fingerprints=lambda: self.verification.recorded,
         )
         self.operations = Operations(self.fail)
-        sleeper = Sleeper(
-            self.life,
-            ranks,
-            self.steps,
-            self.pausing,
-            self.loader,
-            self.preparation,
-            self.supervisor,
-            self.notes,
-            call_timeout_s=config.rank_timeout_s,
-        )
+        told = SleepingRanks(ranks, self.loader.call_all, call_timeout_s=config.rank_timeout_s)
+        sleeper = Sleeper(self.life, told, self.pausing, self.preparation, self.supervisor, self.notes)
         self.sleep_calls = SleepCalls(
             self.life, self.rules, self.operations, sleeper, idle_s=self._idle_s, held=lambda: self.requests.holding.current
         )

@@ -55,6 +55,10 @@ class Pausing:
             self.release(who)
             raise
 
+    async def drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
+        """Wait for all requests; past the time, end them with an error."""
+        await self._steps.drain(timeout_s, code, message)
+
     def release(self, who: Pauser) -> None:
         """The steps go on, unless another one holds them; harmless where they do."""
         self._holders.discard(who)

@@ -68,6 +68,10 @@ class Preparation:
         except RequestError as error:
             raise GroupFailed(f"the ranks do not tell what they loaded: {error.message}") from None
 
+    def discarded(self) -> None:
+        """The ranks keep nothing in host memory any more: their adapters are to be loaded again at the wake."""
+        self._loader.defer_loaded()
+
     async def after_wake(self, until_s: float) -> None:
         """The weights are there again: what is missing beside them is made, then all of it is verified. On the event loop's clock.
 

@@ -132,8 +132,8 @@ class SleepCalls:
 
     def _has_more_to_give(self, level: SleepLevel) -> bool:
         """Whether a group that sleeps is awake in part, or keeps what the level does not."""
-        deeper = level is SleepLevel.DISCARD and self._sleeper.level is SleepLevel.HOST_MEMORY
-        return deeper or self._sleeper.partly_awake
+        deeper = level is SleepLevel.DISCARD and self._sleeper.ranks.level is SleepLevel.HOST_MEMORY
+        return deeper or self._sleeper.ranks.partly_awake
 
     def _require_idle_since(self, seconds: float | None) -> None:
         if seconds is not None and (idle_s := self._idle_s()) < seconds:

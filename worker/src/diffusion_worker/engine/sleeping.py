@@ -8,24 +8,19 @@ A loss of the group in the middle is the supervisor's to mend: it starts the nex
 import asyncio
 import logging
 
-from diffusion_worker.engine.adapter_loading import AdapterLoader
 from diffusion_worker.engine.documents import EngineState, SleepCall, SleepMode, WakeCall
 from diffusion_worker.engine.life import EngineLife
 from diffusion_worker.engine.operations import Outcome
 from diffusion_worker.engine.pausing import Pauser, Pausing
 from diffusion_worker.engine.preparing import Preparation
-from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.sleep_record import SleepNotes
-from diffusion_worker.engine.step_loop import StepLoop
 from diffusion_worker.engine.supervision import Supervisor
-from diffusion_worker.engine.tasks import run_task, unreleased
-from diffusion_worker.errors import ErrorCode, Fault, GroupFailed, RequestError
-from diffusion_worker.messages import MemoryTag, SleepLevel, SleepTask, TaskAck, WakeTask
+from diffusion_worker.engine.tasks import SleepingRanks
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import SleepLevel, SleepTask, TaskAck, WakeTask
 
 log = logging.getLogger(__name__)
 
-# The kernel gives memory back within milliseconds, and a driver may take its time.
-SECOND_LOOK_S = 1.0
 ABORTED = "the model went to sleep before the picture was finished"
 
 
@@ -35,42 +30,20 @@ class Sleeper:
     def __init__(
         self,
         life: EngineLife,
-        ranks: RankGroup,
-        steps: StepLoop,
+        ranks: SleepingRanks,
         pausing: Pausing,
-        loader: AdapterLoader,
         preparation: Preparation,
         supervisor: Supervisor,
         notes: SleepNotes,
-        *,
-        call_timeout_s: float,
     ) -> None:
+        self.ranks = ranks
         self._life = life
-        self._ranks = ranks
-        self._steps = steps
         self._pausing = pausing
-        self._loader = loader
         self._preparation = preparation
         self._supervisor = supervisor
         self._notes = notes
-        self._call_timeout_s = call_timeout_s
         self._quieting: asyncio.Task[None] | None = None
         self._cancelled = False
-
-    @property
-    def level(self) -> SleepLevel | None:
-        """How deep the ranks sleep; None where they do not."""
-        return next((rank.memory.level for rank in self._ranks.documents() if rank.memory.level is not None), None)
-
-    @property
-    def whole(self) -> bool:
-        """Whether no rank lacks anything."""
-        return not any(rank.memory.asleep for rank in self._ranks.documents())
-
-    @property
-    def partly_awake(self) -> bool:
-        """Whether ranks that sleep have something back already."""
-        return any(set(rank.memory.asleep) != set(MemoryTag) for rank in self._ranks.documents())
 
     def begin_sleep(self) -> None:
         """A sleep was decided on: from now on nothing is admitted."""
@@ -96,8 +69,8 @@ class Sleeper:
         self._life.enter(EngineState.SLEEPING)
         acks: list[TaskAck] = []
         try:
-            acks = await self._tell(SleepTask(call.operation_id, call.level), timeout_s=self._call_timeout_s)
-            await self._require_released()
+            acks = await self.ranks.tell(SleepTask(call.operation_id, call.level))
+            await self.ranks.require_released()
         except GroupFailed:
             await self._supervisor.settled()
         except RequestError as error:
@@ -117,7 +90,7 @@ class Sleeper:
             RequestError: InsufficientMemory: the model sleeps as before. Anything else: the group was started again, and is
                 awake. GroupFailed: it is lost for good.
         """
-        level, acks = self.level, []
+        level, acks = self.ranks.level, []
         self._notes.remove()
         try:
             acks = await self._bring_back(WakeTask(call.operation_id, call.tags), timeout_s=call.deadline_seconds)
@@ -130,7 +103,7 @@ class Sleeper:
                 await self._restart(error)
                 self._serve()
             raise
-        if self.whole:
+        if self.ranks.whole:
             self._serve()
         else:
             self._life.enter(EngineState.ASLEEP)
@@ -164,28 +137,19 @@ class Sleeper:
             try:
                 if abort:
                     self._pausing.begin(Pauser.SLEEP)
-                await self._steps.drain(0.0 if abort else call.deadline_seconds, ErrorCode.ASLEEP, ABORTED)
+                await self._pausing.drain(0.0 if abort else call.deadline_seconds, ErrorCode.ASLEEP, ABORTED)
                 await self._supervisor.settled()
-                await self._pausing.hold(Pauser.SLEEP, timeout_s=self._call_timeout_s)
+                await self._pausing.hold(Pauser.SLEEP, timeout_s=self.ranks.call_timeout_s)
                 return
             except GroupFailed:
                 await self._supervisor.settled()
-
-    async def _require_released(self) -> None:
-        """Raises RequestError (MemoryNotReleased) that names a rank which keeps its weights, at the second look."""
-        if unreleased(self._ranks.documents()) is None:
-            return
-        await asyncio.sleep(SECOND_LOOK_S)
-        await self._loader.call_all("synchronize", timeout_s=self._call_timeout_s)
-        if (problem := unreleased(self._ranks.documents())) is not None:
-            raise RequestError(ErrorCode.MEMORY_NOT_RELEASED, problem)
 
     async def _wake_again(self, call: SleepCall, error: RequestError) -> None:
         """Some ranks may sleep: all are awake again and proved, or started again."""
         log.error("sleep operation=%s failed and is undone: %s", call.operation_id, error.message)
         self._life.enter(EngineState.WAKING)
         try:
-            await self._bring_back(WakeTask(f"{call.operation_id}-undo"), timeout_s=self._call_timeout_s)
+            await self._bring_back(WakeTask(f"{call.operation_id}-undo"), timeout_s=self.ranks.call_timeout_s)
         except GroupFailed:
             await self._supervisor.settled()
         except RequestError as second:
@@ -197,8 +161,8 @@ class Sleeper:
     async def _bring_back(self, task: WakeTask, *, timeout_s: float) -> list[TaskAck]:
         """The memory of the tags, and where nothing is missing then what belongs to it, verified."""
         until_s = asyncio.get_running_loop().time() + timeout_s
-        acks = await self._tell(task, timeout_s=timeout_s)
-        if self.whole:
+        acks = await self.ranks.tell(task, timeout_s=timeout_s)
+        if self.ranks.whole:
             await self._preparation.after_wake(until_s)
         return acks
 
@@ -206,7 +170,7 @@ class Sleeper:
         """Some ranks may be awake: all sleep again, or are started again into sleep."""
         self._life.enter(EngineState.SLEEPING)
         try:
-            await self._tell(SleepTask(f"{call.operation_id}-undo", level), timeout_s=self._call_timeout_s)
+            await self.ranks.tell(SleepTask(f"{call.operation_id}-undo", level))
         except GroupFailed:
             await self._supervisor.settled()
         except RequestError as error:
@@ -217,7 +181,7 @@ class Sleeper:
 
     def _fell_asleep(self, level: SleepLevel) -> None:
         if level is SleepLevel.DISCARD:
-            self._loader.defer_loaded()
+            self._preparation.discarded()
         self._life.enter(EngineState.ASLEEP)
         self._notes.write(level)
 
@@ -228,8 +192,5 @@ class Sleeper:
     async def _restart(self, error: RequestError) -> None:
         """Nothing is known of these ranks any more: the next ones take over, in the state that was asked for."""
         self._life.blame(error.code)
-        self._ranks.lose(error.message, Fault.STALLED if error.code is ErrorCode.TIMEOUT else Fault.DEFECT)
+        self.ranks.lose(error)
         await self._supervisor.settled()
-
-    async def _tell(self, task: SleepTask | WakeTask, *, timeout_s: float) -> list[TaskAck]:
-        return await run_task(self._loader.call_all, task, timeout_s=timeout_s)
