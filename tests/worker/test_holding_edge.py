@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import io
 import json
+import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -345,6 +346,40 @@ async def test_a_worker_that_starts_asleep_holds_a_request_for_an_adapter_that_i
     assert (await held).status_code == 200
     await starting
     await edge.engine.terminate()
+
+
+# All at once
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_bursts_of_requests_beside_sleeps_and_losses_of_the_ranks_are_all_served(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    async with serving_edge(desired_path=desired(tmp_path), max_batch_size=2) as edge:
+        asked: dict[int, asyncio.Task[httpx2.Response]] = {}
+        losses = 0
+        for number in range(80):
+            match rng.choice(["ask", "ask", "ask", "leave", "sleep", "turn", "lose"]):
+                case "ask":
+                    asked[number] = asyncio.create_task(edge.images(prompt="p", seed=number, num_inference_steps=2))
+                case "leave" if asked:
+                    rng.choice(list(asked.values())).cancel()
+                case "sleep":
+                    await edge.operate("sleep")
+                case "lose" if losses < 2:
+                    losses += 1
+                    edge.ranks.die(KILLED)
+            for _ in range(rng.choice([0, 1, 10, 100])):
+                await asyncio.sleep(0)
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait(asked.values())
+        kept = {number: task.result() for number, task in asked.items() if not task.cancelled()}
+        assert {answer.status_code for answer in kept.values()} == {200}
+        for number, answer in kept.items():
+            expected = fake_pixels(RequestSpec(request_id="", prompt="p", seed=number, steps=2))
+            assert decode_image(answer.json()["data"][0]["b64_json"]).tobytes() == expected
+        document = await edge.state()
+        assert (document["held"]["current"], document["inFlight"], document["queued"]) == (0, 0, 0)
+        assert edge.engine.operations_done.durations["sleep"].total_s > 0 and edge.engine.held.outcomes["served"] > 0
 
 
 # Streams
