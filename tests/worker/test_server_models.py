@@ -81,7 +81,7 @@ async def test_without_options_the_defaults_are_the_models_own(edge: Edge, monke
     assert (await card(edge))["defaults"] == {}
     assert edge.engine.model is not None
     known = {"default_width": 64, "default_height": 48, "default_steps": 28, "default_guidance_scale": 4.0}
-    monkeypatch.setattr(edge.engine, "_model", msgspec.structs.replace(edge.engine.model, **known))
+    monkeypatch.setattr(edge.engine._parts.requests, "model", msgspec.structs.replace(edge.engine.model, **known))
     assert (await card(edge))["defaults"] == {"size": "64x48", "num_inference_steps": 28, "guidance_scale": 4.0}
 
 
