@@ -29,7 +29,7 @@ LOAD = ROOT / "tools" / "service_load.py"
 SEED, REQUESTS = 7, 200
 SAMPLE_S, AFTERWARDS_S, START_S = 0.5, 16.0, 300.0
 PROMPTS = ("a red digit seven", "a blue digit three", "a green digit eight")
-BODY = {"size": "64x64", "num_inference_steps": 8}
+BODY = {"size": "64x64", "num_inference_steps": 4}
 
 WIDTH, LEFT, RIGHT, TOP, PANEL, GAP = 1180, 76, 16, 44, 150, 34
 AWAKE, ASLEEP, MOVING = (46, 125, 50), (144, 164, 174), (239, 108, 0)
