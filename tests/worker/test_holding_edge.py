@@ -16,42 +16,15 @@ import msgspec
 import pytest
 from PIL import Image
 
-from diffusion_worker.engine import holding, sleep_calls
+from cold_edge import Client, code, desired, fall_asleep, sleeping_edge
 from diffusion_worker.engine.documents import Residency, SleepCall
 from diffusion_worker.errors import ErrorCode, GroupFailed
 from diffusion_worker.messages import ErrorReport, RequestSpec, Task
-from diffusion_worker.server import streaming
 from fake_rank_group import FakeRankGroup, fake_pixels
-from server_edge import DEADLINE_S, Edge, image_scope, serving_edge
+from server_edge import DEADLINE_S, Edge, serving_edge
 from worker_process import decode_image
 
 KILLED = "rank 0 was ended by SIGKILL"
-
-
-def desired(folder: Path, policy: str = "OnIdle", **cold: Any) -> str:
-    """The mounted file with a policy and limits of held requests."""
-    path = folder / "desired.json"
-    replacement = path.with_suffix(".new")
-    replacement.write_text(json.dumps({"sleep": {"policy": policy}, "coldRequests": cold}))
-    replacement.rename(path)
-    return str(path)
-
-
-@contextlib.asynccontextmanager
-async def sleeping_edge(
-    folder: Path, policy: str = "OnIdle", *, settings: dict[str, Any] | None = None, **cold: Any
-) -> AsyncIterator[Edge]:
-    """An edge whose model sleeps, and whose ranks answer no call until `edge.ranks.calling` is set."""
-    async with serving_edge(desired_path=desired(folder, policy, **cold), **(settings or {})) as edge:
-        await fall_asleep(edge)
-        yield edge
-
-
-async def fall_asleep(edge: Edge) -> None:
-    if edge.engine.state != "asleep":
-        await edge.operate("sleep")
-        await edge.wait_state(state="asleep", operation=None)
-    edge.ranks.calling.clear()
 
 
 @contextlib.asynccontextmanager
@@ -67,10 +40,6 @@ async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
         edge.ranks.loading.set()
         await starting
         await edge.engine.terminate()
-
-
-def code(answer: httpx2.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["code"]
 
 
 def half_transparent() -> bytes:
@@ -277,23 +246,6 @@ async def test_a_model_that_cannot_be_loaded_ends_requests_that_wait_for_it() ->
     await edge.engine.terminate()
 
 
-async def test_a_model_without_the_memory_to_wake_keeps_its_requests_until_it_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sleep_calls, "FIRST_RETRY_S", 0.01)
-    async with sleeping_edge(tmp_path) as edge:
-        edge.ranks.wake_errors += [ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "too little")] * 2
-        edge.ranks.calling.set()
-        client = Client(edge)
-        answers = await asyncio.gather(*(edge.images(prompt="p") for _ in range(3)))
-        assert [answer.status_code for answer in answers] == [200] * 3
-        states = []
-        assert await client.status() == 200
-        while (event := await client.event())["type"] == "image_generation.held":
-            states.append(event["state"])
-        assert {"asleep", "waking"} <= set(states) and event["type"] == "image_generation.progress"
-
-
 # Adapters
 
 
@@ -380,109 +332,3 @@ async def test_bursts_of_requests_beside_sleeps_and_losses_of_the_ranks_are_all_
         document = await edge.state()
         assert (document["held"]["current"], document["inFlight"], document["queued"]) == (0, 0, 0)
         assert edge.engine.operations_done.durations["sleep"].total_s > 0 and edge.engine.held.outcomes["served"] > 0
-
-
-# Streams
-
-
-class Client:
-    """A request for a stream whose messages are read one by one."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._content = [json.dumps({"prompt": "p", "stream": True, "num_inference_steps": 2}).encode()]
-        self.gone = asyncio.Event()
-        self._answering = asyncio.create_task(edge.data_application(image_scope(), self._receive, self._send))
-
-    async def _receive(self) -> dict[str, Any]:
-        if self._content:
-            return {"type": "http.request", "body": self._content.pop(), "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        self._sent.put_nowait(message)
-
-    async def status(self) -> int:
-        """Of the answer, when it begins."""
-        async with asyncio.timeout(DEADLINE_S):
-            return int((await self._sent.get())["status"])
-
-    async def event(self) -> dict[str, Any]:
-        """The next event, past signs of life."""
-        text = ""
-        while not (text.startswith("event: ") and text.endswith("\n\n")):
-            async with asyncio.timeout(DEADLINE_S):
-                text += (await self._sent.get())["body"].decode()
-            text = text.removeprefix(": keep-alive\n\n")
-        found: dict[str, Any] = json.loads(text.partition("data: ")[2])
-        return found
-
-    async def sign_of_life(self) -> None:
-        """Returns when one comes."""
-        async with asyncio.timeout(DEADLINE_S):
-            while (await self._sent.get())["body"] != b": keep-alive\n\n":
-                pass
-
-    async def end(self) -> None:
-        """Returns when the application is through with the request."""
-        async with asyncio.timeout(DEADLINE_S):
-            await self._answering
-
-
-async def test_a_held_stream_begins_at_once_and_tells_where_it_stands_until_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
-    monkeypatch.setattr(holding, "LOOK_S", 0.02)
-    async with sleeping_edge(tmp_path) as edge:
-        before = asyncio.create_task(edge.images(prompt="before"))
-        await edge.wait_held(1)
-        client = Client(edge)
-        assert await client.status() == 200
-        held = {"type": "image_generation.held", "state": "waking", "ahead": 1}
-        assert await client.event() == held
-        await client.sign_of_life()
-        before.cancel()
-        assert await client.event() == held | {"ahead": 0}
-        edge.ranks.calling.set()
-        assert [(await client.event())["type"] for _ in range(3)] == [
-            "image_generation.progress",
-            "image_generation.progress",
-            "image_generation.completed",
-        ]
-        await client.end()
-
-
-async def test_a_stream_tells_of_every_state_that_it_waits_through(tmp_path: Path) -> None:
-    async with serving_edge(desired_path=desired(tmp_path)) as edge:
-        edge.ranks.calling.clear()
-        await edge.operate("sleep")
-        await edge.wait_state(state="sleeping")
-        client = Client(edge)
-        assert await client.status() == 200
-        assert (await client.event())["state"] == "sleeping"
-        edge.ranks.calling.set()
-        states = []
-        while (event := await client.event())["type"] == "image_generation.held":
-            states.append(event["state"])
-        assert states[-1] == "waking"
-        assert event["type"] == "image_generation.progress"
-
-
-async def test_a_held_stream_that_waits_too_long_ends_with_an_error_event(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path, holdTimeoutSeconds=0.05) as edge:
-        client = Client(edge)
-        assert await client.status() == 200
-        while (event := await client.event())["type"] != "error":
-            assert event["type"] == "image_generation.held"
-        assert (event["error"]["code"], event["error"]["retryable"]) == ("Busy", True)
-        assert event["error"]["retryAfterSeconds"] > 0
-        edge.ranks.calling.set()
-
-
-async def test_a_request_that_is_refused_instead_of_held_has_its_status_and_no_stream(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path, maxHeld=0) as edge:
-        answer = await edge.images(prompt="p", stream=True)
-        assert (code(answer), answer.headers["content-type"]) == ((429, "Overloaded"), "application/json")
-        edge.ranks.calling.set()
