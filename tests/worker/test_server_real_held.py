@@ -32,7 +32,7 @@ class Sleepy:
 
     def declare(self, policy: str = "OnIdle", **cold: Any) -> None:
         """Another desired file, in place at once."""
-        limits = {"mode": "Hold", "maxHeld": 64, "holdTimeoutSeconds": 60.0, **cold}
+        limits = {"mode": "Hold", "maxHeld": 64, "holdTimeoutSeconds": 300.0, **cold}
         replacement = self.desired.with_suffix(".new")
         replacement.write_text(json.dumps({"sleep": {"policy": policy}, "coldRequests": limits}))
         replacement.rename(self.desired)
