@@ -247,7 +247,7 @@ class Engine:
         self._parts.sleep_calls.wake_on_demand()
 
     async def operation_over(self, operation_id: str) -> OperationResult | None:
-        """How a sleep or wake ended, once it did; None for an operation that had nothing to do, or was too long ago."""
+        """How a sleep or wake ended, once it did, or what it joined or cancelled; None where it had nothing to do, or long ago."""
         return await self._parts.operations.over(operation_id)
 
     async def pause(self, call: PauseCall) -> None:

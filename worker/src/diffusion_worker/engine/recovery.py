@@ -9,7 +9,7 @@ from diffusion_worker.errors import Fault
 
 WINDOW_S = 600.0
 
-# Fresh processes have their weights in memory, so a wake has reached its goal by then; and what drained goes to sleep.
+# What was asked for: a group that is to sleep starts so, one that woke is awake by its start, and one that drained goes on doing so.
 AFTER: dict[EngineState, EngineState] = {
     EngineState.READY: EngineState.READY,
     EngineState.DRAINING: EngineState.DRAINING,
