@@ -101,13 +101,14 @@ def test_sleep_waits_for_the_running_picture(worker: WorkerProcess) -> None:
     worker.wake()
 
 
-def test_sleep_with_abort_ends_the_running_picture_with_a_code(worker: WorkerProcess) -> None:
+@pytest.mark.parametrize("call", [{"mode": "Abort"}, {"mode": "Wait", "deadlineSeconds": 0.1}], ids=["abort", "past-its-deadline"])
+def test_sleep_that_does_not_wait_any_longer_ends_the_running_picture_with_a_code(worker: WorkerProcess, call: dict[str, Any]) -> None:
     long = {**REQUEST, "num_inference_steps": 200}
     before = worker.image(**REQUEST).tobytes()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         running = threads.submit(worker.images, **long)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
-        worker.sleep(mode="Abort")
+        worker.sleep(**call)
         answer = running.result(60)
     assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
     worker.wake()
