@@ -87,7 +87,8 @@ class Asked:
     body: int | None
     names: list[str]
     begun: float
-    ahead: int
+    # How many others were without an answer at some time while it was.
+    beside: int = 0
     expected: int = 200
     gone: bool = False
     ended: float = 0.0
@@ -109,21 +110,16 @@ class Asking:
         self.asked: list[Asked] = []
         self._running: list[Future[None]] = []
 
-    @property
-    def outstanding(self) -> int:
-        """Requests without an answer."""
-        return sum(not running.done() for running in self._running)
-
     def picture(self, body: int, names: list[str], *, stream: bool = False, gone_after_s: float | None = None) -> None:
         """Ask for one, with adapters; its client may go away before it is there."""
-        asked = Asked(body, names, time.monotonic(), self.outstanding, gone=gone_after_s is not None)
+        asked = Asked(body, names, time.monotonic(), gone=gone_after_s is not None)
         lora = [{"name": name} for name in names]
         self._send(asked, {**BODIES[body], "lora": lora, "stream": stream}, gone_after_s)
 
     def wrong(self, number: int) -> None:
         """One that nothing can answer."""
         body, status = BAD[number]
-        self._send(Asked(None, [], time.monotonic(), self.outstanding, expected=status), body, None)
+        self._send(Asked(None, [], time.monotonic(), expected=status), body, None)
 
     def wait(self, timeout_s: float) -> None:
         """Until all have their answer, or the time is over."""
@@ -132,8 +128,11 @@ class Asking:
     def answers(self, timeout_s: float) -> list[Asked]:
         """All since the last time, each with its answer; those without one after that time have status 0."""
         self.wait(timeout_s)
-        asked, self.asked, self._running = self.asked, [], []
-        return asked
+        found, self.asked, self._running = self.asked, [], []
+        for asked in found:
+            until = asked.ended or float("inf")
+            asked.beside = sum(other.begun <= until and (other.ended or until) >= asked.begun for other in found) - 1
+        return found
 
     def close(self) -> None:
         """After the worker has ended, so that no thread waits any more."""
@@ -199,7 +198,7 @@ class Judge:
         allowed = frozenset[str]().union(*(ALLOWED[excuse] for excuse in excuses))
         if any(None in contents for contents in could_be):
             allowed |= NO_SUCH_ADAPTER
-        if asked.ahead >= self.max_held:
+        if asked.beside >= self.max_held:
             allowed |= {"Overloaded"}
         return None if asked.code in allowed else f"{self._told(asked)}, and what happened meanwhile is {sorted(excuses)}"
 

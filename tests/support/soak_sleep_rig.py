@@ -26,14 +26,14 @@ from soak_adapters import _digest as digest_of_file
 from soak_adapters import _pixels as pixels
 from soak_sleep_checks import consistent, nothing_resident
 from soak_sleep_requests import BODIES, Asking, Excuse, Judge, Times
-from worker_process import WorkerProcess, descendants, process_exists
+from worker_process import START_TIMEOUT_S, WorkerProcess, descendants, process_exists
 
 CONTENTS = 4
 NAMES = ("style-0", "style-1", "style-2")
 MAX_HELD = 12
 HOLD_S = 40.0
 # A sleep, a wake and a restart of ranks take two seconds at most on two idle cores.
-SETTLED_WITHIN_S = 40.0
+SETTLED_WITHIN_S = 60.0
 ANSWERED_WITHIN_S = HOLD_S + 20.0
 # What a call may be refused with, while another operation runs or ranks are lost.
 SLEEP_REFUSALS = frozenset({"Conflict", "Busy", "Starting"})
@@ -286,9 +286,9 @@ class SleepRig:
         was_asleep = document["state"] == "asleep" and document["operation"] is None
         if self.declared == "Asleep" or (was_asleep and self.declared == "OnIdle"):
             self.times.begin(Excuse.ASKED)
-            found = self.worker.wait_state("asleep")
+            found = self.worker.wait_state("asleep", START_TIMEOUT_S)
         else:
-            found = self.worker.wait_state("ready")
+            found = self.worker.wait_state("ready", START_TIMEOUT_S)
         for name in NAMES:
             self.spells[name] = [Spell(None, time.monotonic())]
         if was_asleep and found["state"] == "asleep":

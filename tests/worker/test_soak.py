@@ -132,7 +132,7 @@ def test_a_request_of_the_soak_of_sleep_has_its_picture_or_an_error_that_somethi
 
 def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wrong() -> None:
     judge, times = _judge_of_sleep()
-    late = Asked(None, [], 0.0, 0, expected=400, ended=30.0, status=400, code="InvalidRequest")
+    late = Asked(None, [], 0.0, expected=400, ended=30.0, status=400, code="InvalidRequest")
     for asked, right in [(replace(late, ended=1.0), True), (late, False), (replace(late, ended=1.0, status=503), False)]:
         assert (judge.why_wrong(asked, times) is None) is right
 
@@ -145,4 +145,4 @@ def _judge_of_sleep() -> tuple[Judge, Times]:
 
 def _asked(status: int, document: dict[str, Any], *, begun: float | None = None) -> Asked:
     begun = time.monotonic() if begun is None else begun
-    return Asked(0, ["style-0"], begun, 0, ended=begun + 1.0, status=status, code=str(document.get("code", "")), document=document)
+    return Asked(0, ["style-0"], begun, ended=begun + 1.0, status=status, code=str(document.get("code", "")), document=document)
