@@ -38,9 +38,9 @@ from diffusion_worker.runner.parallel import Parallel
 WAKE_BYTES = 6_000_000_000
 COLD_BYTES = 2_000_000_000
 SPARE_BYTES = 2_000_000_000
-ROUNDS = 6
-COLD_ROUNDS = 4
-STEP_ROUNDS = 10
+ROUNDS = 12
+COLD_ROUNDS = 8
+STEP_ROUNDS = 16
 MAP_POPULATE = 0x8000
 # A width of 1,024: half a gigabyte in float32, and a step of a few tenths of a second.
 STEPPING = {"num_attention_heads": 32, "caption_projection_dim": 1024, "num_layers": 4}
