@@ -136,8 +136,7 @@ class SleepCalls:
         return deeper or self._sleeper.ranks.partly_awake
 
     def _require_idle_since(self, seconds: float | None) -> None:
-        # Idle for no time at all is what a model is that is in use, whatever is asked.
-        if seconds is not None and ((idle_s := self._idle_s()) < seconds or idle_s == 0):
+        if seconds is not None and (idle_s := self._idle_s()) < seconds:
             message = f"sleep: expected no request for {seconds:g} s, found the last one {idle_s:.3f} s ago"
             raise RequestError(ErrorCode.BUSY, message, retry_after_s=round(seconds - idle_s, 3))
 
