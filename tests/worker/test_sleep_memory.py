@@ -445,7 +445,7 @@ def test_memory_that_ends_in_the_middle_of_a_wake_leaves_everything_asleep(
 
     def fails(placed: Any) -> None:
         fill_again(placed)
-        raise error
+        raise type(error)(*error.args)  # a fresh one: this stays with the test's parameters, and would keep its frames
 
     with monkeypatch.context() as patch:
         patch.setattr(weights_module, "fill_again", fails)
