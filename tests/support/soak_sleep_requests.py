@@ -50,7 +50,8 @@ ALLOWED: dict[Excuse, frozenset[str]] = {
     Excuse.KILLED: frozenset({"RankFailed"}),
     Excuse.DOWN: frozenset({"no connection"}),
 }
-NO_SUCH_ADAPTER = frozenset({"NotFound", "AdapterRemoved"})
+# Where a name stood for nothing for a while; the last is told while it comes back.
+NO_SUCH_ADAPTER = frozenset({"NotFound", "AdapterRemoved", "AdapterNotLoaded"})
 
 
 class Times:
