@@ -43,7 +43,15 @@ class SleepingRanks:
 
     async def tell(self, task: SleepTask | WakeTask, *, timeout_s: float | None = None) -> list[TaskAck]:
         """The answers of all ranks; raises one RequestError that names the ranks that failed, GroupFailed."""
-        return await run_task(self._call_all, task, timeout_s=self.call_timeout_s if timeout_s is None else timeout_s)
+        kind = "sleep" if isinstance(task, SleepTask) else "wake"
+        limit_s = self.call_timeout_s if timeout_s is None else timeout_s
+        replies = await self._call_all(f"handle_{kind}_task", timeout_s=limit_s, task=task)
+        acks = [msgspec.msgpack.decode(reply.result or b"", type=TaskAck) for reply in replies]
+        failed = [ack for ack in acks if ack.status is TaskStatus.ERROR]
+        if failed:
+            message = "; ".join(f"rank {ack.rank}: {ack.error_msg}" for ack in failed)
+            raise RequestError(_code(failed), f"{kind}: {message}", details={"ranks": [ack.rank for ack in failed]})
+        return acks
 
     async def require_released(self) -> None:
         """Raises RequestError (MemoryNotReleased) that names a rank which keeps its weights, at the second look; GroupFailed."""
@@ -57,18 +65,6 @@ class SleepingRanks:
     def lose(self, error: RequestError) -> None:
         """Nothing is known of them any more because of an error: they are lost."""
         self._ranks.lose(error.message, Fault.STALLED if error.code is ErrorCode.TIMEOUT else Fault.DEFECT)
-
-
-async def run_task(call_all: CallAll, task: SleepTask | WakeTask, *, timeout_s: float) -> list[TaskAck]:
-    """The answers of all ranks; raises one RequestError that names the ranks that failed, GroupFailed."""
-    kind = "sleep" if isinstance(task, SleepTask) else "wake"
-    replies = await call_all(f"handle_{kind}_task", timeout_s=timeout_s, task=task)
-    acks = [msgspec.msgpack.decode(reply.result or b"", type=TaskAck) for reply in replies]
-    failed = [ack for ack in acks if ack.status is TaskStatus.ERROR]
-    if failed:
-        message = "; ".join(f"rank {ack.rank}: {ack.error_msg}" for ack in failed)
-        raise RequestError(_code(failed), f"{kind}: {message}", details={"ranks": [ack.rank for ack in failed]})
-    return acks
 
 
 def _code(failed: Sequence[TaskAck]) -> ErrorCode:
