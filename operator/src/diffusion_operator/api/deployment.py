@@ -62,6 +62,57 @@ class ServiceType(StrEnum):
     LOAD_BALANCER = "LoadBalancer"
 
 
+class LoadFormat(StrEnum):
+    DEFAULT = "Default"
+    CUSTOM_PIPELINE = "CustomPipeline"
+    DUMMY = "Dummy"
+
+
+class Compile(StrEnum):
+    DISABLED = "Disabled"
+    DEFAULT = "Default"
+    MAX_AUTOTUNE = "MaxAutotune"
+
+
+class Offload(StrEnum):
+    NONE = "None"
+    MODEL = "Model"
+    GROUP = "Group"
+
+
+class Quantization(StrEnum):
+    NONE = "None"
+    INT8 = "Int8"
+    FP8 = "FP8"
+    NF4 = "NF4"
+
+
+class StepCache(StrEnum):
+    NONE = "None"
+    FIRST_BLOCK = "FirstBlock"
+    TAYLOR_SEER = "TaylorSeer"
+    MAG_CACHE = "MagCache"
+
+
+class RolloutType(StrEnum):
+    ROLLING_UPDATE = "RollingUpdate"
+    RECREATE = "Recreate"
+
+
+class PolicyMode(StrEnum):
+    """Whether the operator makes a NetworkPolicy."""
+
+    MANAGED = "Managed"
+    NONE = "None"
+
+
+class BudgetMode(StrEnum):
+    """Whether the operator makes a PodDisruptionBudget."""
+
+    AUTO = "Auto"
+    NONE = "None"
+
+
 Quantity = int | str
 
 
@@ -82,6 +133,7 @@ class Cache(_Spec, frozen=True):
 
 class Model(_Spec, frozen=True):
     source: ModelSource
+    pipeline: str = "Auto"
     dtype: Dtype = Dtype.AUTO
     cache: Cache = Cache(empty_dir=CacheFolder())
 
@@ -91,21 +143,48 @@ class EnvVar(_Spec, frozen=True):
     value: str = ""
 
 
+class PullSecret(_Spec, frozen=True):
+    name: str
+
+
 class Engine(_Spec, frozen=True):
     image: str | None = None
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    pull_secrets: tuple[PullSecret, ...] = ()
     max_batch_size: int = 8
+    batch_window_milliseconds: int = 0
+    exact: bool = False
+    prompt_cache_size: int = 32
+    vae_tiling: bool = False
+    load_format: LoadFormat = LoadFormat.DEFAULT
+    compile: Compile = Compile.DISABLED
+    offload: Offload = Offload.NONE
+    quantization: Quantization = Quantization.NONE
+    step_cache: StepCache = StepCache.NONE
     env: tuple[EnvVar, ...] = ()
 
 
 class Parallelism(_Spec, frozen=True):
     ranks_per_replica: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    shard: int = 1
+
+
+class DeviceClaim(_Spec, frozen=True):
+    """By dynamic resource allocation; the schema demands exactly one of a claim and a template."""
+
+    name: str
+    resource_claim_name: str | None = None
+    resource_claim_template_name: str | None = None
+    request: str | None = None
 
 
 class Resources(_Spec, frozen=True):
     gpu_resource_name: str | None = None
     requests: dict[str, Quantity] = {}
     limits: dict[str, Quantity] = {}
+    claims: tuple[DeviceClaim, ...] = ()
     shared_memory: Quantity = "8Gi"
 
 
@@ -176,13 +255,87 @@ class ColdRequests(_Spec, frozen=True):
     hold_timeout_seconds: int = 300
 
 
+class Warmup(_Spec, frozen=True):
+    enabled: bool = True
+    steps: int = 1
+    sizes: tuple[str, ...] = ()
+
+
 class Startup(_Spec, frozen=True):
     timeout_seconds: int = 1800
+    warmup: Warmup = Warmup()
+
+
+class ApiKeySecret(_Spec, frozen=True):
+    name: str
+    key: str = "apiKey"
 
 
 class ServiceSpec(_Spec, frozen=True):
     type: ServiceType = ServiceType.CLUSTER_IP
     port: int = 80
+    annotations: dict[str, str] = {}
+    api_key_secret: ApiKeySecret | None = None
+
+
+class RequestDefaults(_Spec, frozen=True):
+    """What requests get that do not say; None is the pipeline's own."""
+
+    steps: int | None = None
+    guidance_scale: str | None = None
+    size: str | None = None
+
+
+class RequestLimits(_Spec, frozen=True):
+    max_steps: int = 200
+    max_pixels: int = 4_194_304
+    max_images: int = 8
+
+
+class Requests(_Spec, frozen=True):
+    defaults: RequestDefaults = RequestDefaults()
+    limits: RequestLimits = RequestLimits()
+
+
+class Rollout(_Spec, frozen=True):
+    """`max_surge` and `max_unavailable` have no default in the schema, because they belong to one type only."""
+
+    type: RolloutType = RolloutType.ROLLING_UPDATE
+    max_surge: int | None = None
+    max_unavailable: int | None = None
+    progress_deadline_seconds: int = 1800
+
+
+class GroupRecovery(_Spec, frozen=True):
+    backoff_seconds: int = 10
+    backoff_max_seconds: int = 300
+    failure_threshold: int = 5
+    window_seconds: int = 3600
+
+
+class Control(_Spec, frozen=True):
+    network_policy: PolicyMode = PolicyMode.MANAGED
+
+
+class Toleration(_Spec, frozen=True):
+    key: str | None = None
+    operator: str | None = None
+    value: str | None = None
+    effect: str | None = None
+    toleration_seconds: int | None = None
+
+
+class Scheduling(_Spec, frozen=True):
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[Toleration, ...] = ()
+    priority_class_name: str | None = None
+    runtime_class_name: str | None = None
+    scheduler_name: str | None = None
+
+
+class PodMetadata(_Spec, frozen=True):
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
 
 
 class DeploymentSpec(_Spec, frozen=True):
@@ -197,6 +350,14 @@ class DeploymentSpec(_Spec, frozen=True):
     cold_requests: ColdRequests = ColdRequests()
     startup: Startup = Startup()
     service: ServiceSpec = ServiceSpec()
+    requests: Requests = Requests()
+    rollout: Rollout = Rollout()
+    group_recovery: GroupRecovery = GroupRecovery()
+    control: Control = Control()
+    scheduling: Scheduling = Scheduling()
+    pod_metadata: PodMetadata = PodMetadata()
+    pod_disruption_budget: BudgetMode = BudgetMode.AUTO
+    suspend: bool = False
 
 
 class GroupState(StrEnum):
@@ -219,6 +380,7 @@ class LoadStatus(_Status, frozen=True):
     bytes_done: int | None = None
     bytes_total: int | None = None
     percent: int | None = None
+    started_at: datetime | None = None
 
 
 class FailureStatus(_Status, frozen=True):
@@ -250,6 +412,9 @@ class GroupStatus(_Status, frozen=True):
     revision: str | None = None
     message: str | None = None
     restarts: int | None = None
+    failures: int | None = None
+    failing_since: datetime | None = None
+    next_restart_time: datetime | None = None
     load: LoadStatus | None = None
     last_failure: FailureStatus | None = None
     generation: int | None = None
@@ -259,6 +424,8 @@ class GroupStatus(_Status, frozen=True):
 
 class ModelStatus(_Status, frozen=True):
     source: str | None = None
+    revision: str | None = None
+    resolved_at: datetime | None = None
     digest: str | None = None
     size_bytes: int | None = None
     pipeline: str | None = None

@@ -16,6 +16,7 @@ class ObjectMeta(msgspec.Struct, frozen=True, rename="camel"):
     creation_timestamp: datetime
     generation: int = 1
     deletion_timestamp: datetime | None = None
+    annotations: dict[str, str] = {}
 
 
 class ConditionStatus(StrEnum):

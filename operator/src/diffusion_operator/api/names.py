@@ -13,6 +13,7 @@ LABEL_INCARNATION = f"{GROUP}/incarnation"
 LABEL_REVISION = f"{GROUP}/revision"
 LABEL_ROUTABLE = f"{GROUP}/routable"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+ANNOTATION_RESTARTED_AT = f"{GROUP}/restartedAt"
 
 CONTAINER = "worker"
 DATA_PORT = 8000

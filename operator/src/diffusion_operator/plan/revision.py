@@ -2,14 +2,17 @@
 """The revision of a replica's template: which spec fields a running pod was made from.
 
 A revision is `<hash of the spec's part>-<hash of the image>`. The first half tells whether the spec still asks for what it asked
-when the operator's default image was pinned in the status, so a new default never replaces running pods by itself.
+when the operator's default image was pinned in the status, so a new default never replaces running pods by itself. Nor does an
+operator that knows more fields: what has its default is left out of the hash.
 """
 
 import hashlib
+from typing import Any
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentSpec, DiffusionDeployment
+from diffusion_operator.api.deployment import DiffusionDeployment, Lora
+from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
 
 
 class Template(msgspec.Struct, frozen=True):
@@ -18,7 +21,7 @@ class Template(msgspec.Struct, frozen=True):
 
 
 def template_of(deployment: DiffusionDeployment, *, default_image: str) -> Template:
-    spec_hash = _hash(_pod_fields(deployment.spec, deployment.served_name))
+    spec_hash = _hash(_pod_fields(deployment))
     image = deployment.spec.engine.image or _pinned_image(deployment, spec_hash) or default_image
     return Template(revision=f"{spec_hash}-{_hash(image)}", image=image)
 
@@ -28,10 +31,36 @@ def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None
     return deployment.status.engine_image if pinned_for == spec_hash else None
 
 
-def _pod_fields(spec: DeploymentSpec, served_name: str) -> object:
-    """What a pod is rendered from. Left out is what reaches a running replica: replicas, sleep, service, the drain of adapters."""
-    lora = msgspec.structs.replace(spec.lora, drain_timeout_seconds=0)
-    return [served_name, spec.model, spec.engine, spec.parallelism, spec.resources, lora, spec.startup]
+def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:
+    """What a pod is rendered from, by name. Left out is what reaches a running replica, and what is about other objects than pods."""
+    spec = deployment.spec
+    fields = {
+        "servedName": deployment.served_name,
+        "model": spec.model,
+        "engine": spec.engine,
+        "parallelism": spec.parallelism,
+        "resources": spec.resources,
+        "lora": msgspec.structs.replace(spec.lora, drain_timeout_seconds=Lora().drain_timeout_seconds),
+        "startup": spec.startup,
+        "requests": spec.requests,
+        "apiKeySecret": spec.service.api_key_secret,
+        "scheduling": spec.scheduling,
+        "podMetadata": spec.pod_metadata,
+        "restartedAt": deployment.metadata.annotations.get(ANNOTATION_RESTARTED_AT),
+    }
+    return {name: said for name, value in fields.items() if (said := _said(value)) not in (None, {}, [])}
+
+
+def _said(value: Any) -> Any:
+    """A struct as its fields that do not have their default; anything else as it is."""
+    if not isinstance(value, msgspec.Struct):
+        return [_said(one) for one in value] if isinstance(value, tuple) else value
+    fields = msgspec.structs.fields(value)
+    return {field.encode_name: _said(found) for field in fields if (found := getattr(value, field.name)) != _default(field)}
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
 
 
 def _hash(value: object) -> str:
