@@ -88,13 +88,16 @@ class Sequence(RuleBasedStateMachine):
         deadline_s=st.sampled_from([0.05, 20.0]),
         idle_s=st.sampled_from([None, None, 0.0, 0.2, 100.0]),
         policy=st.none() | POLICIES,
+        patient=st.booleans(),
         company=COMPANY,
     )
-    def sleep(self, level: str, mode: str, deadline_s: float, idle_s: float | None, policy: str | None, company: int) -> None:
+    def sleep(
+        self, level: str, mode: str, deadline_s: float, idle_s: float | None, policy: str | None, patient: bool, company: int
+    ) -> None:
         body = {"level": level, "mode": mode, "deadlineSeconds": deadline_s, "ifIdleSince": idle_s, "policy": policy}
         self.slept = True
-        told = f"sleep {level} {mode} within {deadline_s} idle={idle_s} {policy}"
-        self._do(told, lambda: self.rig.sleep({"operationId": f"{self.number}-{len(self.rig.trace)}", **body}), company)
+        told = f"sleep {level} {mode} within {deadline_s} idle={idle_s} {policy} {patient=}"
+        self._do(told, lambda: self.rig.sleep({"operationId": f"{self.number}-{len(self.rig.trace)}", **body}, patient=patient), company)
 
     @precondition(lambda self: self.slept)
     @rule(company=COMPANY)

@@ -38,6 +38,7 @@ ANSWERED_WITHIN_S = HOLD_S + 20.0
 # What a call may be refused with, while another operation runs or ranks are lost.
 SLEEP_REFUSALS = frozenset({"Conflict", "Busy", "Starting"})
 REFUSALS = {"/v1/pause": SLEEP_REFUSALS | {"Asleep", "Timeout", "RankFailed"}}
+PATIENCE_S = 5.0
 LEFT_OVER_EVERY = 20
 MOST_WRONG = 20
 
@@ -181,8 +182,9 @@ class SleepRig:
 
     # --- sleep and wake -------------------------------------------------------------------------------------------------
 
-    def sleep(self, body: dict[str, Any]) -> None:
-        """Ask for a sleep; under a policy other than OnIdle requests may be refused until it is awake again."""
+    def sleep(self, body: dict[str, Any], *, patient: bool = False) -> None:
+        """Ask for a sleep; under a policy other than OnIdle requests may be refused until it is awake again. The patient let it end,
+        or the steps after it would find it draining, and never asleep."""
         policy = body.get("policy") or self.policy
         if policy != "OnIdle":
             self.times.begin(Excuse.ASKED)
@@ -190,6 +192,9 @@ class SleepRig:
         self.last_sleep = body
         if self.call("/v1/sleep", body).status_code in (200, 202):
             self._policy_is(body.get("policy"))
+        until = time.monotonic() + PATIENCE_S
+        while patient and self.worker.state()["operation"] is not None and time.monotonic() < until:
+            time.sleep(0.02)
 
     def wake(self, body: dict[str, Any]) -> None:
         """Ask for a wake."""
