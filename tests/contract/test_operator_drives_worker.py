@@ -23,7 +23,7 @@ from diffusion_operator.errors import ControlUnreachable
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.attempts import RACES
 from diffusion_operator.render.desired_config import desired_config
-from diffusion_operator.render.pod import worker_arguments
+from diffusion_operator.render.worker_arguments import worker_arguments
 from diffusion_worker import cli
 from diffusion_worker.engine.documents import AdapterState, EngineState, RankState
 from diffusion_worker.engine.sleep_policy import read_desired

@@ -19,7 +19,7 @@ from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, FINAL, REL
 from diffusion_operator.plan.attempts import RACES
 from diffusion_operator.plan.observed import AttemptKey
 from diffusion_operator.render.desired_config import desired_config
-from diffusion_operator.render.pod import worker_arguments
+from diffusion_operator.render.worker_arguments import worker_arguments
 from diffusion_operator.worker_client import adapter_body
 from diffusion_worker import config
 from diffusion_worker.engine import documents

@@ -113,10 +113,11 @@ def test_the_worker_is_started_as_the_spec_says() -> None:
         "serve", "--model=/models/x", "--served-name=sd", "--dtype=bfloat16", "--ranks=2", "--host=0.0.0.0", "--port=8000",
         "--control-port=8001", "--control-token-file=/etc/diffusion/control/token", "--desired=/etc/diffusion/desired/desired.json",
         "--max-batch-size=3", "--max-loras=5", "--max-cached-loras=16", "--max-lora-rank=32", "--max-loras-per-request=4",
-        "--lora-on-missing=load", "--lora-load-timeout-seconds=7", "--cache-dir=/var/cache/diffusion-operator",
+        "--lora-target-module=to_q", "--lora-target-module=to_k", "--lora-on-missing=load", "--lora-load-timeout-seconds=7",
+        "--cache-dir=/var/cache/diffusion-operator",
         "--secrets-dir=/var/run/diffusion-operator/secrets", "--claims-dir=/var/run/diffusion-operator/claims",
         "--state-dir=/tmp/diffusion-worker",
-        "--startup-timeout-seconds=60", "--drain-timeout-seconds=45", "--lora-target-module=to_q", "--lora-target-module=to_k",
+        "--startup-timeout-seconds=60", "--drain-timeout-seconds=45",
     ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ DATA_PORT = 8000
 CONTROL_PORT = 8001
 CONTROL_DIR = "/etc/diffusion/control"
 TOKEN_KEY = "token"
+API_KEY_DIR = "/etc/diffusion/api-key"
 DESIRED_DIR = "/etc/diffusion/desired"
 DESIRED_KEY = "desired.json"
 CACHE_DIR = "/var/cache/diffusion-operator"

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's command line, from the spec.
+
+The spec says `CamelCase` where the command line says `kebab-case`. What has its default is left out wherever the worker has the same
+one (tests/contract holds them together): an image that is pinned may be older than the operator, and know fewer options.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.deployment import ApiKeySecret, Cache, Compile, DeploymentSpec, DiffusionDeployment, Lora, Model
+from diffusion_operator.api.names import (
+    API_KEY_DIR,
+    CACHE_DIR,
+    CLAIMS_DIR,
+    CONTROL_DIR,
+    CONTROL_PORT,
+    DATA_PORT,
+    DESIRED_DIR,
+    DESIRED_KEY,
+    SECRETS_DIR,
+    STATE_DIR,
+    TOKEN_KEY,
+)
+from diffusion_operator.api.source import ModelSource
+from diffusion_operator.render.quantity import quantity_bytes
+
+TERMINATION_GRACE_S = 60  # a drain finishes running pictures; more than that is cut off, as a node's shutdown would
+STOP_MARGIN_S = 15  # from the end of a worker's drain to the end of its ranks
+WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
+OTHER_WORDS: dict[str, str] = {Compile.DISABLED: "none", "Auto": "auto"}
+
+
+def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
+    """`serve` and its options, the same for the same spec."""
+    spec = deployment.spec
+    usual = _tuning(DeploymentSpec(model=Model(source=spec.model.source)))
+    options: dict[str, Any] = {
+        "model": _model(spec.model.source),
+        "served-name": deployment.served_name,
+        "dtype": option_word(spec.model.dtype),
+        "ranks": spec.parallelism.ranks_per_replica,
+        "host": "0.0.0.0",
+        "port": DATA_PORT,
+        "control-port": CONTROL_PORT,
+        "control-token-file": f"{CONTROL_DIR}/{TOKEN_KEY}",
+        **_api_key(spec.service.api_key_secret),
+        "desired": f"{DESIRED_DIR}/{DESIRED_KEY}",
+        "max-batch-size": spec.engine.max_batch_size,
+        **{name: value for name, value in _tuning(spec).items() if value != usual[name]},
+        **_lora_options(spec.lora),
+        "cache-dir": CACHE_DIR,
+        **_cache_limit(spec.model.cache),
+        "secrets-dir": SECRETS_DIR,
+        "claims-dir": CLAIMS_DIR,
+        "state-dir": STATE_DIR,
+        "startup-timeout-seconds": spec.startup.timeout_seconds,
+        "drain-timeout-seconds": TERMINATION_GRACE_S - STOP_MARGIN_S,
+    }
+    return ["serve", *(argument for name, value in options.items() for argument in _argument(name, value))]
+
+
+def option_word(value: str) -> str:
+    """A value of one of the spec's enums as the command line has it."""
+    return OTHER_WORDS.get(value) or WORD_START.sub("-", value).lower()
+
+
+def _argument(name: str, value: Any) -> list[str]:
+    """A flag has no value, and an option with several is given several times."""
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}={one}" for one in (value if isinstance(value, tuple) else (value,))]
+
+
+def _tuning(spec: DeploymentSpec) -> dict[str, Any]:
+    """The options that are given only where they differ from their default."""
+    engine, parallelism, warmup = spec.engine, spec.parallelism, spec.startup.warmup
+    defaults, limits = spec.requests.defaults, spec.requests.limits
+    return {
+        "pipeline": OTHER_WORDS.get(spec.model.pipeline, spec.model.pipeline),
+        "load-format": option_word(engine.load_format),
+        "compile": option_word(engine.compile),
+        "offload": option_word(engine.offload),
+        "quantization": option_word(engine.quantization),
+        "step-cache": option_word(engine.step_cache),
+        "exact": engine.exact,
+        "vae-tiling": engine.vae_tiling,
+        "batch-window-milliseconds": engine.batch_window_milliseconds,
+        "prompt-cache-size": engine.prompt_cache_size,
+        "tensor": parallelism.tensor,
+        "sequence": parallelism.sequence,
+        "shard": parallelism.shard,
+        "warmup-steps": warmup.steps if warmup.enabled else 0,
+        "warmup-size": warmup.sizes if warmup.enabled else (),
+        "default-steps": defaults.steps,
+        "default-guidance-scale": defaults.guidance_scale,
+        "default-size": defaults.size,
+        "max-steps": limits.max_steps,
+        "max-pixels": limits.max_pixels,
+        "max-images": limits.max_images,
+    }
+
+
+def _model(source: ModelSource) -> str:
+    """A folder, or what a worker fetches it from; its JSON has no Secret, only the names of some."""
+    return source.path if source.path is not None else msgspec.json.encode(source).decode()
+
+
+def _api_key(secret: ApiKeySecret | None) -> dict[str, str]:
+    return {} if secret is None else {"api-key-file": f"{API_KEY_DIR}/{secret.key}"}
+
+
+def _cache_limit(cache: Cache) -> dict[str, int]:
+    """The worker evicts from its cache before the kubelet would evict the pod; the tenth is for what is being fetched."""
+    limit = cache.empty_dir.size_limit if cache.empty_dir is not None else None
+    return {} if limit is None else {"cache-size-bytes": max(1, quantity_bytes(limit) * 9 // 10)}
+
+
+def _lora_options(lora: Lora) -> dict[str, Any]:
+    return {
+        "max-loras": lora.slots,
+        "max-cached-loras": lora.cached,
+        "max-lora-rank": lora.max_rank,
+        "max-loras-per-request": lora.per_request,
+        "lora-target-module": lora.target_modules,
+        "lora-on-missing": option_word(lora.on_missing),
+        "lora-load-timeout-seconds": lora.load_timeout_seconds,
+    }
