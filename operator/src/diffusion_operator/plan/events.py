@@ -41,7 +41,7 @@ def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation:
     """Ready once in a boot, asleep and awake again once for each operation."""
     events = []
     boot = after.boot_id or after.leader_pod or ""
-    was = before.state if before is not None else None
+    was_ready = before is not None and before.state is GroupState.AWAKE and before.boot_id == after.boot_id
     failure = after.last_failure
     if failure is not None and (before is None or before.last_failure != failure):
         message = f"replica {after.index} ended with exit code {failure.exit_code}: {failure.message}"
@@ -49,7 +49,7 @@ def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation:
     if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
         message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"
         events.append(_warning("RankLost", message, key=f"{boot}-{after.generation}"))
-    if after.state is GroupState.AWAKE and was not in (None, GroupState.AWAKE):
+    if after.state is GroupState.AWAKE and not was_ready:
         events.append(_normal("GroupReady", f"replica {after.index} is ready", key=boot))
     ended = ended_operation(before, after)
     if ended is not None:

@@ -45,5 +45,6 @@ async def _write_status(runtime: Runtime, adapter: LoRAAdapter, view: AdapterVie
     runtime.ready_reasons[adapter_key(metadata.namespace, metadata.name)] = reason_of(status.conditions, "Ready")
     if status == adapter.status:
         return
-    await runtime.cluster.apply_status(ADAPTER, metadata.namespace, metadata.name, status=encode_status(status))
+    # Events first, as for a deployment: one that is written again after a crash in between is the same one.
     await report(runtime, adapter_events(adapter, status), kind=ADAPTER, about=metadata)
+    await runtime.cluster.apply_status(ADAPTER, metadata.namespace, metadata.name, status=encode_status(status))
