@@ -7,24 +7,19 @@ The ranks are fake, so that every row is quick; the last test is the same story 
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
-import click
 import msgspec
 import pytest
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode
-from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase
 from diffusion_operator.errors import ControlUnreachable
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.attempts import RACES
 from diffusion_operator.render.desired_config import desired_config
-from diffusion_operator.render.worker_arguments import worker_arguments
-from diffusion_worker import cli
 from diffusion_worker.engine.documents import AdapterState, EngineState, RankState
 from diffusion_worker.engine.sleep_policy import read_desired
 from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode
@@ -63,48 +58,6 @@ def test_the_codes_that_the_operator_takes_for_races_are_codes_of_the_worker() -
     assert set(codes) >= RACES
     assert all(code in STATUS for code in ErrorCode)
     assert {code for code in RACES if codes[code] not in RETRYABLE} == {"Conflict", "WrongBoot"}
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {},
-        {"lora": {"maxLoaded": 0}},
-        {"lora": {"enabled": False, "maxPerRequest": 4}},
-        {
-            "model": {"source": {"path": str(DIGITS_MODEL)}, "dtype": "BFloat16"},
-            "engine": {"maxBatchSize": 64},
-            "parallelism": {"ranksPerReplica": 64},
-            "lora": {
-                "maxLoaded": 64,
-                "maxCached": 1024,
-                "maxRank": 256,
-                "maxPerRequest": 16,
-                "targetModules": ["to_q", "to_k"],
-                "onMissing": "Load",
-                "loadTimeoutSeconds": 3600,
-            },
-            "startup": {"timeoutSeconds": 86400},
-        },
-        {"model": {"source": {"s3": {"uri": "s3://bucket/m/"}}, "cache": {"emptyDir": {"sizeLimit": "5Gi"}}}},
-    ],
-    ids=["defaults", "no room for adapters", "no adapters", "all at their largest", "from elsewhere"],
-)
-def test_the_arguments_that_the_operator_gives_a_pod_are_options_of_the_worker(spec: dict[str, Any], tmp_path: Path) -> None:
-    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
-    document: dict[str, Any] = {"metadata": metadata, "spec": {"model": {"source": {"path": str(DIGITS_MODEL)}}, **spec}}
-    arguments = worker_arguments(msgspec.convert(document, DiffusionDeployment))
-    command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
-    assert command is not None
-    context = command.make_context("serve", arguments[1:])
-    config = cli.config_of({name: value for name, value in context.params.items() if name not in ("host", "port", "control_port")})
-    cli.check(msgspec.structs.replace(config, cache_dir=str(tmp_path), desired_path=None, control_token_path=None))
-    source = document["spec"]["model"]["source"]
-    assert (json.loads(config.model_source) if config.model_source else {"path": config.model}) == source
-    lora = spec.get("lora", {})
-    assert config.lora_target_modules == lora.get("targetModules", [])
-    assert config.lora_on_missing.value == lora.get("onMissing", "Reject").lower()
-    assert (config.secrets_dir, config.claims_dir, config.cache_dir) == (SECRETS_DIR, CLAIMS_DIR, CACHE_DIR)
 
 
 def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from diffusion_operator.render.quantity import quantity_bytes
 TERMINATION_GRACE_S = 60  # a drain finishes running pictures; more than that is cut off, as a node's shutdown would
 STOP_MARGIN_S = 15  # from the end of a worker's drain to the end of its ranks
 WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
-OTHER_WORDS: dict[str, str] = {Compile.DISABLED: "none", "Auto": "auto"}
+OTHER_WORDS: dict[str, str] = {Compile.DISABLED: "none"}
 
 
 def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
@@ -79,7 +79,7 @@ def _tuning(spec: DeploymentSpec) -> dict[str, Any]:
     engine, parallelism, warmup = spec.engine, spec.parallelism, spec.startup.warmup
     defaults, limits = spec.requests.defaults, spec.requests.limits
     return {
-        "pipeline": OTHER_WORDS.get(spec.model.pipeline, spec.model.pipeline),
+        "pipeline": "auto" if spec.model.pipeline == "Auto" else spec.model.pipeline,
         "load-format": option_word(engine.load_format),
         "compile": option_word(engine.compile),
         "offload": option_word(engine.offload),
