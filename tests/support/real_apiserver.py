@@ -46,7 +46,9 @@ def kubectl(kubeconfig: Path, *arguments: str, stdin: str | None = None) -> str:
     """Its output; a failure raises with what it said."""
     from tools.devcluster import programs
 
-    command = [str(programs.kube() / "kubectl"), "--kubeconfig", str(kubeconfig), *arguments]
+    # A cache of its own: the one at home is kept by port, and another server may have had this one.
+    own = ("--kubeconfig", str(kubeconfig), f"--cache-dir={kubeconfig.parent}/kubectl-cache")
+    command = [str(programs.kube() / "kubectl"), *own, *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         raise AssertionError(f"{' '.join(arguments)}: {done.stderr or done.stdout}")

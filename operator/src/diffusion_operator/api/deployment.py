@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from diffusion_operator.api.meta import Condition, ObjectMeta
+from diffusion_operator.api.scheduling import Scheduling
 from diffusion_operator.api.source import ModelSource
 
 
@@ -315,22 +316,6 @@ class GroupRecovery(_Spec, frozen=True):
 
 class Control(_Spec, frozen=True):
     network_policy: PolicyMode = PolicyMode.MANAGED
-
-
-class Toleration(_Spec, frozen=True):
-    key: str | None = None
-    operator: str | None = None
-    value: str | None = None
-    effect: str | None = None
-    toleration_seconds: int | None = None
-
-
-class Scheduling(_Spec, frozen=True):
-    node_selector: dict[str, str] = {}
-    tolerations: tuple[Toleration, ...] = ()
-    priority_class_name: str | None = None
-    runtime_class_name: str | None = None
-    scheduler_name: str | None = None
 
 
 class PodMetadata(_Spec, frozen=True):
