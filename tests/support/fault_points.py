@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places where the operator may die: before and after everything it does to the cluster or to a worker.
+
+They are found by wrapping the two ports, so that whatever the operator learns to do is a place, too. Looks are none: nothing
+changes by them.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+LOOKS = frozenset({"get", "list", "state"})
+
+
+class OperatorDied(BaseException):
+    """The process ended here. No part of the operator may catch it, so it is no Exception."""
+
+
+class FaultPoints:
+    """Counts the places that are passed, and dies at one of them; after that nothing is done any more."""
+
+    def __init__(self, die: Callable[[str], None], *, at: int | None = None) -> None:
+        """`at` counts from 1; None: never. `die` is told the place."""
+        self._die = die
+        self._at = at
+        self.passed: list[str] = []
+
+    def wrap(self, port: Any) -> Any:
+        """The same port, with places around its actions."""
+        return _Wrapped(port, self)
+
+    def reach(self, place: str) -> None:
+        """At a place: die here if it is the one, and stay dead."""
+        if self._at is not None and len(self.passed) >= self._at:
+            raise OperatorDied(self.passed[-1])
+        self.passed.append(place)
+        if len(self.passed) == self._at:
+            self._die(place)
+
+
+class _Wrapped:
+    def __init__(self, port: Any, points: FaultPoints) -> None:
+        self._port = port
+        self._points = points
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._port, name)
+        if name in LOOKS or name.startswith("_") or not callable(found):
+            return found
+        return self._with_places(name, found)
+
+    def _with_places(self, name: str, action: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def acted(*given: Any, **more: Any) -> Any:
+            what = f"{name} {_about(given)}"
+            self._points.reach(f"before {what}")
+            result = await action(*given, **more)
+            self._points.reach(f"after {what}")
+            return result
+
+        return acted
+
+
+def _about(given: tuple[Any, ...]) -> str:
+    """What an action is about, for people."""
+    first = given[0] if given else None
+    if isinstance(first, dict):
+        return f"{first['kind']} {first['metadata']['name']}"
+    if len(given) > 2:
+        return f"{first.kind} {given[2]}"
+    return type(first).__name__
