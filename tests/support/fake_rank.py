@@ -15,11 +15,19 @@ class FakeRank:
         self.checksum: str | None = None
         self.probe: str | None = None
         self.leaked = 0
+        # What is kept of adapters whose copies in memory are not what they were, by their ids.
+        self.spoilt: dict[int, str] = {}
+        self.spoils_for_good = False
 
     @property
     def resident(self) -> int:
         """Bytes of weights on the device."""
         return self.leaked if MemoryTag.WEIGHTS in self.asleep else WEIGHTS_BYTES
+
+    def load_adapter(self, lora_int_id: int) -> None:
+        """Keep what is in its file."""
+        if not self.spoils_for_good:
+            self.spoilt.pop(lora_int_id, None)
 
     def sleep(self, level: SleepLevel) -> int:
         """Give everything back; returns the bytes."""

@@ -129,6 +129,10 @@ class FakeRankGroup:
         """The folders of the adapters that the ranks hold, by their ids."""
         return dict(self._adapters)
 
+    def register(self, lora_int_id: int, path: str) -> None:
+        """The ranks hold an adapter that nobody asked them to."""
+        self._adapters[lora_int_id] = path
+
     def evict(self, lora_int_id: int) -> None:
         """An adapter is gone from the ranks' memory, as after a load that came late."""
         del self._adapters[lora_int_id]
@@ -307,12 +311,18 @@ class FakeRankGroup:
 
     def _fingerprint(self, rank: FakeRank) -> Fingerprint:
         assert not rank.asleep, "there is nothing to fingerprint on a rank that sleeps"
-        adapters = {lora_int_id: fake_digest(path) for lora_int_id, path in self._adapters.items()}
+        kept = {lora_int_id: rank.spoilt.get(lora_int_id, "kept") for lora_int_id in self._adapters}
+        adapters = {lora_int_id: f"{fake_digest(path)} {kept[lora_int_id]}" for lora_int_id, path in self._adapters.items()}
         return Fingerprint(rank.checksum or self.weights_checksum, adapters, rank.probe or self.probe)
 
     def corrupt(self, rank: int, *, checksum: str | None = None, probe: str | None = None) -> None:
         """From now until its process ends a rank holds other weights, or makes something else of them."""
         self._ranks[rank].checksum, self._ranks[rank].probe = checksum, probe
+
+    def spoil_adapter(self, rank: int, lora_int_id: int, *, for_good: bool = False) -> None:
+        """What a rank keeps of an adapter is something else, until it is loaded again, or `for_good` until the rank's process ends."""
+        self._ranks[rank].spoilt[lora_int_id] = "other"
+        self._ranks[rank].spoils_for_good |= for_good
 
     def leak(self, rank: int, size_bytes: int) -> None:
         """From now until its process ends a rank keeps so much of its weights when it sleeps."""
@@ -334,11 +344,13 @@ class FakeRankGroup:
         if len(set(kept.values())) > self.max_cached + 1:
             return self._replies(error=ErrorReport(ErrorCode.CAPACITY_EXCEEDED, f"{len(kept)} adapters"))
         self._adapters = kept
+        for rank in self._ranks:
+            rank.load_adapter(request.lora_int_id)
         if request.lora_path in self.adapter_errors_of_one:
             failed = RpcReply(1, len(self._state) - 1, None, self.adapter_errors_of_one[request.lora_path])
-            return [*self._replies(LoadedLoRA(found, 8, 24, 4096))[:-1], failed]
+            return [*self._replies(LoadedLoRA(found, 8, 24, 4096, checksum="kept"))[:-1], failed]
         recipe = self.adapter_recipes.get(request.lora_path)
-        return self._replies(LoadedLoRA(found, 8, 24, 4096, recipe=recipe, evicted=evicted))
+        return self._replies(LoadedLoRA(found, 8, 24, 4096, recipe=recipe, evicted=evicted, checksum="kept"))
 
     def _replies(self, result: object = None, *, error: ErrorReport | None = None) -> list[RpcReply]:
         if error is not None:

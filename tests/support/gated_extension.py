@@ -30,18 +30,28 @@ class Gated:
         return super().handle_sleep_task(**arguments)  # type: ignore[misc]
 
     def handle_wake_task(self, **arguments: Any) -> Any:
-        """A wake, after the gate `wake`; where `spoil` is closed, once, it brings back weights of which one bit is another."""
+        """A wake, after the gate `wake`; where `spoil` is closed, once, it brings back weights of which one bit
+        is another, and where `spoil-adapters` is, so are the copies of adapters in host memory."""
         self._pass("wake")
         answer = super().handle_wake_task(**arguments)  # type: ignore[misc]
-        if self._waits and (spoil := Path(os.environ[GATES]) / "spoil").exists():
-            spoil.unlink()
+        if self._spoils("spoil"):
             flip(self.model_runner.weights.tensors()[0])
+        if self._spoils("spoil-adapters"):
+            for _, kept in self.model_runner.loras.host_copies().values():
+                kept[0].neg_()
         return answer
 
     def add_lora(self, **arguments: Any) -> Any:
         """An adapter's load, after the gate `adapter`."""
         self._pass("adapter")
         return super().add_lora(**arguments)  # type: ignore[misc]
+
+    def _spoils(self, name: str) -> bool:
+        gate = Path(os.environ[GATES]) / name
+        if not self._waits or not gate.exists():
+            return False
+        gate.unlink()
+        return True
 
     @property
     def _waits(self) -> bool:

@@ -13,6 +13,7 @@ from corrupting_extension import Corrupting, flip
 from diffusion_worker.config import Compile, StepCache
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.lora.slot_bank import Segment
 from diffusion_worker.messages import Fingerprint, LoRAUse, MemoryTag, ModelInfo, RequestSpec, SleepLevel, Task, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.fingerprint import SMALLEST_SIDE, probe_requests
@@ -130,6 +131,34 @@ def test_a_slot_that_was_spoilt_does_not_outlive_a_sleep_as_it_is_filled_from_th
         rig.runner.restore()
         assert of(rig) == known
         assert (rig.run(adapted)[0]["a"] == before).all()
+    finally:
+        rig.runner.loras.remove_adapter(1)
+
+
+def test_a_wake_after_which_adapters_are_in_no_slot_is_seen(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RA21: what is kept of it in host memory is right, and a request for it would get the base."""
+    rig.runner.add_lora(STRIPES, LoadOptions())
+    assert rig.runner.loras is not None
+    try:
+        known = of(rig)
+        rig.runner.release()
+        rig.runner.restore()
+        monkeypatch.setattr(Segment, "write", lambda segment, slot, runs: None)
+        assert of(rig).adapters == {1: f"{known.adapters[1]} misapplied"}
+        monkeypatch.undo()
+        rig.runner.release()
+        rig.runner.restore()
+        assert of(rig) == known
+    finally:
+        rig.runner.loras.remove_adapter(1)
+
+
+def test_what_a_load_tells_of_an_adapter_is_what_is_found_later(rig: RunnerRig) -> None:
+    """RA21: so that the first wake after the load has something to compare with."""
+    loaded = rig.runner.add_lora(STRIPES, LoadOptions())
+    assert rig.runner.loras is not None
+    try:
+        assert of(rig).adapters == {1: f"{loaded.digest} {loaded.checksum}"}
     finally:
         rig.runner.loras.remove_adapter(1)
 

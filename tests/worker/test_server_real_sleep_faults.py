@@ -4,6 +4,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -120,6 +121,17 @@ def test_weights_that_come_back_spoiled_by_one_bit_are_never_served_from(faulty:
     assert document["restarts"] == restarts + 1
     assert document["lastOperation"]["error"]["code"] == "VerificationFailed"
     assert "rank 1" in document["lastLoss"]["message"], document["lastLoss"]
+
+
+def test_an_adapter_that_is_spoiled_in_memory_while_the_model_sleeps_is_never_served_from(faulty: Faulty) -> None:
+    """RA21: the first wake after its load finds it, reads it from its file again, and no rank has to start anew."""
+    restarts = faulty.sleep()["restarts"]
+    faulty.gates.close("spoil-adapters")
+    assert faulty.image(**REQUEST, model="stripes").tobytes() == faulty.alone
+    document = faulty.wait_over("ready")
+    assert (document["restarts"], document["lastOperation"]["error"]) == (restarts, None)
+    [loads] = re.findall(r'adapter_loads_total\{.*code="VerificationFailed".*\} (.*)', faulty.get("/metrics").text)
+    assert float(loads) == 1
 
 
 def test_one_operation_runs_at_a_time_and_a_call_in_conflict_names_it(faulty: Faulty) -> None:

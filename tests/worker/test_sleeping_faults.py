@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diffusion_worker.engine.documents import OperationResult, Problem
-from diffusion_worker.engine.verification import difference
+from diffusion_worker.engine.verification import difference, wrong_adapters
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed
 from diffusion_worker.messages import ErrorReport, Fingerprint, MemoryTag, SleepLevel
 from fake_rank import WEIGHTS_BYTES
@@ -64,8 +64,55 @@ async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: S
     await rig.put("style")
     await rig.sleep()
     rig.ranks.evict(next(iter(rig.ranks.registered)))
-    assert "rank 0: adapters: expected 1: sha256:" in problem_of(await rig.wake()).message
-    assert rig.adapters() == {"style": "Loaded"}
+    calls = len(rig.ranks.calls)
+    assert (await rig.wake()).error is None
+    assert rig.ranks.calls[calls:].count("add_lora") == 1
+    assert (rig.adapters(), len(rig.ranks.registered), rig.document.generation) == ({"style": "Loaded"}, 1, 1)
+
+
+async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anything_is_served(rig: SleepRig) -> None:
+    """RA21: at the first wake after its load; on one rank of two."""
+    await rig.put("style")
+    await rig.put("other")
+    await rig.sleep()
+    rig.ranks.spoil_adapter(1, min(rig.ranks.registered))
+    calls = len(rig.ranks.calls)
+    assert (await rig.wake()).error is None
+    assert [call for call in rig.ranks.calls[calls:] if "lora" in call] == ["remove_lora", "add_lora"]
+    assert (rig.adapters(), rig.document.generation) == ({"style": "Loaded", "other": "Loaded"}, 1)
+    assert rig.engine.adapter_loads.codes["VerificationFailed"] == 1
+
+
+async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_started_again(rig: SleepRig) -> None:
+    """RA21."""
+    await rig.put("style")
+    await rig.sleep()
+    rig.ranks.spoil_adapter(1, min(rig.ranks.registered), for_good=True)
+    problem = problem_of(await rig.wake())
+    assert (problem.code, "rank 1: adapter 1: expected sha256:" in problem.message) == ("VerificationFailed", True)
+    assert (rig.adapters(), rig.document.generation) == ({"style": "Loaded"}, 2)
+    assert (await rig.picture()).pictures
+    await rig.sleep()
+    assert (await rig.wake()).error is None
+
+
+async def test_an_adapter_that_is_wrong_and_whose_file_is_gone_is_failed_and_the_base_serves(rig: SleepRig) -> None:
+    """RA21."""
+    await rig.put("style")
+    await rig.sleep()
+    rig.ranks.spoil_adapter(0, min(rig.ranks.registered))
+    rig.ranks.adapter_errors["/loras/style"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no such file")
+    assert (await rig.wake()).error is None
+    assert (rig.adapters(), list(rig.ranks.registered), rig.document.generation) == ({"style": "Failed"}, [], 1)
+    assert (await rig.picture()).pictures
+
+
+async def test_an_adapter_that_the_ranks_have_and_nobody_knows_leaves_them(rig: SleepRig) -> None:
+    """RA21."""
+    await rig.sleep()
+    rig.ranks.register(7, "/loras/stranger")
+    assert (await rig.wake()).error is None
+    assert list(rig.ranks.registered) == []
 
 
 async def test_what_a_new_generation_loaded_is_recorded_anew(rig: SleepRig) -> None:
@@ -84,20 +131,32 @@ PLAIN = Fingerprint("w", {1: "sha256:a 77"}, "p")
     [
         (PLAIN, None),
         (Fingerprint("v", PLAIN.adapters, "p"), "rank 1: weights"),
-        (Fingerprint("w", {}, "p"), "rank 1: adapters: expected 1: sha256:a, found none"),
-        (Fingerprint("w", {1: "sha256:b 77"}, "p"), "rank 1: adapters: expected 1: sha256:a, found 1: sha256:b"),
-        (Fingerprint("w", {1: "sha256:a 78"}, "p"), "rank 1: adapters: expected their copies in memory as they were, found others of [1]"),
         (Fingerprint("w", PLAIN.adapters, None), "rank 1: probe"),
     ],
 )
 def test_ranks_are_compared_one_by_one_with_what_they_were(found: Fingerprint, says: str | None) -> None:
-    kept = {(0, 1): "sha256:a 77", (1, 1): "sha256:a 77"}
-    problem = difference([PLAIN, PLAIN], [PLAIN, found], {1: "sha256:a"}, kept)
+    problem = difference([PLAIN, PLAIN], [PLAIN, found])
     assert problem is None if says is None else problem is not None and says in problem
 
 
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({1: "sha256:a 77"}, {}),
+        ({}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found none"}),
+        ({1: "sha256:b 77"}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found sha256:b 77"}),
+        ({1: "sha256:a 78"}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found sha256:a 78"}),
+        ({1: "sha256:a 77 misapplied"}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found sha256:a 77 misapplied"}),
+        ({1: "sha256:a 77", 2: "sha256:c 1"}, {2: "rank 1: adapter 2: expected none as at its load, found sha256:c 1"}),
+    ],
+)
+def test_adapters_are_compared_with_what_each_rank_told_at_their_load(found: dict[int, str], says: dict[int, str]) -> None:
+    """RA21."""
+    assert wrong_adapters({1: ["sha256:a 77", "sha256:a 77"]}, [PLAIN, Fingerprint("w", found, "p")]) == says
+
+
 def test_fewer_ranks_than_were_recorded_are_a_difference() -> None:
-    assert difference([PLAIN, PLAIN], [PLAIN], {1: "sha256:a"}, {}) is not None
+    assert difference([PLAIN, PLAIN], [PLAIN]) is not None
 
 
 # A wake that finds too little memory

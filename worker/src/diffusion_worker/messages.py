@@ -158,8 +158,9 @@ class TaskAck(msgspec.Struct, frozen=True):
 class Fingerprint(msgspec.Struct, frozen=True):
     """What a rank holds and what it makes of it, to be compared with itself before a sleep.
 
-    `weights` is a checksum of all weights as they are on the device, `adapters` has the digest of each registered adapter by
-    its id, `probe` is the SHA-256 of what one step from a fixed seed makes; None where the model cannot be run for that.
+    `weights` is a checksum of all weights as they are on the device, `adapters` tells of each registered adapter by its id the
+    digest of its file and a checksum of what is kept of it. `probe` is the SHA-256 of what one step from a fixed seed makes;
+    None where the model cannot be run for that.
     """
 
     weights: str
@@ -375,7 +376,8 @@ class LoadedLoRA(msgspec.Struct, frozen=True):
 
     `digest` is the sha256 of the weights file, `size_bytes` that file's size, `rank` its largest rank, `modules` how many
     layers it changes, in which `components`. `format` is `peft`, `diffusers` or `kohya`, `alpha` the adapter's own where it is
-    one for all modules, `base_model` what its metadata say it was made for. `evicted` are the ids that went for it.
+    one for all modules, `base_model` what its metadata say it was made for. `evicted` are the ids that went for it, `checksum`
+    is of what this rank keeps of it in host memory.
     """
 
     digest: str
@@ -388,6 +390,7 @@ class LoadedLoRA(msgspec.Struct, frozen=True):
     base_model: str | None = None
     recipe: Recipe | None = None
     evicted: list[int] = []
+    checksum: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,7 +8,7 @@ load. The newest call for a name wins: a load that it makes needless ends with C
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 from diffusion_worker.engine.adapter_outcomes import Abort, AdapterOutcomes
@@ -116,9 +116,13 @@ class AdapterLoader:
         """Have awake ranks hold what they are to before they serve; see `AdapterWaking.apply_deferred`."""
         await self._waking.apply_deferred(deadline_s)
 
-    def digests(self) -> dict[int, str]:
-        """The sha256 of each adapter that the ranks hold, by its id."""
-        return {adapter.lora_int_id: adapter.loaded.digest for adapter in self._table if adapter.registered and adapter.loaded}
+    async def load_again(self, lora_int_ids: Collection[int], timeout_s: float) -> None:
+        """Have ranks that just woke read these from their files anew; see `AdapterWaking.load_again`."""
+        await self._waking.load_again(lora_int_ids, timeout_s)
+
+    def held(self) -> dict[int, list[str]]:
+        """What each rank told of each adapter when it loaded it, by its id, of those that the ranks are to hold."""
+        return {adapter.lora_int_id: adapter.kept for adapter in self._table if adapter.registered and adapter.loaded}
 
     async def delete(self, name: str, *, drain_s: float) -> None:
         """Make a name unknown at once, then unload what it stood for when nobody uses it or the time is over.

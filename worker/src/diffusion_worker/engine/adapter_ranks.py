@@ -88,6 +88,7 @@ class AdapterRanks:
         results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
         if len({result.digest for result in results}) != 1:
             raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")
+        adapter.kept = [f"{result.digest} {result.checksum}" for result in results]
         return results[0]
 
     def _evicted(self, adapters: Iterable[Adapter]) -> None:

@@ -8,7 +8,7 @@ While ranks sleep nothing is told to them. What is put then, and after a sleep t
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from diffusion_worker.engine.adapter_outcomes import Abort, AdapterOutcomes, InBackground
 from diffusion_worker.engine.adapter_ranks import AdapterLoads, AdapterRanks
@@ -89,7 +89,7 @@ class AdapterWaking:
                 self._outcomes.forget(adapter)
             for adapter in list(self._table):
                 if adapter.state in (AdapterState.LOADED, AdapterState.DRAINING) and not adapter.unloading:
-                    await self._load_again(adapter)
+                    await self._load_again(adapter, RELOAD_TIMEOUT_S)
         await self._apply_all(RELOAD_TIMEOUT_S)
 
     async def apply_deferred(self, deadline_s: float) -> None:
@@ -104,6 +104,24 @@ class AdapterWaking:
         until_s = asyncio.get_running_loop().time() + APPLY_SHARE * deadline_s
         await self._follow(FOLLOW_SHARE * deadline_s)
         await self._apply_all(until_s - asyncio.get_running_loop().time())
+
+    async def load_again(self, lora_int_ids: Collection[int], timeout_s: float) -> None:
+        """Have awake ranks forget these, all of them first as some may share a copy, and load from their files what the table has.
+
+        One that cannot be loaded becomes Failed.
+
+        Raises:
+            RequestError: the ranks do not forget one. GroupFailed: they are lost.
+        """
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        async with self._in_order:
+            for lora_int_id in lora_int_ids:
+                await self._tell.remove(lora_int_id)
+            for adapter in list(self._table):
+                if adapter.registered and adapter.lora_int_id in lora_int_ids:
+                    self._loads.codes[ErrorCode.VERIFICATION_FAILED] += 1
+                    await self._load_again(adapter, max(0.001, until_s - asyncio.get_running_loop().time()))
+            await self._tell.undone()
 
     async def _apply_all(self, deadline_s: float) -> None:
         deadline_s += asyncio.get_running_loop().time()
@@ -161,10 +179,10 @@ class AdapterWaking:
         for adapter in self._table.deferred():
             self._begin(adapter)
 
-    async def _load_again(self, adapter: Adapter) -> None:
+    async def _load_again(self, adapter: Adapter, timeout_s: float) -> None:
         started = time.monotonic()
         try:
-            await self._tell.add(adapter, timeout_s=RELOAD_TIMEOUT_S)
+            await self._tell.add(adapter, timeout_s=timeout_s)
             self._loads.codes["OK"] += 1
             self._loads.durations.observe(time.monotonic() - started)
         except RequestError as error:
@@ -173,5 +191,5 @@ class AdapterWaking:
             self._loads.codes[error.code] += 1
             if adapter.state is AdapterState.LOADED:
                 self._outcomes.mark_failed(adapter, Problem(error.code, error.message, error.retryable))
-            why = f"adapter {adapter.name!r} could not be loaded again after the rank group was lost: {error.message}"
+            why = f"adapter {adapter.name!r} could not be loaded again: {error.message}"
             self._abort(sorted(adapter.users), ErrorCode.ADAPTER_NOT_LOADED, why)

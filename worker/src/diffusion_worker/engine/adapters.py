@@ -72,6 +72,8 @@ class Adapter:
         self.state = AdapterState.FETCHING
         # What the last load found; kept while it is `Cached`.
         self.loaded: LoadedLoRA | None = None
+        # By rank, what each tells of it when all is well: recorded at the load, compared after every wake.
+        self.kept: list[str] = []
         self.fetched: Fetched | None = None
         self.progress: tuple[int, int | None] | None = None
         self.error: Problem | None = None

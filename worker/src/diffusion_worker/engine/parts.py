@@ -56,7 +56,7 @@ class EngineParts:
         )
         self.digest = ModelDigest(Path(config.model))
         self.fetcher = fetcher
-        self.model_fetch = ModelFetch(config, fetcher)
+        self.model_fetch = ModelFetch(config, fetcher, lambda: self.rules.desired.model)
         self.adapters = AdapterTable(capacity=config.max_cached_loras, residents=config.max_loras)
         self.loader = AdapterLoader(
             self.adapters,
@@ -79,7 +79,7 @@ class EngineParts:
             Holding(self.life, self.rules, wake=lambda: self.sleep_calls.wake_on_demand()),
             identity=lambda: (self.model_fetch.revision, self.digest.value),
         )
-        self.verification = Verification(self.loader.call_all, self.loader.digests)
+        self.verification = Verification(self.loader.call_all, self.loader.held, self.loader.load_again)
         self.preparation = Preparation(
             config, self.life, ranks, self.loader, self.verification, describe=self._describe, warmed=self.steps.set_features
         )

@@ -143,6 +143,11 @@ class AdapterLayers:
         self._layout.ranks[slot] = adapter.rank
         self._active[slot] = adapter
 
+    def holds(self, slot: int, adapter: HostAdapter) -> bool:
+        """Whether a slot is what `write` makes of an adapter: its layers look there, and find its factors."""
+        named = all(layer.parts[part].named >> slot & 1 for layer, part in adapter.parts)
+        return named and self._layout.ranks[slot] == adapter.rank and all(run.segment.holds(slot, run) for run in adapter.runs)
+
     def clear(self, slot: int) -> None:
         """Empty a slot. Its memory is as it was until something else is written there, and nothing looks at it."""
         adapter = self._active.pop(slot, None)

@@ -22,6 +22,7 @@ from diffusion_worker.lora.model_layers import can_be_wrapped
 from diffusion_worker.lora.naming import Model
 from diffusion_worker.lora.registry import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
 
 if TYPE_CHECKING:
@@ -194,6 +195,20 @@ class DiffusionLoRAManager:
                 found[lora_int_id] = known.loaded.digest, [run.values for run in model.adapter.runs]
         return found
 
+    @torch.inference_mode(mode=False)
+    def misapplied(self) -> set[int]:
+        """Put adapters into slots as requests would, and tell whose slots do not hold what is kept of them. No request runs.
+
+        The most recently used ones, as many as there are slots for: those are what requests most likely want next.
+        """
+        wrong = set()
+        for copy, model in list(self._copies.list_adapters().items())[-self._slots :] if self._slots else ():
+            self._copies.activate_adapter(copy)
+            slot = self._copies.slot_of(copy)
+            if slot is None or (model.adapter is not None and not self._layers.holds(slot, model.adapter)):
+                wrong |= self._ids_of(copy)
+        return wrong
+
     def pin_adapter(self, lora_int_id: int) -> bool:
         """Keep an adapter in host memory whatever comes; False if it is not registered."""
         known = self._known.get(lora_int_id)
@@ -325,6 +340,7 @@ def _described(checkpoint: LoRACheckpoint, adapter: HostAdapter) -> LoadedLoRA:
         alpha=checkpoint.alpha,
         base_model=checkpoint.base_model,
         recipe=checkpoint.recipe,
+        checksum=checksum(run.values for run in adapter.runs),
     )
 
 

@@ -138,6 +138,15 @@ class Segment:
             span = run.span
             _copy(rows[: span.rank, span.start : span.stop], run)
 
+    @torch.no_grad()
+    def holds(self, slot: int, run: Run) -> bool:
+        """Whether a slot has what `write` makes of this run."""
+        span = run.span
+        found = self.of_slot(slot)[: span.rank, span.start : span.stop]
+        expected = torch.empty(found.shape, dtype=found.dtype, device=found.device)
+        _copy(expected, run)
+        return torch.equal(found, expected)
+
 
 def _layout(widths: Sequence[Widths]) -> tuple[list[Columns], int]:
     """The columns of each part, and how many there are in all."""

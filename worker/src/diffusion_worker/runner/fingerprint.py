@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -38,9 +38,12 @@ STEPS = (1, 2)
 T = TypeVar("T")
 
 
-def adapter_digests(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]]) -> dict[int, str]:
-    """By its id, the digest of an adapter's file and a checksum of what is kept of it, from both of which it is given."""
-    return {lora_int_id: f"{digest} {checksum(kept)}" for lora_int_id, (digest, kept) in sorted(copies.items())}
+def adapter_digests(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], misapplied: Container[int]) -> dict[int, str]:
+    """By its id, the digest of an adapter's file, a checksum of what is kept of it, and whether its slot is not that."""
+    return {
+        lora_int_id: f"{digest} {checksum(kept)}" + (" misapplied" if lora_int_id in misapplied else "")
+        for lora_int_id, (digest, kept) in sorted(copies.items())
+    }
 
 
 class Probe:

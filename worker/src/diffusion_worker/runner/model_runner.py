@@ -228,7 +228,7 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def fingerprint(self, *, probe: bool) -> Fingerprint:
-        """What is in the weights and the adapters now and, if `probe`, what a step makes of the weights; nothing is left of that.
+        """What is in the weights, the adapters and their slots now and, if `probe`, what a step makes of the weights.
 
         Raises:
             RequestError: Busy while requests run; Asleep; InsufficientMemory.
@@ -237,7 +237,8 @@ class DiffusionModelRunner:
         assert self._model is not None and self._tasks is not None and self.loras is not None
         # First, as ranks make it together: what fails on one of them later keeps no other waiting.
         made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).digest(self._model) if probe else None
-        return Fingerprint(checksum(self.weights.tensors()), adapter_digests(self.loras.host_copies()), made)
+        adapters = adapter_digests(self.loras.host_copies(), self.loras.misapplied())
+        return Fingerprint(checksum(self.weights.tensors()), adapters, made)
 
     def _have_own_weights(self, otherwise: str) -> None:
         """All weights are at home and have nothing merged into them; raises RequestError."""
