@@ -7,7 +7,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import pytest
 import yaml
@@ -18,6 +17,7 @@ from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
 from diffusion_operator.render.worker_arguments import option_word, worker_arguments
 from diffusion_worker import cli, config
 from diffusion_worker.config import RequestDefaults, RequestLimits, WorkerConfig
+from worker_options import config_of_arguments
 from worker_process import DIGITS_MODEL, REPOSITORY
 
 Spec = dict[str, Any]
@@ -31,12 +31,7 @@ def arguments_of(spec: Spec) -> list[str]:
 
 
 def config_of(spec: Spec) -> WorkerConfig:
-    """The settings that a worker would serve with."""
-    arguments = arguments_of(spec)
-    command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
-    assert command is not None
-    context = command.make_context("serve", arguments[1:])
-    return cli.config_of({name: value for name, value in context.params.items() if name not in ("host", "port", "control_port")})
+    return config_of_arguments(arguments_of(spec))
 
 
 def check(found: WorkerConfig, tmp_path: Path) -> None:
