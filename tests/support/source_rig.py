@@ -53,9 +53,11 @@ class SourceRig:
         """Fetch it."""
         return await self.fetcher.fetch_adapter(source, digest=digest, deadline_s=deadline_s, report=self._report, name="papercut")
 
-    async def model(self, source: Source, *, deadline_s: float = DEADLINE_S) -> Fetched:
+    async def model(
+        self, source: Source, *, revision: str | None = None, digest: str | None = None, deadline_s: float = DEADLINE_S
+    ) -> Fetched:
         """Fetch it."""
-        return await self.fetcher.fetch_model(source, deadline_s=deadline_s, report=self._report)
+        return await self.fetcher.fetch_model(source, revision=revision, digest=digest, deadline_s=deadline_s, report=self._report)
 
     async def refusal(self, source: Source, *, digest: str | None = None, deadline_s: float = DEADLINE_S) -> RequestError:
         """The error that a fetch of an adapter ends with."""

@@ -122,7 +122,7 @@ def test_a_model_path_that_is_no_diffusers_folder_is_refused_with_what_was_found
     for content in ("", "{", "[]", "{}", '{"_class_name": 5}', "\x00"):
         index.write_text(content)
         said = refusal(monkeypatch, capsys, f"--model={tmp_path}")
-        assert said.startswith(f"Error: --model: model path {str(tmp_path)!r}: model_index.json ")
+        assert said.startswith(f"Error: --model: UnsupportedFormat: model path {str(tmp_path)!r}: model_index.json ")
 
 
 def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
@@ -135,7 +135,7 @@ def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
     ("model", "says"),
     [
         (f"https://host/x#sha256={'0' * 64}", "--model: a model is a folder, and an address over http is one file"),
-        ("pvc://weights/sd", "--model: claim 'weights': expected it to be mounted at"),
+        ("pvc://weights/sd", "--model: SourceNotFound: claim 'weights': expected it to be mounted at"),
         ('{"s3": {"uri": "s3://b/m/", "endpoint": "http://minio"}}', "--model: a source over 'http': refused"),
         ('{"hub": "x"}', "--model: expected a JSON object of a source"),
         ("hf://sd", "--model: expected hf://org/name@revision"),

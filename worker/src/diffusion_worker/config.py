@@ -193,20 +193,24 @@ def read_model_index(model: str) -> dict[str, Any]:
     """The index of a diffusers folder, that of a classic pipeline or else that of a modular one.
 
     Raises:
-        ConfigError: the folder is missing or is no diffusers folder.
+        ConfigError: the folder is missing or is no diffusers folder; with the code of a fetch that finds the same.
     """
     folder = Path(model)
     if not folder.is_dir():
-        raise ConfigError(f"model path {model!r}: expected a diffusers folder, found {'a file' if folder.exists() else 'nothing there'}")
+        raise ConfigError(
+            f"SourceNotFound: model path {model!r}: expected a diffusers folder, found {'a file' if folder.exists() else 'nothing there'}"
+        )
     index = next((folder / name for name in MODEL_INDEXES if (folder / name).exists()), None)
     if index is None:
-        raise ConfigError(f"model path {model!r}: expected a diffusers folder, found no {' or '.join(MODEL_INDEXES)} in it")
+        raise ConfigError(
+            f"UnsupportedFormat: model path {model!r}: expected a diffusers folder, found no {' or '.join(MODEL_INDEXES)} in it"
+        )
     try:
         content = msgspec.json.decode(index.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"model path {model!r}: {index.name} cannot be read: {error}") from None
+        raise ConfigError(f"UnsupportedFormat: model path {model!r}: {index.name} cannot be read: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("_class_name"), str):
-        raise ConfigError(f"model path {model!r}: {index.name} has no _class_name")
+        raise ConfigError(f"UnsupportedFormat: model path {model!r}: {index.name} has no _class_name")
     return content
 
 

@@ -308,6 +308,14 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
     load_timeout_seconds: float = 300.0
 
 
+class DesiredModel(msgspec.Struct, frozen=True, rename="camel"):
+    """What every replica's model has to be: the state of its source that the first one found. Of another source it says nothing."""
+
+    source: Source
+    revision: str | None = None
+    digest: str | None = None
+
+
 class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):
     """The sleep part of the desired file; the level is for the sleeps that the worker begins itself."""
 
@@ -330,3 +338,4 @@ class DesiredState(msgspec.Struct, frozen=True, rename="camel"):
     sleep: DesiredSleep = DesiredSleep()
     cold_requests: ColdRequests = ColdRequests()
     adapters: list[DesiredAdapter] = []
+    model: DesiredModel | None = None

@@ -8,13 +8,15 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from diffusion_worker.config import WorkerConfig, read_model_index
-from diffusion_worker.engine.documents import Problem
+from diffusion_worker.engine.documents import DesiredModel, Problem
 from diffusion_worker.errors import ConfigError, RequestError
-from diffusion_worker.sources.fetching import Fetcher
+from diffusion_worker.sources.fetching import Fetched, Fetcher
 from diffusion_worker.sources.parsing import parse_source
+from diffusion_worker.sources.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +26,19 @@ LAST_RETRY_S = 30.0
 
 
 class ModelFetch:
-    """The fetch of one server's model; nothing happens where the model is a folder that is here."""
+    """The fetch of one server's model; nothing happens where the model is a folder that is here.
 
-    def __init__(self, config: WorkerConfig, fetcher: Fetcher) -> None:
+    `pinned` is what it has to be by now: a model that another replica found first, and that this one then looks for.
+    """
+
+    def __init__(self, config: WorkerConfig, fetcher: Fetcher, pinned: Callable[[], DesiredModel | None]) -> None:
         self.revision: str | None = None
         self.problem: Problem | None = None
         self.progress = (0, 0)
         self._ended = False
         self._config = config
         self._fetcher = fetcher
+        self._pinned = pinned
 
     @property
     def needed(self) -> bool:
@@ -51,7 +57,7 @@ class ModelFetch:
         ends_at, wait_s = time.monotonic() + self._config.startup_timeout_s, FIRST_RETRY_S
         while True:
             try:
-                fetched = await self._fetcher.fetch_model(source, deadline_s=ends_at - time.monotonic(), report=self._report)
+                fetched = await self._fetch(source, ends_at - time.monotonic())
                 break
             except RequestError as error:
                 self.problem = Problem(error.code, error.message, error.retryable)
@@ -62,6 +68,16 @@ class ModelFetch:
             wait_s = min(2 * wait_s, LAST_RETRY_S)
         self.problem, self.revision = None, fetched.revision
         self._link(fetched.path)
+
+    async def _fetch(self, source: Source, deadline_s: float) -> Fetched:
+        """Each try by what is pinned then: it may be pinned, or given up, while this one waits."""
+        pinned = self._pinned()
+        if pinned is None or pinned.source != source:
+            return await self._fetcher.fetch_model(source, deadline_s=deadline_s, report=self._report)
+        log.info("model pinned revision=%s digest=%s", pinned.revision, pinned.digest)
+        return await self._fetcher.fetch_model(
+            source, revision=pinned.revision, digest=pinned.digest, deadline_s=deadline_s, report=self._report
+        )
 
     def end(self) -> None:
         """Remove the link, and make none from now on; harmless where there is none."""

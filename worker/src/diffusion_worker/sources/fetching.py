@@ -67,7 +67,7 @@ class Fetcher:
         """
         if not is_remote(source):
             return await self._local(source, f"adapter {name!r}", local_adapter, deadline_s)
-        return await self._remote(self._job(source, Wanted.ADAPTER, digest, deadline_s, name), report)
+        return await self._remote(self._job(source, Wanted.ADAPTER, digest=digest, deadline_s=deadline_s, name=name), report)
 
     async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
         """Look at an adapter that was fetched and that no rank reads yet; what came from elsewhere was looked at on its way.
@@ -84,11 +84,18 @@ class Fetcher:
             raise RequestError(ErrorCode.TIMEOUT, f"adapter {name!r}: its file was not read within {deadline_s:g} s") from None
         return msgspec.structs.replace(fetched, digest=found)
 
-    async def fetch_model(self, source: Source, *, deadline_s: float, report: Report) -> Fetched:
-        """Bring a model's folder here; it stays while this process lives. Raises RequestError as `fetch_adapter` does."""
+    async def fetch_model(
+        self, source: Source, *, deadline_s: float, report: Report, revision: str | None = None, digest: str | None = None
+    ) -> Fetched:
+        """Bring a model's folder here; it stays while this process lives. Raises RequestError as `fetch_adapter` does.
+
+        Args:
+            revision: the state of the source that is wanted, as an earlier fetch found it; one that is in the cache needs no network.
+            digest: what the folder had then. A source that cannot go back to that revision may have the same bytes still.
+        """
         if not is_remote(source):
             return await self._local(source, "model", local_model, deadline_s)
-        return await self._remote(self._job(source, Wanted.MODEL, None, deadline_s, ""), report)
+        return await self._remote(self._job(source, Wanted.MODEL, digest=digest, revision=revision, deadline_s=deadline_s), report)
 
     def release(self, fetched: Fetched) -> None:
         """One reader less: after the last the cache may evict it. Harmless for what is not from the cache."""
@@ -108,7 +115,9 @@ class Fetcher:
             folder, self._private = self._private, None
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    def _job(self, source: Source, wanted: Wanted, digest: str | None, deadline_s: float, name: str) -> FetchJob:
+    def _job(
+        self, source: Source, wanted: Wanted, *, digest: str | None, deadline_s: float, revision: str | None = None, name: str = ""
+    ) -> FetchJob:
         config = self._config
         return FetchJob(
             parent_pid=os.getpid(),
@@ -116,6 +125,7 @@ class Fetcher:
             wanted=wanted,
             name=name,
             digest=digest,
+            revision=revision,
             deadline_s=deadline_s,
             cache_dir=self._cache_dir(),
             cache_bytes=config.cache_size_bytes,

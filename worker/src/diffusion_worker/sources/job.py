@@ -37,7 +37,10 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted
     # Of an adapter, for messages.
     name: str
+    # What the weights of an adapter must have; of a model, what may be another revision where it is the same bytes.
     digest: str | None
+    # The state of a model's source that is wanted; None wants what is there now.
+    revision: str | None
     deadline_s: float
     cache_dir: str
     cache_bytes: int | None

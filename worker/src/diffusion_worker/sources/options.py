@@ -40,7 +40,9 @@ def locate_model(text: str, claims_dir: str) -> ModelPlace:
         if source.pvc is not None:
             folder = str(claim_path(source.pvc, claims_dir)[1])
             return ModelPlace(folder, None, served_name_of(folder))
-    except (ConfigError, RequestError) as error:
+    except RequestError as error:
+        raise ConfigError(f"--model: {error.code}: {error}") from None
+    except ConfigError as error:
         raise ConfigError(f"--model: {error}") from None
     # A link that is made there when it was fetched, so that the ranks can be told a path before.
     folder = str(Path(tempfile.gettempdir()) / f"diffusion-model-{uuid.uuid4().hex}")

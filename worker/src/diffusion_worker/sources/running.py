@@ -45,18 +45,27 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
             deadline_s=job.deadline_s,
         )
         try:
-            resolved = _pin(resolve(job.source, question), pinned)
+            resolved = _pin(resolve(_at_revision(job), question), pinned)
         except RequestError as error:
-            if job.wanted is not Wanted.MODEL or error.code not in UNREACHABLE or (last := _recorded(job, cache, "last", leases)) is None:
+            last = _recorded(job, cache, "last", leases) if job.revision is None and job.wanted is Wanted.MODEL else None
+            if last is None or error.code not in UNREACHABLE:
                 raise
             return msgspec.structs.replace(last, note=f"used as it was fetched last, at {last.revision}: {error.message}")
+        moved = job.revision not in (None, resolved.revision)
+        if moved and job.digest is None:
+            raise _moved(job, resolved)
         totals = Totals(report, {file.identity: file.size for file in resolved.files.values()})
         if totals.total is not None and totals.total > job.max_bytes:
             raise RequestError(ErrorCode.TOO_LARGE, f"{job.what}: expected at most {job.max_bytes} bytes, found {totals.total}")
         downloader = Downloader(client, cache, max_bytes=job.max_bytes, stall_s=job.limits.stall_s, totals=totals)
         with totals:
             blobs = bring_all(downloader, resolved.files, leases)
-    return _finish(job, cache, resolved, blobs)
+    done = _finish(job, cache, resolved, blobs)
+    if not moved:
+        return done
+    if done.digest != job.digest:
+        raise _moved(job, resolved)
+    return msgspec.structs.replace(done, revision=job.revision, note=f"the bytes of {job.revision} are those of {resolved.revision}")
 
 
 def resolve(source: Source, question: Question) -> Resolved:
@@ -76,7 +85,7 @@ def resolve(source: Source, question: Question) -> Resolved:
 
 def _pinned(job: FetchJob) -> str | None:
     """The digest that the weights of an adapter must have, in hex. Raises RequestError (DigestMismatch)."""
-    pinned = job.digest.lower().removeprefix("sha256:") if job.digest else None
+    pinned = job.digest.lower().removeprefix("sha256:") if job.digest and job.wanted is Wanted.ADAPTER else None
     if job.source.http is None:
         return pinned
     named = http_digest(job.source.http)
@@ -96,8 +105,23 @@ def _pin(resolved: Resolved, pinned: str | None) -> Resolved:
     return msgspec.structs.replace(resolved, files=files)
 
 
+def _at_revision(job: FetchJob) -> Source:
+    """The source as it was at the wanted revision, where its kind can tell: a hub keeps every commit, a bucket what it has now."""
+    hub = job.source.hugging_face
+    if hub is None or job.revision is None:
+        return job.source
+    return Source(hugging_face=msgspec.structs.replace(hub, revision=job.revision))
+
+
+def _moved(job: FetchJob, resolved: Resolved) -> RequestError:
+    found = f"expected the state {job.revision}, found that the source is at {resolved.revision} by now"
+    return RequestError(ErrorCode.DIGEST_MISMATCH, f"{job.what}: {found}, which is another model")
+
+
 def _known(job: FetchJob, cache: Cache, pinned: str | None, leases: ExitStack) -> Done | None:
-    """What needs no network: a pinned digest that is here, or a commit, which never changes."""
+    """What needs no network: a pinned digest or a revision that is here, or a commit, which never changes."""
+    if job.revision is not None:
+        return _recorded(job, cache, job.revision, leases)
     if pinned is not None:
         if (found := _recorded(job, cache, pinned, leases)) is not None:
             return found
@@ -140,8 +164,8 @@ def _finish(job: FetchJob, cache: Cache, resolved: Resolved, blobs: dict[str, Bl
     if job.wanted is Wanted.ADAPTER:
         read_header(cache.blob(blobs[ADAPTER_WEIGHTS].sha256), name=job.name)
     record = Record(blobs, resolved.revision)
-    states = ["last"] + ([blobs[ADAPTER_WEIGHTS].sha256] if job.wanted is Wanted.ADAPTER else [])
-    for state in states:
+    lasting = blobs[ADAPTER_WEIGHTS].sha256 if job.wanted is Wanted.ADAPTER else resolved.revision
+    for state in ("last", lasting) if lasting is not None else ("last",):
         cache.write_record(_state_key(job, state), record)
     with ExitStack() as briefly:  # the caller holds leases on all of them already
         done = _done(job, cache, record, briefly)
