@@ -33,9 +33,19 @@ def test_the_operator_is_started_with_the_release_namespace_by_default(chart: Ch
     documents = chart.documents()
     assert operator_arguments(documents) == [
         *("run", "--engine-image", "registry.example/diffusion-worker:0.1.0", "--operator-key-file", "/etc/diffusion-operator/key/key"),
+        *("--operator-namespace", NAMESPACE, "--operator-label", "app.kubernetes.io/component=operator"),
+        *("--operator-label", "app.kubernetes.io/instance=demo", "--operator-label", "app.kubernetes.io/name=diffusion-operator"),
         *("--namespace", NAMESPACE, "--liveness-port", "8080", "--metrics-port", "9090", "--log-format", "plain"),
     ]
     assert the_only(documents, "Role")["metadata"]["namespace"] == NAMESPACE
+
+
+def test_the_operator_is_told_which_labels_its_own_pods_have(chart: Chart) -> None:
+    for values in ("default-values.yaml", "namespaces-values.yaml", "cluster-wide-values.yaml"):
+        documents = chart.documents(values)
+        arguments = operator_arguments(documents)
+        told = dict(arguments[at + 1].split("=") for at, one in enumerate(arguments) if one == "--operator-label")
+        assert told == the_only(documents, "Deployment")["spec"]["selector"]["matchLabels"]
 
 
 def test_named_namespaces_get_a_role_each_and_nothing_else(chart: Chart) -> None:

@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from diffusion_operator import __main__ as program
-from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
-from diffusion_operator.settings import Settings
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
+from diffusion_operator.handlers import CHILD_KINDS, Process, build_kopf_settings, build_registry
+from diffusion_operator.settings import OperatorPods, Settings, operator_pods, read_operator_keys
 
 
 @pytest.fixture
@@ -38,6 +39,39 @@ def test_a_missing_or_short_key_is_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("abc")
     code, output = run("--operator-key-file", str(tmp_path / "short"), "--all-namespaces")
     assert (code, "has 3 bytes, expected at least 16" in output) == (2, True)
+
+
+def test_keys_stand_one_a_line_and_the_first_is_the_current_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{'n' * 32}\n\n  {'o' * 32}\r\n")
+    assert read_operator_keys(path) == (b"n" * 32, b"o" * 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n \n", "has 0 operator keys, expected 1 to 3"),
+        ("k" * 32 + "\nabc\n", "in line 2"),
+        ("\n".join("k" * 32 for _ in range(4)), "has 4 operator keys"),
+    ],
+    ids=["none", "a short one", "too many"],
+)
+def test_keys_that_cannot_be_meant_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(text)
+    code, output = run("--operator-key-file", str(tmp_path / "keys"), "--all-namespaces")
+    assert (code, message in output) == (2, True)
+
+
+def test_the_operators_own_pods_are_told_by_namespace_and_labels(key_file: Path) -> None:
+    assert operator_pods("ns", ["a/b=c", "d="]) == OperatorPods(namespace="ns", labels={"a/b": "c", "d": ""})
+    assert operator_pods(None, []) is None
+    for arguments, message in (
+        (["--operator-namespace", "ns"], "both or neither"),
+        (["--operator-label", "a=b"], "both or neither"),
+        (["--operator-namespace", "ns", "--operator-label", "a"], "expected NAME=VALUE"),
+    ):
+        code, output = run("--operator-key-file", str(key_file), "--all-namespaces", *arguments)
+        assert (code, message in output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +102,7 @@ def test_only_event_handlers_are_registered() -> None:
     """Any other handler of kopf would write annotations or finalizers."""
     settings = Settings(engine_image="i", operator_key=b"k" * 16)
     registry = build_registry(Process(settings))
-    assert len(registry._watching.get_all_handlers()) == 5
+    assert len(registry._watching.get_all_handlers()) == len((DEPLOYMENT, ADAPTER, *CHILD_KINDS))
     for others in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):
         assert not others.get_all_handlers()
     assert build_kopf_settings(settings).posting.enabled is False

@@ -17,10 +17,13 @@ from diffusion_operator.plan.events import EventType, PlannedEvent
 from diffusion_operator.plan.revision import template_of
 from diffusion_operator.render.control_secret import control_secret, control_token
 from diffusion_operator.render.desired_config import desired_config
+from diffusion_operator.render.disruption_budget import disruption_budget
 from diffusion_operator.render.event import event
+from diffusion_operator.render.network_policy import network_policy
 from diffusion_operator.render.pod import pod
 from diffusion_operator.render.service import service
 from fake_cluster import EPOCH
+from operator_rig import OPERATOR_PODS
 
 KEY = b"k" * 32
 LOAD = AdapterLoad(source=AdapterSource(path="/l"), scale=0.5)
@@ -45,17 +48,55 @@ def worker(**spec: Any) -> dict[str, Any]:
     return container
 
 
-RICH = {
-    "engine": {"image": "i", "env": [{"name": "A", "value": "b"}]},
-    "parallelism": {"ranksPerReplica": 2},
-    "resources": {"requests": {"cpu": "500m"}, "limits": {"memory": "1Gi"}, "sharedMemory": "64Mi"},
-    "service": {"type": "NodePort", "port": 8080},
-    "model": {"source": {"pvc": {"claimName": "models", "path": "sd3"}}, "cache": {"claim": {"claimName": "models"}}},
-    "lora": {"secrets": ["hub.token", "models"], "claims": ["hub.token", "models"]},
+PLACED = {
+    "nodeSelector": {"pool": "gpu"},
+    "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 0}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": "memory", "operator": "Gt", "values": ["80"]}]}]
+            },
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 1, "preference": {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n"]}]}}
+            ],
+        },
+        "podAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {
+                    "weight": 100,
+                    "podAffinityTerm": {"topologyKey": "zone", "namespaces": ["n"], "labelSelector": {"matchLabels": {"a": "b"}}},
+                }
+            ]
+        },
+        "podAntiAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {"topologyKey": "host", "labelSelector": {"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]}}
+            ]
+        },
+    },
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "batch",
 }
 
+RICH = {
+    "engine": {"image": "i", "env": [{"name": "A", "value": "b"}], "pullSecrets": [{"name": "registry"}]},
+    "parallelism": {"ranksPerReplica": 2},
+    "resources": {"requests": {"cpu": "500m"}, "limits": {"memory": "1Gi"}, "sharedMemory": "64Mi"},
+    "service": {
+        "type": "NodePort", "port": 8080, "annotations": {"example.com/class": "internal"}, "apiKeySecret": {"name": "hub.token"},
+    },
+    "model": {"source": {"pvc": {"claimName": "models", "path": "sd3"}}, "cache": {"claim": {"claimName": "models"}}},
+    "lora": {"secrets": ["hub.token", "models"], "claims": ["hub.token", "models"]},
+    "podMetadata": {"labels": {"team": "images"}, "annotations": {"example.com/scrape": "yes"}},
+    "scheduling": PLACED | {"topologySpread": [{"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]},
+}  # fmt: skip
+CLAIMED = {"resources": {"claims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu", "request": "big"}]}}
 
-@pytest.mark.parametrize("spec", [{}, RICH, {"resources": {"gpuResourceName": "none"}}], ids=["minimal", "rich", "cpu"])
+
+@pytest.mark.parametrize(
+    "spec", [{}, RICH, {"resources": {"gpuResourceName": "none"}}, CLAIMED], ids=["minimal", "rich", "cpu", "device claim"]
+)
 def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
     deployment = made(**spec)
     adapters = [wanted("x")]
@@ -65,6 +106,8 @@ def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
         service(deployment),
         desired_config(deployment, adapters),
         control_secret(deployment, key=KEY),
+        network_policy(deployment, OPERATOR_PODS),
+        disruption_budget(deployment),
         event(planned, kind=DEPLOYMENT, about=deployment.metadata, now=EPOCH),
     ]
     for child in children:
@@ -73,7 +116,8 @@ def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
 
 def test_every_child_is_owned_and_labelled() -> None:
     deployment = made()
-    for child in (rendered_pod(), service(deployment), desired_config(deployment, []), control_secret(deployment, key=KEY)):
+    children = (rendered_pod(), service(deployment), desired_config(deployment, []), control_secret(deployment, key=KEY))
+    for child in (*children, network_policy(deployment, OPERATOR_PODS), disruption_budget(deployment)):
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u", True, True)
         assert child["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "diffusion-operator"
@@ -219,6 +263,84 @@ def test_the_number_of_gpus_is_the_number_of_ranks() -> None:
     assert worker(resources={"gpuResourceName": "none"})["resources"] == {}
 
 
+def test_devices_by_claim_take_the_place_of_a_number_of_gpus() -> None:
+    claims = [{"name": "gpu", "resourceClaimTemplateName": "one-gpu", "request": "big"}, {"name": "nic", "resourceClaimName": "shared"}]
+    spec = rendered_pod(resources={"claims": claims, "limits": {"memory": "1Gi"}})["spec"]
+    assert spec["resourceClaims"] == [
+        {"name": "gpu", "resourceClaimTemplateName": "one-gpu"},
+        {"name": "nic", "resourceClaimName": "shared"},
+    ]
+    resources = spec["containers"][0]["resources"]
+    assert resources == {"limits": {"memory": "1Gi"}, "claims": [{"name": "gpu", "request": "big"}, {"name": "nic"}]}
+    assert "resourceClaims" not in rendered_pod()["spec"]
+
+
+def test_the_pod_is_placed_as_the_spec_says_in_the_words_of_kubernetes() -> None:
+    spec = rendered_pod(scheduling=PLACED)["spec"]
+    assert {name: spec[name] for name in PLACED} == PLACED
+    assert not rendered_pod()["spec"].keys() & {*PLACED, "topologySpreadConstraints"}
+
+
+def test_a_spread_is_over_the_pods_of_the_deployment() -> None:
+    spread = [{"topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 2}]
+    (constraint,) = rendered_pod(scheduling={"topologySpread": spread})["spec"]["topologySpreadConstraints"]
+    selector = constraint.pop("labelSelector")["matchLabels"]
+    assert constraint == spread[0]
+    assert selector.items() <= rendered_pod()["metadata"]["labels"].items()
+
+
+def test_labels_of_the_spec_never_make_a_pod_look_like_what_it_is_not() -> None:
+    """A routable pod gets the requests of the deployment it names, so no spec may say it, whatever schema let the spec in."""
+    asked = {
+        "team": "images",
+        "diffusion-operator.dev/routable": "true",
+        "diffusion-operator.dev/deployment": "another",
+        "x.diffusion-operator.dev/revision": "r",
+        "app.kubernetes.io/managed-by": "me",
+    }
+    annotations = {"example.com/scrape": "yes", "diffusion-operator.dev/restartedAt": "now"}
+    metadata = rendered_pod(podMetadata={"labels": asked, "annotations": annotations})["metadata"]
+    assert metadata["labels"] == rendered_pod()["metadata"]["labels"] | {
+        "team": "images",
+        "diffusion-operator.dev/revision": metadata["labels"]["diffusion-operator.dev/revision"],
+    }
+    assert metadata["annotations"] == {"example.com/scrape": "yes"}
+
+
+def test_the_image_is_pulled_with_the_secrets_of_the_spec() -> None:
+    assert rendered_pod(engine={"pullSecrets": [{"name": "registry"}]})["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert "imagePullSecrets" not in rendered_pod()["spec"]
+
+
+def test_a_pod_waits_for_its_api_key_and_gets_no_other_entry_of_the_secret() -> None:
+    api_key = {"name": "edge", "key": "token"}
+    volume, read_only = mounts(service={"apiKeySecret": api_key})["/etc/diffusion/api-key"]
+    assert volume == {"secret": {"secretName": "edge", "defaultMode": 0o440, "items": [{"key": "token", "path": "token"}]}}
+    assert read_only
+    assert "--api-key-file=/etc/diffusion/api-key/token" in worker(service={"apiKeySecret": api_key})["args"]
+    assert "/etc/diffusion/api-key" not in mounts()
+
+
+def test_the_control_port_is_open_to_the_operators_pods_alone() -> None:
+    spec = network_policy(made(), OPERATOR_PODS)["spec"]
+    assert spec["podSelector"]["matchLabels"].items() <= rendered_pod()["metadata"]["labels"].items()
+    assert spec["policyTypes"] == ["Ingress"]
+    data, control = spec["ingress"]
+    assert data == {"ports": [{"port": 8000, "protocol": "TCP"}]}
+    assert control["ports"] == [{"port": 8001, "protocol": "TCP"}]
+    (peer,) = control["from"]
+    assert peer == {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "operators"}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "diffusion-operator"}},
+    }
+
+
+def test_a_drain_takes_one_replica_at_a_time_and_is_never_held_up_by_the_only_one_or_by_one_that_does_not_serve() -> None:
+    spec = disruption_budget(made())["spec"]
+    assert spec["selector"]["matchLabels"].items() <= rendered_pod()["metadata"]["labels"].items()
+    assert (spec["maxUnavailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+
+
 def test_shared_memory_is_there_only_for_several_ranks() -> None:
     spec = rendered_pod(parallelism={"ranksPerReplica": 2}, resources={"sharedMemory": "64Mi"})["spec"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}} in spec["volumes"]
@@ -241,6 +363,13 @@ def test_the_service_selects_routable_pods_and_only_the_data_port() -> None:
     spec = service(made())["spec"]
     assert spec["selector"] == {"diffusion-operator.dev/deployment": "d", "diffusion-operator.dev/routable": "true"}
     assert [(port["port"], port["targetPort"]) for port in spec["ports"]] == [(80, 8000)]
+
+
+def test_the_service_has_the_annotations_of_the_spec() -> None:
+    annotations = {"example.com/class": "internal"}
+    metadata = service(made(service={"annotations": annotations | {"diffusion-operator.dev/x": "y"}}))["metadata"]
+    assert metadata["annotations"] == annotations
+    assert "annotations" not in service(made())["metadata"]
 
 
 def test_the_desired_file_is_the_same_for_the_same_content() -> None:

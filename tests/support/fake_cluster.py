@@ -62,7 +62,10 @@ class FakeCluster:
         if existing is None:
             self._store(manifest)
             return
-        metadata = existing["metadata"] | {key: manifest["metadata"][key] for key in ("labels", "ownerReferences")}
+        kept = {key: value for key, value in existing["metadata"].items() if key != "annotations"}
+        metadata = kept | {
+            key: manifest["metadata"][key] for key in ("labels", "ownerReferences", "annotations") if key in manifest["metadata"]
+        }
         updated = existing | copy.deepcopy(manifest) | {"metadata": metadata}
         if updated != existing:
             self._objects[self._key(manifest)] = updated

@@ -20,12 +20,13 @@ from diffusion_operator.metrics import PrometheusMeter
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
-from diffusion_operator.settings import Settings
+from diffusion_operator.settings import OperatorPods, Settings
 from fake_cluster import EPOCH, FakeCluster
 from scripted_workers import ScriptedWorker, ScriptedWorkers
 
 JOIN_S = 0.05
 RETRY_S = 1.0
+OPERATOR_PODS = OperatorPods(namespace="operators", labels={"app.kubernetes.io/name": "diffusion-operator"})
 
 
 def deployment(name: str = "d", **spec: Any) -> dict[str, Any]:
@@ -50,13 +51,15 @@ class Rig:
         self._order = itertools.count()
         self._boots = itertools.count(1)
         self.errors: list[str] = []
+        self.keys: tuple[bytes, ...] = (b"k" * 32,)
+        """The operator's, the current one first; another one counts from its restart."""
         self.runtime = self._new_runtime()
 
     def clock(self) -> datetime:
         return self.now
 
     def _new_runtime(self) -> Runtime:
-        settings = Settings(engine_image="worker:1", operator_key=b"k" * 32)
+        settings = Settings(engine_image="worker:1", operator_key=self.keys[0], previous_keys=self.keys[1:], operator_pods=OPERATOR_PODS)
         self.registry = CollectorRegistry()
         meter = PrometheusMeter(self.registry)
         return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=lambda: self.now, wake=self._wake, meter=meter)

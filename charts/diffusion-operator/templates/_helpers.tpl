@@ -100,6 +100,13 @@ capabilities:
 - apiGroups: [""]
   resources: [services, configmaps]
   verbs: [list, watch, create, patch]
+# Those two a deployment may do without, and they are removed from one that is running.
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [list, watch, create, patch, delete]
 # Control tokens are applied blind: no Secret is ever read.
 - apiGroups: [""]
   resources: [secrets]

@@ -10,7 +10,7 @@ import kopf
 from diffusion_operator.errors import SettingsError
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
 from diffusion_operator.metrics import serve_metrics
-from diffusion_operator.settings import Settings, read_operator_key
+from diffusion_operator.settings import Settings, operator_pods, read_operator_keys
 
 
 @click.group(context_settings={"auto_envvar_prefix": "DIFFUSION_OPERATOR"})
@@ -20,7 +20,14 @@ def main() -> None:
 
 @main.command()
 @click.option("--engine-image", required=True, help="The worker's image where a spec names none.")
-@click.option("--operator-key-file", required=True, type=click.Path(path_type=Path), help="Control tokens are derived from its content.")
+@click.option(
+    "--operator-key-file",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The key that control tokens are derived from; on further lines those from before a rotation.",
+)
+@click.option("--operator-namespace", default=None, help="Where the operator's own pods are, for NetworkPolicies that let them in.")
+@click.option("--operator-label", "operator_labels", multiple=True, metavar="NAME=VALUE", help="A label of those pods; may be repeated.")
 @click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
 @click.option("--all-namespaces", is_flag=True, help="Watch every namespace.")
 @click.option("--metrics-port", type=int, default=None, help="Serve Prometheus metrics there.")
@@ -29,6 +36,8 @@ def main() -> None:
 def run(
     engine_image: str,
     operator_key_file: Path,
+    operator_namespace: str | None,
+    operator_labels: tuple[str, ...],
     namespaces: tuple[str, ...],
     *,
     all_namespaces: bool,
@@ -40,12 +49,15 @@ def run(
     if all_namespaces == bool(namespaces):
         raise click.UsageError("give either --namespace, once or more, or --all-namespaces")
     try:
-        key = read_operator_key(operator_key_file)
+        current, *previous = read_operator_keys(operator_key_file)
+        own_pods = operator_pods(operator_namespace, operator_labels)
     except SettingsError as error:
         raise click.UsageError(str(error)) from error
     settings = Settings(
         engine_image=engine_image,
-        operator_key=key,
+        operator_key=current,
+        previous_keys=tuple(previous),
+        operator_pods=own_pods,
         namespaces=namespaces,
         metrics_port=metrics_port,
         liveness_port=liveness_port,

@@ -147,7 +147,7 @@ class KubernetesCluster:
         return content
 
     def _resource(self, kind: Kind) -> Resource:
-        group, _, version = kind.api_version.rpartition("/")
+        group, version = kind.group_and_version
         prefix = "apis" if group else "api"
         return Resource(
             prefix=prefix, group=group, api_version=version, kind=kind.kind, namespaced=True, name=kind.plural, client=self._client

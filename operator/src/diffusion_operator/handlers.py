@@ -17,10 +17,12 @@ from diffusion_operator.api.names import (
     ADAPTER,
     CONFIG_MAP,
     DEPLOYMENT,
+    DISRUPTION_BUDGET,
     FIELD_MANAGER,
     GROUP,
     LABEL_DEPLOYMENT,
     LABEL_MANAGED_BY,
+    NETWORK_POLICY,
     POD,
     SERVICE,
     VERSION,
@@ -32,7 +34,7 @@ from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deploymen
 from diffusion_operator.settings import Settings
 from diffusion_operator.worker_client import HttpWorkerClient
 
-CHILD_KINDS = (POD, SERVICE, CONFIG_MAP)
+CHILD_KINDS = (POD, SERVICE, CONFIG_MAP, NETWORK_POLICY, DISRUPTION_BUDGET)
 
 
 class Process:
@@ -115,7 +117,7 @@ def build_registry(process: Process) -> kopf.OperatorRegistry:
     kopf.on.event(GROUP, VERSION, DEPLOYMENT.plural, registry=registry, id="deployment")(process.on_deployment)
     kopf.on.event(GROUP, VERSION, ADAPTER.plural, registry=registry, id="adapter")(process.on_adapter)
     for kind in CHILD_KINDS:
-        kopf.on.event("", kind.api_version, kind.plural, registry=registry, id=kind.plural)(process.on_child)
+        kopf.on.event(*kind.group_and_version, kind.plural, registry=registry, id=kind.plural)(process.on_child)
     return registry
 
 
@@ -129,7 +131,7 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     result.watching.inactivity_timeout = 70
     result.watching.chunk_size = 500
     for kind in CHILD_KINDS:
-        result.watching.label_selectors["", kind.api_version, kind.plural] = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
+        result.watching.label_selectors[*kind.group_and_version, kind.plural] = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
     # Nothing is ever persisted by kopf in this shape; should a handler appear that does, it stays under our own domain.
     result.persistence.finalizer = f"{GROUP}/operator"
     result.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP, v1=False)

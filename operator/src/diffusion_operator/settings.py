@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the operator's process: one frozen struct, read once in __main__."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -8,6 +9,14 @@ import msgspec
 from diffusion_operator.errors import SettingsError
 
 KEY_MINIMUM_BYTES = 16  # HMAC-SHA256 wants a key of its own strength or near it; less is a mistake in the chart
+KEYS_MAXIMUM = 3  # each may cost a call that is refused; two are a rotation, and one more is a rotation begun too soon
+
+
+class OperatorPods(msgspec.Struct, frozen=True):
+    """By what a NetworkPolicy knows the operator's own pods."""
+
+    namespace: str
+    labels: Mapping[str, str]
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -15,6 +24,10 @@ class Settings(msgspec.Struct, frozen=True):
     """The worker's image where a spec names none."""
     operator_key: bytes
     """Control tokens are derived from it, so that no Secret need ever be read."""
+    previous_keys: tuple[bytes, ...] = ()
+    """Keys from before a rotation: tokens of theirs are tried with workers that do not have the new one yet."""
+    operator_pods: OperatorPods | None = None
+    """None, as for an operator outside the cluster: no policy could let it in, so none is made."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; empty means all of them."""
     metrics_port: int | None = None
@@ -32,11 +45,25 @@ class Settings(msgspec.Struct, frozen=True):
     """Bounds the load on the API server after a restart with many objects."""
 
 
-def read_operator_key(path: Path) -> bytes:
+def read_operator_keys(path: Path) -> tuple[bytes, ...]:
+    """One a line: the current one, then those from before."""
     try:
-        key = path.read_bytes().strip()
+        keys = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
     except OSError as error:
         raise SettingsError(f"the operator key cannot be read from {path}: {error.strerror}") from error
-    if len(key) < KEY_MINIMUM_BYTES:
-        raise SettingsError(f"the operator key in {path} has {len(key)} bytes, expected at least {KEY_MINIMUM_BYTES}")
-    return key
+    if not 1 <= len(keys) <= KEYS_MAXIMUM:
+        raise SettingsError(f"{path} has {len(keys)} operator keys, expected 1 to {KEYS_MAXIMUM}, one a line, the current one first")
+    for number, key in enumerate(keys, start=1):
+        if len(key) < KEY_MINIMUM_BYTES:
+            raise SettingsError(f"the operator key in line {number} of {path} has {len(key)} bytes, expected at least {KEY_MINIMUM_BYTES}")
+    return keys
+
+
+def operator_pods(namespace: str | None, labels: Sequence[str]) -> OperatorPods | None:
+    """From the command line's words; labels as NAME=VALUE."""
+    pairs = [label.partition("=") for label in labels]
+    if any(not name or not equals for name, equals, _ in pairs):
+        raise SettingsError(f"--operator-label: expected NAME=VALUE, found {', '.join(labels)}")
+    if bool(namespace) != bool(pairs):
+        raise SettingsError("--operator-namespace and --operator-label tell the operator's pods together: give both or neither")
+    return OperatorPods(namespace=namespace, labels={name: value for name, _, value in pairs}) if namespace else None

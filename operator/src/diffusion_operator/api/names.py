@@ -38,6 +38,11 @@ class Kind(msgspec.Struct, frozen=True):
     kind: str
     plural: str
 
+    @property
+    def group_and_version(self) -> tuple[str, str]:
+        group, _, version = self.api_version.rpartition("/")
+        return group, version
+
 
 DEPLOYMENT = Kind(f"{GROUP}/{VERSION}", "DiffusionDeployment", "diffusiondeployments")
 ADAPTER = Kind(f"{GROUP}/{VERSION}", "LoRAAdapter", "loraadapters")
@@ -45,12 +50,18 @@ POD = Kind("v1", "Pod", "pods")
 SERVICE = Kind("v1", "Service", "services")
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 SECRET = Kind("v1", "Secret", "secrets")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
 
-KINDS = {kind.kind: kind for kind in (DEPLOYMENT, ADAPTER, POD, SERVICE, CONFIG_MAP, SECRET, EVENT)}
+KINDS = {kind.kind: kind for kind in (DEPLOYMENT, ADAPTER, POD, SERVICE, CONFIG_MAP, SECRET, NETWORK_POLICY, DISRUPTION_BUDGET, EVENT)}
 
 
 def control_secret_name(deployment: str) -> str:
+    return f"{deployment}-control"
+
+
+def control_policy_name(deployment: str) -> str:
     return f"{deployment}-control"
 
 

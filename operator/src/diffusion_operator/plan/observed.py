@@ -10,6 +10,7 @@ from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.worker_state import WireError, WorkerState
+from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.pods import Pod
 
 UNREACHABLE_POLLS = 3
@@ -83,5 +84,6 @@ class Observed(msgspec.Struct, frozen=True):
     """When a sleep or wake may be tried again, by plan.sleeping.retry_key."""
     unrouted_at: Mapping[str, datetime] = {}
     """By pod UID: when this process took the routable label off."""
+    policy: PolicyOutcome = PolicyOutcome()
     refusal: str = ""
     """Why the API server last refused to create a pod (quota, Pod Security), empty if it did not."""

@@ -77,31 +77,31 @@ async def _create(
     log.info("pod made namespace=%s pod=%s new=%s", deployment.metadata.namespace, manifest["metadata"]["name"], created)
 
 
-async def call_workers(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction], *, token: str) -> None:
+async def call_workers(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None:
     """Workers side by side, and none is called any more when it has used up the time of one call."""
     by_worker: dict[str, list[WorkerAction]] = defaultdict(list)
     for call in calls:
         by_worker[call.worker.pod_uid].append(call)
-    await asyncio.gather(*(_call_one_worker(runtime, memory, group, token=token) for group in by_worker.values()))
+    await asyncio.gather(*(_call_one_worker(runtime, memory, group) for group in by_worker.values()))
 
 
-async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction], *, token: str) -> None:
+async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None:
     """What makes room comes first; then adapters side by side, because a worker fetches several at once and answers when one is there."""
     begun, gate = runtime.clock(), asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def call_in_time(call: WorkerAction) -> None:
         async with gate:
             if (runtime.clock() - begun).total_seconds() < runtime.settings.call_timeout_s:
-                await _call(runtime, memory, call, token=token)
+                await _call(runtime, memory, call)
 
     await asyncio.gather(*(call_in_time(call) for call in calls if not isinstance(call, PutAdapter)))
     await asyncio.gather(*(call_in_time(call) for call in calls if isinstance(call, PutAdapter)))
 
 
-async def _call(runtime: Runtime, memory: DeploymentMemory, call: WorkerAction, *, token: str) -> None:
+async def _call(runtime: Runtime, memory: DeploymentMemory, call: WorkerAction) -> None:
     begun, error = runtime.clock(), None
     try:
-        await _send(runtime, call, token=token)
+        await memory.tokens.call(call.worker.ip, lambda token: _send(runtime, call, token=token))
         log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip)
     except ControlError as refused:
         error = refused

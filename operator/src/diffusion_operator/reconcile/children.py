@@ -1,31 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children that are simply as they should be: Service, ConfigMap, Secret. Applied when they differ from what was applied last.
+"""Children that are simply as they should be, applied when they differ from what was applied last: Service, ConfigMap, Secret, and two
+that a spec may do without, NetworkPolicy and PodDisruptionBudget.
 
 The Secret is never read and so not watched: it is applied again at every resync, and while a pod waits for its volumes, because a
 garbage collector that still works on an earlier deployment of this name may have taken it.
 """
 
+import logging
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from diffusion_operator.api.names import SECRET
-from diffusion_operator.cluster import Cluster
-from diffusion_operator.plan.pods import Pod
+from diffusion_operator.api.deployment import BudgetMode, DiffusionDeployment, PolicyMode
+from diffusion_operator.api.names import DISRUPTION_BUDGET, LABEL_DEPLOYMENT, NETWORK_POLICY, SECRET, Kind
+from diffusion_operator.errors import ClusterRefused
+from diffusion_operator.plan.pods import Pod, is_owned_by
 from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
+from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.render.disruption_budget import disruption_budget
+from diffusion_operator.render.network_policy import network_policy
+from diffusion_operator.settings import OperatorPods
 
 MOUNT_PATIENCE = timedelta(seconds=20)
 
+log = logging.getLogger(__name__)
 
-async def apply_children(
-    cluster: Cluster, memory: DeploymentMemory, manifests: Sequence[dict[str, Any]], *, now: datetime, resync: timedelta
-) -> None:
+
+async def apply_children(runtime: Runtime, memory: DeploymentMemory, manifests: Sequence[dict[str, Any]]) -> None:
     for manifest in manifests:
-        last = memory.applied.get(manifest["kind"])
-        if last is not None and last.content == manifest and now - last.at < resync:
+        kind = manifest["kind"]
+        if not _is_applied(runtime, memory, kind, manifest):
+            await runtime.cluster.apply(manifest)
+            memory.applied[kind] = Applied(content=manifest, at=runtime.now())
+
+
+async def keep_optional_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory) -> None:
+    """Applied, or removed where there must be none. A refusal, as by missing rights, keeps no model from being served; it is remembered."""
+    for kind, manifest in _optional(deployment, runtime.settings.operator_pods).items():
+        if _is_applied(runtime, memory, kind.kind, manifest):
             continue
-        await cluster.apply(manifest)
-        memory.applied[manifest["kind"]] = Applied(content=manifest, at=now)
+        try:
+            await (runtime.cluster.apply(manifest) if manifest is not None else _remove(runtime, deployment, kind))
+        except ClusterRefused as error:
+            if memory.refused_children.get(kind.kind) != str(error):
+                log.warning("child refused namespace=%s error=%s", deployment.metadata.namespace, error)
+            memory.refused_children[kind.kind] = str(error)
+            continue
+        memory.refused_children.pop(kind.kind, None)
+        memory.applied[kind.kind] = Applied(content=manifest, at=runtime.now())
 
 
 def doubt_secret(memory: DeploymentMemory, pods: Sequence[Pod], *, now: datetime) -> None:
@@ -34,3 +56,27 @@ def doubt_secret(memory: DeploymentMemory, pods: Sequence[Pod], *, now: datetime
     last = memory.applied.get(SECRET.kind)
     if stuck and last is not None and now - last.at >= MOUNT_PATIENCE:
         del memory.applied[SECRET.kind]
+
+
+def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) -> dict[Kind, dict[str, Any] | None]:
+    spec = deployment.spec
+    wanted = spec.control.network_policy is PolicyMode.MANAGED
+    budget = spec.pod_disruption_budget is BudgetMode.AUTO
+    return {
+        NETWORK_POLICY: network_policy(deployment, operator) if wanted and operator is not None else None,
+        DISRUPTION_BUDGET: disruption_budget(deployment) if budget else None,
+    }
+
+
+def _is_applied(runtime: Runtime, memory: DeploymentMemory, kind: str, content: dict[str, Any] | None) -> bool:
+    last = memory.applied.get(kind)
+    resync = timedelta(seconds=runtime.settings.resync_s)
+    return last is not None and last.content == content and runtime.now() - last.at < resync
+
+
+async def _remove(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind) -> None:
+    """Only what is this deployment's own: somebody else's may have our label."""
+    metadata = deployment.metadata
+    for found in await runtime.cluster.list(kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name}):
+        if is_owned_by(found, metadata.uid):
+            await runtime.cluster.delete(kind, metadata.namespace, found["metadata"]["name"], uid=found["metadata"]["uid"])

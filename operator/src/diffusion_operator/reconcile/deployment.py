@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass over a DiffusionDeployment: observe, plan, act, write the status once."""
 
-from datetime import timedelta
-
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
@@ -10,7 +8,7 @@ from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.events import deployment_events, wakes_between
 from diffusion_operator.plan.polling import WAKEABLE_POLL_S
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
-from diffusion_operator.reconcile.children import apply_children, doubt_secret
+from diffusion_operator.reconcile.children import apply_children, doubt_secret, keep_optional_children
 from diffusion_operator.reconcile.glance import glance_of, says_the_same
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
@@ -18,7 +16,7 @@ from diffusion_operator.reconcile.observe import adapters_of, observe, parse
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import encode_status, worth_writing
-from diffusion_operator.render.control_secret import control_secret, control_token
+from diffusion_operator.render.control_secret import control_secret
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.service import service
 
@@ -31,24 +29,23 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     if manifest is None or manifest["metadata"].get("deletionTimestamp"):
         return await _gone(runtime, key)
     deployment = parse(manifest, DiffusionDeployment)
-    memory = runtime.memory(key.namespace, key.name, uid=deployment.metadata.uid)
-    token = control_token(runtime.settings.operator_key, deployment.metadata)
+    memory = runtime.memory(deployment.metadata)
 
-    observed = await observe(runtime, deployment, memory, token=token)
+    observed = await observe(runtime, deployment, memory)
     plan = plan_deployment(observed, runtime.now())
     memory.attempts, memory.departures = dict(plan.attempts), plan.departures
 
     doubt_secret(memory, observed.pods, now=runtime.now())
     await _apply_children(runtime, deployment, memory, plan)
     await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
-    await call_workers(runtime, memory, plan.calls, token=token)
+    await call_workers(runtime, memory, plan.calls)
 
     await _write_status(runtime, deployment, memory, plan)
     _publish_views(runtime, key.namespace, memory, plan)
     for told in plan.told:
         await report(runtime, (told.event,), kind=ADAPTER, about=told.about)
     steady_s = runtime.settings.steady_poll_s
-    memory.glance = glance_of(observed, look_again_s=plan.look_again_s, token=token, now=runtime.now(), steady_s=steady_s)
+    memory.glance = glance_of(observed, look_again_s=plan.look_again_s, now=runtime.now(), steady_s=steady_s)
     return Result(requeue_after_s=min(plan.look_again_s or steady_s, steady_s))
 
 
@@ -59,7 +56,7 @@ async def _nothing_new(runtime: Runtime, key: Key, *, touched: bool) -> bool:
     if memory is None or glance is None:
         return False
     memory.glance = None
-    if touched or runtime.now() >= glance.until or not await says_the_same(runtime, glance):
+    if touched or runtime.now() >= glance.until or not await says_the_same(runtime, memory, glance):
         return False
     memory.glance = glance
     return True
@@ -79,11 +76,11 @@ async def _apply_children(runtime: Runtime, deployment: DiffusionDeployment, mem
     """Before the pods, which mount two of them."""
     children = (
         control_secret(deployment, key=runtime.settings.operator_key),
-        desired_config(deployment, plan.desired),
+        desired_config(deployment, plan.desired, plan.status.model),
         service(deployment),
     )
-    resync = timedelta(seconds=runtime.settings.resync_s)
-    await apply_children(runtime.cluster, memory, children, now=runtime.now(), resync=resync)
+    await apply_children(runtime, memory, children)
+    await keep_optional_children(runtime, deployment, memory)
 
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:

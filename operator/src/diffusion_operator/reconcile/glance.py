@@ -13,30 +13,31 @@ from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerS
 from diffusion_operator.errors import ControlError
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.polling import WAKEABLE_POLL_S
-from diffusion_operator.reconcile.memory import Glance
+from diffusion_operator.reconcile.memory import DeploymentMemory, Glance
 from diffusion_operator.reconcile.runtime import Runtime
 
 
-def glance_of(observed: Observed, *, look_again_s: float | None, token: str, now: datetime, steady_s: float) -> Glance | None:
+def glance_of(observed: Observed, *, look_again_s: float | None, now: datetime, steady_s: float) -> Glance | None:
     """None where something else than a request may change what is to be done."""
     polled = [(pod.ip, observed.polls[pod.uid]) for pod in observed.pods if pod.uid in observed.polls]
     said = {ip: _without_ages(poll.state) for ip, poll in polled if poll.fresh and poll.state is not None}
     asleep = all(state.state is WorkerPhase.ASLEEP for state in said.values())
     if look_again_s != WAKEABLE_POLL_S or len(said) != len(observed.pods) or not asleep:
         return None
-    return Glance(until=now + timedelta(seconds=steady_s), token=token, said=said)
+    return Glance(until=now + timedelta(seconds=steady_s), said=said)
 
 
-async def says_the_same(runtime: Runtime, glance: Glance) -> bool:
+async def says_the_same(runtime: Runtime, memory: DeploymentMemory, glance: Glance) -> bool:
     """Whether every replica still does."""
-    return all(await asyncio.gather(*(_says(runtime, ip, state, token=glance.token) for ip, state in glance.said.items())))
+    return all(await asyncio.gather(*(_says(runtime, memory, ip, state) for ip, state in glance.said.items())))
 
 
-async def _says(runtime: Runtime, ip: str, before: WorkerState, *, token: str) -> bool:
+async def _says(runtime: Runtime, memory: DeploymentMemory, ip: str, before: WorkerState) -> bool:
     try:
-        return _without_ages(await runtime.workers.state(ip, token=token)) == before
+        state = await memory.tokens.call(ip, lambda token: runtime.workers.state(ip, token=token))
     except ControlError:
         return False  # a pass counts it
+    return _without_ages(state) == before
 
 
 def _without_ages(state: WorkerState) -> WorkerState:

@@ -12,6 +12,7 @@ from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.plan.adapters import AdapterView
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Poll
 from diffusion_operator.plan.publishing import worth_publishing
+from diffusion_operator.reconcile.control_tokens import ControlTokens
 
 
 @dataclass
@@ -48,7 +49,6 @@ class Glance(msgspec.Struct, frozen=True):
 
     until: datetime
     """Then a whole pass is due."""
-    token: str
     said: Mapping[str, WorkerState]
     """By IP."""
 
@@ -58,10 +58,14 @@ class DeploymentMemory:
     """One deployment, by UID: another one of the same name starts from nothing."""
 
     uid: str
+    tokens: ControlTokens
     polls: dict[str, PollRecord] = field(default_factory=dict)
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     operation_not_before: dict[str, datetime] = field(default_factory=dict)
     applied: dict[str, Applied] = field(default_factory=dict)
+    """By kind; the content is None where there must be none."""
+    refused_children: dict[str, str] = field(default_factory=dict)
+    """By kind: what the API server said when it last refused one that a replica can do without."""
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     refusal: str = ""
     status_written_at: datetime | None = None

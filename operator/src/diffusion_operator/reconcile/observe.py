@@ -9,8 +9,9 @@ import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import ADAPTER, LABEL_DEPLOYMENT, POD
+from diffusion_operator.api.names import ADAPTER, LABEL_DEPLOYMENT, NETWORK_POLICY, POD
 from diffusion_operator.errors import ControlError, OperatorError
+from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.pods import Pod, is_owned_by, pod_numbers, read_pod
 from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord
@@ -28,7 +29,7 @@ def parse(manifest: dict[str, Any], type_: type[Parsed]) -> Parsed:
         raise OperatorError(f"{manifest.get('kind')} {name} is not understood: {error}") from error
 
 
-async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, *, token: str) -> Observed:
+async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory) -> Observed:
     namespace, name = deployment.metadata.namespace, deployment.metadata.name
     manifests, adapters = await asyncio.gather(
         runtime.cluster.list(POD, namespace, labels={LABEL_DEPLOYMENT: name}),
@@ -36,8 +37,9 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
     )
     pods, foreign = _sort_pods(deployment, manifests)
     memory.forget_pods({pod.uid for pod in pods})
+    memory.tokens.forget_others({pod.ip for pod in pods})
     answering = [pod for pod in pods if _answers(pod)]
-    await asyncio.gather(*(_poll(runtime, memory, pod, token=token) for pod in answering))
+    await asyncio.gather(*(_poll(runtime, memory, pod) for pod in answering))
     now = runtime.now()
     memory.recall_attempts(adapters, now)
     return Observed(
@@ -51,6 +53,9 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         departures=memory.departures,
         operation_not_before=dict(memory.operation_not_before),
         unrouted_at=dict(memory.unrouted_at),
+        policy=PolicyOutcome(
+            possible=runtime.settings.operator_pods is not None, refusal=memory.refused_children.get(NETWORK_POLICY.kind, "")
+        ),
         refusal=memory.refusal,
     )
 
@@ -85,11 +90,11 @@ def _answers(pod: Pod) -> bool:
     return bool(pod.ip) and pod.container.running and not pod.terminating and not pod.finished
 
 
-async def _poll(runtime: Runtime, memory: DeploymentMemory, pod: Pod, *, token: str) -> None:
+async def _poll(runtime: Runtime, memory: DeploymentMemory, pod: Pod) -> None:
     record = memory.polls.get(pod.uid)
     if record is None or record.restarts != pod.container.restarts:
         record = memory.polls[pod.uid] = PollRecord(restarts=pod.container.restarts)
     try:
-        record.succeeded(await runtime.workers.state(pod.ip, token=token))
+        record.succeeded(await memory.tokens.call(pod.ip, lambda token: runtime.workers.state(pod.ip, token=token)))
     except ControlError as error:
         record.failed(str(error), runtime.now())

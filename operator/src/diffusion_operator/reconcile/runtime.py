@@ -7,8 +7,10 @@ from datetime import datetime
 from typing import Protocol
 
 from diffusion_operator.api.deployment import DeploymentStatus
+from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
+from diffusion_operator.reconcile.control_tokens import ControlTokens
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.settings import Settings
@@ -47,10 +49,12 @@ class Runtime:
         """Whole seconds: what Kubernetes keeps of a time, so that a status read back equals the one written."""
         return self.clock().replace(microsecond=0)
 
-    def memory(self, namespace: str, name: str, *, uid: str) -> DeploymentMemory:
+    def memory(self, deployment: ObjectMeta) -> DeploymentMemory:
+        namespace, name = deployment.namespace, deployment.name
         known = self.memories.get((namespace, name))
-        if known is None or known.uid != uid:
-            known = self.memories[namespace, name] = DeploymentMemory(uid=uid)
+        if known is None or known.uid != deployment.uid:
+            tokens = ControlTokens(self.settings, deployment)
+            known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens)
         return known
 
     def child_changed(self, namespace: str, deployment: str, kind: str) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata of every child: labels to find it by, and the controlling owner that collects it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
+from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
 
 
 def child_metadata(owner: DiffusionDeployment, name: str, **labels: str) -> dict[str, Any]:
@@ -24,3 +25,18 @@ def child_metadata(owner: DiffusionDeployment, name: str, **labels: str) -> dict
             }
         ],
     }
+
+
+def with_asked(metadata: dict[str, Any], *, labels: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
+    """With what the spec asks for besides. Ours win, and nothing under our name is taken from a spec: by it pods are found and routed to.
+
+    The schema refuses such names already; an object that was stored under another schema meets this.
+    """
+    return metadata | {
+        "labels": {**_foreign(labels), **metadata["labels"]},
+        **({"annotations": own} if (own := _foreign(annotations)) else {}),
+    }
+
+
+def _foreign(asked: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in asked.items() if GROUP not in name.partition("/")[0]}

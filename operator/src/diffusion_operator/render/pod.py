@@ -17,7 +17,8 @@ from diffusion_operator.api.names import (
 )
 from diffusion_operator.plan.revision import Template
 from diffusion_operator.render import Manifest
-from diffusion_operator.render.metadata import child_metadata
+from diffusion_operator.render.metadata import child_metadata, with_asked
+from diffusion_operator.render.scheduling import pod_scheduling
 from diffusion_operator.render.volumes import pod_volumes
 from diffusion_operator.render.worker_arguments import TERMINATION_GRACE_S, worker_arguments
 
@@ -27,13 +28,14 @@ STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the
 
 
 def pod(deployment: DiffusionDeployment, template: Template, *, index: int, incarnation: int) -> Manifest:
-    labels = {LABEL_GROUP_INDEX: str(index), LABEL_INCARNATION: str(incarnation), LABEL_REVISION: template.revision}
-    name = pod_name(deployment.metadata.name, index, incarnation)
+    own = {LABEL_GROUP_INDEX: str(index), LABEL_INCARNATION: str(incarnation), LABEL_REVISION: template.revision}
+    name, asked = pod_name(deployment.metadata.name, index, incarnation), deployment.spec.pod_metadata
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": child_metadata(deployment, name, **labels),
+        "metadata": with_asked(child_metadata(deployment, name, **own), labels=asked.labels, annotations=asked.annotations),
         "spec": {
+            **pod_scheduling(deployment),
             "restartPolicy": "Always",
             "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
             "automountServiceAccountToken": False,
@@ -48,8 +50,26 @@ def pod(deployment: DiffusionDeployment, template: Template, *, index: int, inca
             },
             "containers": [_container(deployment, template)],
             "volumes": [one.volume for one in pod_volumes(deployment)],
+            **_pull_secrets(deployment.spec),
+            **_device_claims(deployment.spec),
         },
     }
+
+
+def _pull_secrets(spec: DeploymentSpec) -> Manifest:
+    names = [{"name": one.name} for one in spec.engine.pull_secrets]
+    return {"imagePullSecrets": names} if names else {}
+
+
+def _device_claims(spec: DeploymentSpec) -> Manifest:
+    """Devices by dynamic resource allocation, for the pod; the container says below which of them it uses."""
+    claims = [
+        {"name": one.name}
+        | ({"resourceClaimName": one.resource_claim_name} if one.resource_claim_name is not None else {})
+        | ({"resourceClaimTemplateName": one.resource_claim_template_name} if one.resource_claim_template_name is not None else {})
+        for one in spec.resources.claims
+    ]
+    return {"resourceClaims": claims} if claims else {}
 
 
 def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
@@ -84,12 +104,16 @@ _OWN_NAMES = frozenset(one["name"] for one in _OWN_ENV)
 
 
 def _resources(spec: DeploymentSpec) -> Manifest:
-    """The number of GPUs is the number of ranks; an extended resource's request and limit must be equal."""
-    gpu = spec.resources.gpu_resource_name or DEFAULT_GPU_RESOURCE
+    """The number of GPUs is the number of ranks; an extended resource's request and limit must be equal. Claims bring devices instead."""
+    gpu = spec.resources.gpu_resource_name or (NO_GPU_RESOURCE if spec.resources.claims else DEFAULT_GPU_RESOURCE)
     count = {} if gpu == NO_GPU_RESOURCE else {gpu: str(spec.parallelism.ranks_per_replica)}
-    requests = {**_quantities(spec.resources.requests), **count}
-    limits = {**_quantities(spec.resources.limits), **count}
-    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+    claims = [{"name": one.name} | ({"request": one.request} if one.request is not None else {}) for one in spec.resources.claims]
+    parts = {
+        "requests": {**_quantities(spec.resources.requests), **count},
+        "limits": {**_quantities(spec.resources.limits), **count},
+        "claims": claims,
+    }
+    return {key: value for key, value in parts.items() if value}
 
 
 def _quantities(given: dict[str, int | str]) -> dict[str, str]:

@@ -4,7 +4,7 @@
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import DATA_PORT, LABEL_DEPLOYMENT, LABEL_ROUTABLE
 from diffusion_operator.render import Manifest
-from diffusion_operator.render.metadata import child_metadata
+from diffusion_operator.render.metadata import child_metadata, with_asked
 
 
 def service(deployment: DiffusionDeployment) -> Manifest:
@@ -12,7 +12,7 @@ def service(deployment: DiffusionDeployment) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": child_metadata(deployment, name),
+        "metadata": with_asked(child_metadata(deployment, name), labels={}, annotations=spec.annotations),
         "spec": {
             "type": spec.type.value,
             "selector": {LABEL_DEPLOYMENT: name, LABEL_ROUTABLE: "true"},

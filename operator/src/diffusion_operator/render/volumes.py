@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The volumes of a replica's pod, each with where it is mounted: our own, the cache, and the Secrets and claims that sources name.
+"""The volumes of a replica's pod, each with where it is mounted: our own, the cache, the API key, what sources name.
 
 A user's names are no volume names: a Secret may be called as a claim is, or have a dot. So their volumes are numbered.
 """
@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from diffusion_operator.api.deployment import Cache, DeploymentSpec, DiffusionDeployment
+from diffusion_operator.api.deployment import Cache, DeploymentSpec, DiffusionDeployment, ServiceSpec
 from diffusion_operator.api.names import (
+    API_KEY_DIR,
     CACHE_DIR,
     CLAIMS_DIR,
     CONTROL_DIR,
@@ -40,7 +41,8 @@ class Volume(msgspec.Struct, frozen=True):
 
 
 def pod_volumes(deployment: DiffusionDeployment) -> list[Volume]:
-    return [*_own(deployment), _cache(deployment.spec.model.cache), *_secrets(deployment.spec), *_claims(deployment.spec)]
+    spec = deployment.spec
+    return [*_own(deployment), _cache(spec.model.cache), *_api_key(spec.service), *_secrets(spec), *_claims(spec)]
 
 
 def _own(deployment: DiffusionDeployment) -> Iterator[Volume]:
@@ -52,6 +54,14 @@ def _own(deployment: DiffusionDeployment) -> Iterator[Volume]:
     if spec.parallelism.ranks_per_replica > 1:
         memory = {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}
         yield Volume(name="shm", path="/dev/shm", content={"emptyDir": memory})
+
+
+def _api_key(spec: ServiceSpec) -> Iterator[Volume]:
+    """Not optional: a pod waits for its key rather than serve without one, and begins by itself when the Secret is there."""
+    wanted = spec.api_key_secret
+    if wanted is not None:
+        content = {"secret": {"secretName": wanted.name, "defaultMode": SECRET_MODE, "items": [{"key": wanted.key, "path": wanted.key}]}}
+        yield Volume(name="api-key", path=API_KEY_DIR, content=content, read_only=True)
 
 
 def _cache(cache: Cache) -> Volume:

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the pod of a replica may run, as its spec says it under Kubernetes' own names."""
+
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import LABEL_DEPLOYMENT
+from diffusion_operator.api.scheduling import TopologySpread
+from diffusion_operator.render import Manifest
+
+
+def pod_scheduling(deployment: DiffusionDeployment) -> Manifest:
+    """What nobody said is left out."""
+    said: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(deployment.spec.scheduling))  # lists, not tuples
+    said.pop("topologySpread", None)
+    spread = [_spread(one, deployment.metadata.name) for one in deployment.spec.scheduling.topology_spread]
+    return said | ({"topologySpreadConstraints": spread} if spread else {})
+
+
+def _spread(asked: TopologySpread, deployment: str) -> Manifest:
+    return {
+        "topologyKey": asked.topology_key,
+        "whenUnsatisfiable": asked.when_unsatisfiable.value,
+        "maxSkew": asked.max_skew,
+        "labelSelector": {"matchLabels": {LABEL_DEPLOYMENT: deployment}},
+    }
