@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RF10: the operator's key is rotated again and again over a real worker, and the new token reaches it whenever it likes: nothing fails.
+
+As docs/security.md says: the new key goes before the old one, the operator is started anew, and the kubelet brings the worker its token
+some time later. No call fails, no poll is missed, no condition moves.
+"""
+
+import asyncio
+import base64
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, SECRET
+from diffusion_operator.render.control_secret import control_token
+from operator_rig import Rig, adapter
+from reconcile_story import Story, story
+from worker_process import DIGITS
+
+pytestmark = pytest.mark.slow
+ROUNDS = 12
+
+
+def token_of(rig: Rig, key: bytes) -> str:
+    return control_token(key, msgspec.convert(rig.cluster.find(DEPLOYMENT, "d"), DiffusionDeployment).metadata)
+
+
+def settled(rig: Rig) -> dict[str, Any]:
+    """Each condition of both objects with its time, which moves when the condition does."""
+    found = {"d": rig.status(), "x": rig.adapter_status()}
+    return {
+        f"{name} {one['type']}": (one["status"], one["reason"], one["lastTransitionTime"])
+        for name, status in found.items()
+        for one in status["conditions"]
+    }
+
+
+def polled(rig: Rig) -> Any:
+    """What the operator knows of its only worker; fails where the last poll did."""
+    (memory,) = rig.runtime.memories.values()
+    (record,) = memory.polls.values()
+    assert (record.failures, record.error) == (0, "")
+    assert record.state is not None
+    return record.state
+
+
+async def rotate(told: Story, key: bytes, *, token_after_s: float) -> None:
+    """The operator comes back with a new key while an adapter is changed; the kubelet brings the token in the midst of the calls."""
+    rig = told.rig
+    rig.keys = (key, rig.keys[0])
+    rig.restart_operator()
+    assert told.worker.control("GET", "/v1/state", token=token_of(rig, key)).status_code == 401
+
+    async def bring_token() -> None:
+        await asyncio.sleep(token_after_s)
+        told.worker.write_token(token_of(rig, key))
+
+    kubelet = asyncio.create_task(bring_token())
+    scale = f"0.{random.randrange(1, 1000):03}"
+    rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale=scale))
+    await told.step()
+    while not kubelet.done() or polled(rig).adapters[0].scale != float(scale):
+        await told.step()
+        polled(rig)
+    await kubelet
+
+
+async def test_keys_rotated_in_a_loop_fail_no_call_and_move_no_condition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(shutil.copytree(DIGITS / "loras" / "frame", tmp_path / "x"))
+    async with asyncio.timeout(60), story() as told:
+        rig = told.rig
+        rig.cluster.put(adapter("x", path))
+        await told.until("Ready", "True", "LoadedEverywhere", name="x")
+        before = settled(rig)
+        for number in range(ROUNDS):
+            await rotate(told, b"%032d" % number, token_after_s=random.uniform(0, 0.3))
+            assert settled(rig) == before
+        secret = rig.cluster.find(SECRET, "d-control") or {}
+        assert base64.b64decode(secret["data"]["token"]).decode() == token_of(rig, rig.keys[0])
+        rig.keys = rig.keys[:1]  # the old key is struck out when every worker has the new token
+        rig.restart_operator()
+        await told.step()
+        polled(rig)
+        assert settled(rig) == before
+    assert not [record for record in caplog.records if "failed" in record.message]
+
+
+async def test_a_key_that_was_replaced_and_not_kept_shuts_the_operator_out_until_the_token_arrives() -> None:
+    """What the second key in the file is for."""
+    async with asyncio.timeout(60), story() as told:
+        rig = told.rig
+        await told.until_deployment("Ready", "True", "Serving")
+        rig.keys = (b"n" * 32,)
+        rig.restart_operator()
+        await rig.run(30)
+        assert rig.condition("Degraded") == ("True", "ControlUnreachable")
+        told.worker.write_token(token_of(rig, b"n" * 32))
+        await told.until_deployment("Ready", "True", "Serving")
