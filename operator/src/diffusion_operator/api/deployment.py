@@ -411,9 +411,19 @@ class ModelStatus(_Status, frozen=True):
     source: str | None = None
     revision: str | None = None
     resolved_at: datetime | None = None
+    pinned_for: str | None = None
     digest: str | None = None
     size_bytes: int | None = None
     pipeline: str | None = None
+
+
+class RolloutStatus(_Status, frozen=True):
+    """A template change that is not done. `served` and `remaining` are the best so far."""
+
+    revision: str
+    served: int
+    remaining: int
+    progress_time: datetime
 
 
 class EndpointsStatus(_Status, frozen=True):
@@ -447,12 +457,14 @@ class DeploymentStatus(_Status, frozen=True):
     selector: str | None = None
     current_revision: str | None = None
     update_revision: str | None = None
+    rollout: RolloutStatus | None = None
     model: ModelStatus | None = None
     endpoints: EndpointsStatus | None = None
     adapters: AdaptersStatus | None = None
     held: HeldStatus | None = None
     last_request_time: datetime | None = None
     sleep_eligible_time: datetime | None = None
+    groups_truncated: bool | None = None
     groups: tuple[GroupStatus, ...] = ()
     conditions: tuple[Condition, ...] = ()
 

@@ -72,6 +72,7 @@ class LoadReport(_Wire, frozen=True):
 
 class ModelReport(_Wire, frozen=True):
     digest: str | None = None
+    revision: str | None = None
     size_bytes: int | None = None
     pipeline: str | None = None
 

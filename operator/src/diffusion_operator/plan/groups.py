@@ -11,6 +11,7 @@ import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode, FailureStatus, GroupState, GroupStatus, Sleep, SleepPolicy
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
+from diffusion_operator.plan.model_codes import code_in
 from diffusion_operator.plan.observed import Observed, Poll
 from diffusion_operator.plan.pods import Exit, Pod
 
@@ -182,7 +183,9 @@ def _failure(pod: Pod, poll: Poll) -> tuple[Problem | None, str]:
 
 
 def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
-    """Ranks that are started again: they were lost, or given up because a sleep or a wake of theirs failed."""
+    """A model that is looked for in vain; or ranks that were lost, or given up because a sleep or a wake of theirs failed."""
+    if document.state is WorkerPhase.STARTING or (document.state is WorkerPhase.FAILED and code_in(failure.message) is not None):
+        return Problem.MODEL_ERROR, _sentence(failure.code, failure.message)
     operation = document.operation or document.last_operation
     of_operation = Problem.WAKE_FAILED if operation is not None and operation.kind == "wake" else Problem.SLEEP_FAILED
     problem = _FAULTS.get(failure.code, of_operation if operation is not None else Problem.RANK_LOST)

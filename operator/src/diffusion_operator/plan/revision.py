@@ -21,9 +21,9 @@ class Template(msgspec.Struct, frozen=True):
 
 
 def template_of(deployment: DiffusionDeployment, *, default_image: str) -> Template:
-    spec_hash = _hash(_pod_fields(deployment))
+    spec_hash = hash_of(_pod_fields(deployment))
     image = deployment.spec.engine.image or _pinned_image(deployment, spec_hash) or default_image
-    return Template(revision=f"{spec_hash}-{_hash(image)}", image=image)
+    return Template(revision=f"{spec_hash}-{hash_of(image)}", image=image)
 
 
 def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None:
@@ -63,6 +63,6 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
     return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
 
 
-def _hash(value: object) -> str:
+def hash_of(value: object) -> str:
     """Over deterministic JSON: sorted keys, no dependence on the process."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:8]
