@@ -35,9 +35,17 @@ REVISION = template_of(made(), default_image="worker:1").revision
 
 
 def pod(index: int = 0, incarnation: int = 0, **facts: Any) -> Pod:
-    defaults = {"revision": REVISION, "scheduled": True, "node": "node", "ip": "10.0.0.1", "ready": True, "container": RUNNING}
+    defaults = {
+        "created_at": EPOCH,
+        "revision": REVISION,
+        "scheduled": True,
+        "node": "node",
+        "ip": "10.0.0.1",
+        "ready": True,
+        "container": RUNNING,
+    }
     name = f"d-{index}-{incarnation}"
-    return Pod(name=name, uid=f"uid-{index}-{incarnation}", index=index, incarnation=incarnation, created_at=EPOCH, **(defaults | facts))
+    return Pod(name=name, uid=f"uid-{index}-{incarnation}", index=index, incarnation=incarnation, **(defaults | facts))
 
 
 def planned(

@@ -9,7 +9,10 @@ from diffusion_operator.api.adapter import InstanceState
 from diffusion_operator.api.deployment import ColdMode, DeploymentSpec, GroupState, SleepLevel, SleepPolicy
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.adapters import AdapterPlan
+from diffusion_operator.plan.control_security import PolicyOutcome, control_secured
 from diffusion_operator.plan.groups import Group, Problem
+from diffusion_operator.plan.model_resolution import Resolution, model_resolved
+from diffusion_operator.plan.rollout import Progress, max_unavailable
 
 _READY_PROBLEMS = (
     Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
@@ -44,11 +47,19 @@ class Situation(msgspec.Struct, frozen=True):
     """Without those on their way out."""
     adapters: AdapterPlan
     outdated: int
+    progress: Progress
+    resolution: Resolution
     refusal: str
+    policy: PolicyOutcome = PolicyOutcome()
 
     @property
     def wanted(self) -> int:
         return self.spec.replicas
+
+    @property
+    def rolling(self) -> bool:
+        """Replicas are being replaced, and not stuck at it."""
+        return self.outdated > 0 and not self.progress.stalled
 
     @property
     def asleep_wanted(self) -> bool:
@@ -75,7 +86,17 @@ class Situation(msgspec.Struct, frozen=True):
 
 
 def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
-    return (ready(now), available(now), progressing(now), scheduled(now), awake(now), adapters_ready(now), degraded(now))
+    return (
+        ready(now),
+        available(now),
+        progressing(now),
+        scheduled(now),
+        awake(now),
+        model_resolved(now.resolution),
+        adapters_ready(now),
+        degraded(now),
+        control_secured(now.spec, now.policy),
+    )
 
 
 def ready(now: Situation) -> Verdict:
@@ -113,7 +134,7 @@ def _not_serving(now: Situation) -> Verdict:
 
 
 def available(now: Situation) -> Verdict:
-    enough = max(1, now.wanted - 1)  # one replica may be missing, as while it is replaced
+    enough = max(1, now.wanted - max_unavailable(now.spec.rollout))  # so many may be missing, as while they are replaced
     text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
     if now.serving and now.serving + now.wakeable >= enough:
         return verdict("Available", True, "MinimumAvailable", text)
@@ -122,14 +143,17 @@ def available(now: Situation) -> Verdict:
 
 def progressing(now: Situation) -> Verdict:
     missing = now.wanted - len(now.groups)
+    if now.progress.stalled and now.progress.record is not None:
+        limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
+        served = f"{now.progress.record.served} of {now.wanted} replicas serve with the new template, and none more {limit}"
+        text = f"{served}; what serves is left alone until the spec changes{_others(now)}"
+        return verdict("Progressing", False, "DeadlineExceeded", text)
     # A group that starts its ranks again gets on by itself.
     stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind and not group.restarting), None)
     if stuck is not None and stuck.problem is not None:
         return verdict("Progressing", False, stuck.problem.value, _about(stuck))
     if now.outdated:
-        done = len(now.groups) - now.outdated
-        text = f"replacing replicas one at a time, {done} of {now.wanted} have the new template{_others(now)}"
-        return verdict("Progressing", True, "RolloutProgressing", text)
+        return verdict("Progressing", True, "RolloutProgressing", _rolled_out(now) + _others(now))
     if missing:
         text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {now.refusal}" if now.refusal else "")
         return verdict("Progressing", True, "RolloutProgressing", text)
@@ -230,6 +254,10 @@ def _tally(now: Situation) -> str:
     """`1 Awake, 1 Starting of 2 replicas`."""
     counts = {state: now.count(state) for state in GroupState if now.count(state)}
     return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
+
+
+def _rolled_out(now: Situation) -> str:
+    return f"{len(now.groups) - now.outdated} of {now.wanted} replicas have the new template"
 
 
 def _idle(now: Situation) -> str:

@@ -13,11 +13,13 @@ from diffusion_operator.plan.adapters import AdapterView, plan_adapters
 from diffusion_operator.plan.conditions import Situation
 from diffusion_operator.plan.departures import Told, depart
 from diffusion_operator.plan.deployment_status import deployment_status
-from diffusion_operator.plan.groups import Group, observe_groups
+from diffusion_operator.plan.groups import observe_groups
+from diffusion_operator.plan.model_resolution import resolve_model, unpinned
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Observed
 from diffusion_operator.plan.polling import look_again
 from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.revision import Template, template_of
+from diffusion_operator.plan.rollout import progress_of
 from diffusion_operator.plan.routing import plan_routing
 from diffusion_operator.plan.sleeping import plan_sleep
 
@@ -48,19 +50,25 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     adapters = plan_adapters(observed, observe_groups(observed), now, revision=template.revision)
     groups = adapters.groups
     departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
-    replicas = _replicas(observed, groups, revision=template.revision, now=now)
+    present = tuple(group for group in groups if group.state is not GroupState.TERMINATING)
+    progress = progress_of(deployment.spec, deployment.status, present, revision=template.revision, now=now)
+    resolution = resolve_model(deployment, template, present, now)
+    replicas = plan_replicas(observed, groups, revision=template.revision, stalled=progress.stalled, raced=unpinned(resolution), now=now)
     retiring = frozenset(action.uid for action in replicas.retire)
     routing = plan_routing(groups, retiring=retiring)
     staying = [group for group in groups if group.pod.uid not in retiring]
     busy = {call.worker.pod_uid for call in adapters.calls}
-    sleep = plan_sleep(observed, staying, now, rolling=replicas.outdated > 0, busy=busy)
     situation = Situation(
         spec=deployment.spec,
-        groups=tuple(group for group in groups if group.state is not GroupState.TERMINATING),
+        groups=present,
         adapters=adapters,
         outdated=replicas.outdated,
+        progress=progress,
+        resolution=resolution,
         refusal=observed.refusal,
+        policy=observed.policy,
     )
+    sleep = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
     left_alone = retiring | {call.worker.pod_uid for call in sleep}
     calls: tuple[WorkerAction, ...] = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
     pods: tuple[PodAction, ...] = (*replicas.create, *routing, *_deletions(replicas, routing, observed, now))
@@ -75,18 +83,6 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         departures=departures,
         told=told,
         look_again_s=look_again(observed, adapters, acting=bool(calls or pods or retiring), now=now),
-    )
-
-
-def _replicas(observed: Observed, groups: Sequence[Group], *, revision: str, now: datetime) -> ReplicaPlan:
-    return plan_replicas(
-        groups,
-        replicas=observed.deployment.spec.replicas,
-        revision=revision,
-        taken=observed.foreign_incarnations,
-        pods=observed.pods,
-        recorded=observed.deployment.status.groups,
-        now=now,
     )
 
 

@@ -4,8 +4,6 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-import msgspec
-
 from diffusion_operator.api.deployment import (
     DeploymentStatus,
     DiffusionDeployment,
@@ -13,12 +11,10 @@ from diffusion_operator.api.deployment import (
     GroupState,
     GroupStatus,
     LoadStatus,
-    ModelStatus,
     OperationStatus,
 )
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
-from diffusion_operator.api.source import identity
 from diffusion_operator.plan.conditions import Situation, deployment_verdicts
 from diffusion_operator.plan.groups import Group, failure_of
 from diffusion_operator.plan.revision import Template
@@ -35,7 +31,6 @@ def deployment_status(
     name, namespace, before = deployment.metadata.name, deployment.metadata.namespace, deployment.status
     count = situation.count
     updated = sum(group.pod.revision == template.revision for group in situation.groups)
-    settled = updated == len(situation.groups) == situation.wanted
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
         served_name=deployment.served_name,
@@ -48,15 +43,16 @@ def deployment_status(
         asleep_replicas=count(GroupState.ASLEEP),
         failed_replicas=count(GroupState.FAILED),
         selector=f"{LABEL_DEPLOYMENT}={name}",
-        current_revision=template.revision if settled else before.current_revision,
+        current_revision=template.revision if situation.progress.done else before.current_revision,
         update_revision=template.revision,
-        model=_model(deployment, situation.groups),
+        rollout=situation.progress.record,
+        model=situation.resolution.model,
         endpoints=EndpointsStatus(url=f"http://{name}.{namespace}.svc:{deployment.spec.service.port}/v1"),
         adapters=situation.adapters.summary,
         held=held_requests(situation.groups),
         last_request_time=last_request_time(situation.groups, before=before.last_request_time, now=now),
         sleep_eligible_time=sleep_eligible_time(
-            deployment.spec, situation.groups, rolling=situation.outdated > 0, before=before.sleep_eligible_time, now=now
+            deployment.spec, situation.groups, rolling=situation.rolling, before=before.sleep_eligible_time, now=now
         ),
         groups=tuple(group_status(group) for group in groups[:GROUPS_SHOWN]),
         conditions=settle_conditions(
@@ -116,12 +112,3 @@ def _load(group: Group) -> LoadStatus | None:
     load = group.document.load
     percent = min(100, 100 * load.bytes_done // load.bytes_total) if load.bytes_total else None
     return LoadStatus(stage=load.stage[:32], bytes_done=load.bytes_done, bytes_total=load.bytes_total, percent=percent)
-
-
-def _model(deployment: DiffusionDeployment, groups: Sequence[Group]) -> ModelStatus:
-    source = identity(deployment.spec.model.source)
-    for group in groups:
-        if group.live and group.document is not None:
-            model = group.document.model
-            return ModelStatus(source=source, digest=model.digest, size_bytes=model.size_bytes, pipeline=model.pipeline)
-    return msgspec.structs.replace(deployment.status.model or ModelStatus(), source=source)

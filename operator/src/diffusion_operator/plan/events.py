@@ -8,7 +8,7 @@ import msgspec
 
 from diffusion_operator.api.adapter import AdapterStatus, InstanceState, InstanceStatus, LoRAAdapter
 from diffusion_operator.api.deployment import DeploymentStatus, GroupState, GroupStatus, OperationStatus
-from diffusion_operator.api.meta import ConditionStatus, condition_of
+from diffusion_operator.api.meta import ConditionStatus, condition_of, reason_of
 from diffusion_operator.api.worker_state import NO_FAILURES
 
 _FAILURES = {"InsufficientMemory": "WakeRefusedMemory", "VerificationFailed": "VerificationFailed"}
@@ -31,10 +31,31 @@ class PlannedEvent(msgspec.Struct, frozen=True):
 def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[PlannedEvent, ...]:
     old = {group.index: group for group in before.groups}
     events = [event for group in after.groups for event in _group_events(old.get(group.index), group, generation=after.observed_generation)]
+    events += _model_events(before, after)
     if _revision_done(before, after):
-        message = f"all replicas have revision {after.current_revision}"
+        message = f"all replicas serve revision {after.current_revision}"
         events.append(_normal("RolloutComplete", message, key=after.current_revision or ""))
+    stuck = condition_of(after.conditions, "Progressing")
+    if (
+        stuck is not None
+        and stuck.reason == "DeadlineExceeded" != reason_of(before.conditions, "Progressing")
+        and after.rollout is not None
+    ):
+        events.append(_warning(stuck.reason, stuck.message, key=f"{after.rollout.revision}-{after.rollout.progress_time}"))
     return tuple(events)
+
+
+def _model_events(before: DeploymentStatus, after: DeploymentStatus) -> list[PlannedEvent]:
+    """Once for a pin, and once for each reason that it cannot be had, in one generation of the spec."""
+    events = []
+    was, model = before.model, after.model
+    if model is not None and model.resolved_at is not None and (was is None or was.resolved_at != model.resolved_at):
+        found = ", ".join(part for part in (model.revision, model.digest) if part)
+        events.append(_normal("ModelResolved", f"{model.source} is {found}", key=f"{model.pinned_for}-{model.revision or model.digest}"))
+    then, now = condition_of(before.conditions, "ModelResolved"), condition_of(after.conditions, "ModelResolved")
+    if now is not None and now.status is ConditionStatus.FALSE and (then is None or then.reason != now.reason):
+        events.append(_warning(f"Model{now.reason}", now.message, key=f"{after.observed_generation}-{now.reason}"))
+    return events
 
 
 def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation: int | None) -> list[PlannedEvent]:
