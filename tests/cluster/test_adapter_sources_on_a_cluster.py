@@ -173,6 +173,7 @@ def test_an_adapter_on_a_claim_is_read_where_it_lies(rig_with_sources: ClusterRi
 
 
 def test_an_adapter_in_a_bucket_waits_for_its_secret_and_is_served_when_it_is_there(rig_with_sources: ClusterRig) -> None:
+    """RA4."""
     rig = rig_with_sources
     from_bucket(rig, "stripes", "stripes/adapter_model.safetensors", KEYS)
     rig.wait("lora/stripes", Wanted("SourceResolved", "False", ["SecretMissing"]), deadline_s=60)

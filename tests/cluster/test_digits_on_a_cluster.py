@@ -80,6 +80,7 @@ def test_sleep_gives_the_memory_back_refuses_clearly_and_waking_brings_the_same_
 
 
 def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digits: ClusterRig) -> None:
+    """RA6."""
     rig = rig_with_digits
     rig.adapt("broken", NAME, "/models/digits")
     rig.wait("lora/broken", Wanted("Ready", "False", ["SourceError", "Failed"]), deadline_s=60)
@@ -121,6 +122,7 @@ def test_a_killed_rank_is_replaced_inside_the_pod_with_its_adapter(rig_with_digi
 
 
 def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits: ClusterRig) -> None:
+    """RA1."""
     rig = rig_with_digits
     old = rig.pod(NAME)
     rig.kubectl.text("delete", "pod", old, "--wait=false")
@@ -131,6 +133,7 @@ def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits:
 
 
 def test_an_adapter_outlives_its_deployment_with_a_true_status_and_is_served_by_the_next_one(rig_with_digits: ClusterRig) -> None:
+    """RA12, RA13."""
     rig = rig_with_digits
     rig.kubectl.text("delete", DD, deadline_s=10)
     orphan = rig.wait(LORA, Wanted("Accepted", "False", ["DeploymentNotFound"]), deadline_s=60)

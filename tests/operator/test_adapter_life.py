@@ -27,10 +27,11 @@ async def fetching() -> tuple[Rig, ScriptedWorker]:
     return rig, worker
 
 
-# RA22
+# Fetching
 
 
 async def test_a_fetch_shows_its_progress_and_then_the_adapter() -> None:
+    """RA22."""
     rig, worker = await fetching()
     worker.fetched("x", 10 * MIB, 340 * MIB)
     await rig.run(20)
@@ -63,6 +64,7 @@ async def test_progress_is_written_at_most_every_five_seconds_and_in_steps_of_fi
 
 
 async def test_a_fetch_that_fails_after_its_call_backs_off_like_any_other() -> None:
+    """RA22."""
     rig, worker = await fetching()
     worker.refusals["/loras/x"] = WireError(code="NetworkError", message="no byte for 60 s, 12 of 340 MiB")
     worker.finish_load("x")
@@ -84,6 +86,7 @@ async def test_a_fetch_that_fails_after_its_call_backs_off_like_any_other() -> N
 
 
 async def test_a_load_that_its_worker_never_ends_is_asked_for_again_after_its_deadline() -> None:
+    """RA22."""
     rig = await serving()
     worker = worker_of(rig)
     worker.held.add("/loras/x")
@@ -94,10 +97,11 @@ async def test_a_load_that_its_worker_never_ends_is_asked_for_again_after_its_de
     assert worker.calls == ["put x", "put x"]
 
 
-# RA17, RA18, RA24
+# Changing
 
 
 async def test_the_old_version_serves_until_the_new_one_is_there() -> None:
+    """RA17."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.held.add("/loras/y")
@@ -118,6 +122,7 @@ async def test_the_old_version_serves_until_the_new_one_is_there() -> None:
 
 
 async def test_a_new_source_that_is_broken_leaves_the_old_version_serving() -> None:
+    """RA17."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.refusals["/loras/y"] = BROKEN
@@ -144,6 +149,7 @@ async def test_a_broken_new_source_that_only_the_document_tells_of_is_an_error_t
 
 
 async def test_scale_residency_and_priority_are_told_without_a_load() -> None:
+    """RA18."""
     rig = await with_adapter()
     worker = worker_of(rig)
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale="0.5", residency="Resident", priority=3))
@@ -169,6 +175,7 @@ async def test_other_components_are_another_adapter_even_of_the_same_bytes() -> 
 
 
 async def test_an_edit_that_is_taken_back_at_once_leaves_what_was() -> None:
+    """RA24."""
     rig = await with_adapter()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/x"}))
@@ -179,6 +186,7 @@ async def test_an_edit_that_is_taken_back_at_once_leaves_what_was() -> None:
 
 
 async def test_an_edit_during_a_fetch_ends_with_what_was_asked_for_last() -> None:
+    """RA24."""
     rig, worker = await fetching()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
     await rig.run(2)
@@ -191,7 +199,7 @@ async def test_an_edit_during_a_fetch_ends_with_what_was_asked_for_last() -> Non
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
 
 
-# Cached and OnDemand, RA11
+# Cached and OnDemand
 
 
 async def test_an_evicted_adapter_that_requests_load_again_is_ready() -> None:
@@ -282,6 +290,7 @@ async def test_an_adapter_on_demand_whose_last_request_could_not_load_it_is_not_
 
 
 async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
+    """RA11."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
     worker.evict("x")
@@ -295,6 +304,7 @@ async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
 
 
 async def test_a_resident_adapter_that_is_evicted_again_and_again_is_left_out_until_its_spec_changes() -> None:
+    """RA11."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
     for _ in range(4):
@@ -314,6 +324,7 @@ async def test_a_resident_adapter_that_is_evicted_again_and_again_is_left_out_un
 
 
 async def test_evictions_that_are_far_apart_are_no_loop() -> None:
+    """RA11."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
     for _ in range(6):
@@ -322,7 +333,7 @@ async def test_evictions_that_are_far_apart_are_no_loop() -> None:
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
 
 
-# The pinned digest, RA3, RA5
+# The pinned digest
 
 
 async def test_a_replica_that_found_other_bytes_is_told_from_one_that_has_the_old_source() -> None:
@@ -351,6 +362,7 @@ async def test_a_replica_that_found_other_bytes_is_told_from_one_that_has_the_ol
 
 
 async def test_a_source_that_is_gone_leaves_what_is_loaded_alone() -> None:
+    """RA3."""
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run()
@@ -366,10 +378,11 @@ async def test_a_source_that_is_gone_leaves_what_is_loaded_alone() -> None:
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere"), "a file may come back"
 
 
-# RA9, RA15, RA19: leaving
+# Leaving
 
 
 async def test_an_adapter_in_use_drains_and_both_steps_are_told() -> None:
+    """RA15."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.use("x", requests=2, age_s=0, running=2)
@@ -384,6 +397,7 @@ async def test_an_adapter_in_use_drains_and_both_steps_are_told() -> None:
 
 
 async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
+    """RA19."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.use("x", requests=1, age_s=0, running=1)
@@ -402,6 +416,7 @@ async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
 
 
 async def test_the_next_owner_of_a_name_waits_until_the_last_one_is_unloaded() -> None:
+    """RA9."""
     rig = await serving()
     worker = worker_of(rig)
     rig.cluster.put(adapter("old", "/loras/old", adapterName="style"))
@@ -476,6 +491,7 @@ LASTING = {
 
 @pytest.mark.parametrize(("code", "reason"), PASSING.items())
 async def test_a_failure_that_may_pass_is_tried_again(code: str, reason: str) -> None:
+    """RA4, RA16, RA23."""
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = WireError(code=code, message="rank 1 says no")
@@ -492,6 +508,7 @@ async def test_a_failure_that_may_pass_is_tried_again(code: str, reason: str) ->
 
 @pytest.mark.parametrize(("code", "reason"), LASTING.items())
 async def test_a_failure_that_lasts_is_tried_again_when_the_spec_changes_or_a_new_process_comes(code: str, reason: str) -> None:
+    """RA6, RA7."""
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = WireError(code=code, message="the bytes are what they are", retryable=False)
@@ -510,6 +527,7 @@ async def test_a_failure_that_lasts_is_tried_again_when_the_spec_changes_or_a_ne
 
 
 async def test_a_rank_that_a_smaller_deployment_has_no_room_for_is_told_with_both_numbers() -> None:
+    """RA8."""
     rig = await serving(lora={"maxRank": 8})
     rig.cluster.put(adapter())
     await rig.run()

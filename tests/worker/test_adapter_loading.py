@@ -370,6 +370,7 @@ async def test_two_requests_that_each_hold_what_the_other_needs_room_for_are_bot
 
 
 async def test_while_a_version_is_fetched_both_are_shown_and_the_old_one_serves(edge: Edge) -> None:
+    """RA17."""
     await put(edge, "a")
     edge.fetcher.arriving.clear()
     putting = asyncio.create_task(edge.engine.put_adapter("a", remote("org/a")))
@@ -412,6 +413,7 @@ async def test_a_version_that_fails_leaves_the_old_one_which_tells_of_it_until_t
 
 
 async def test_the_newest_put_wins_and_the_older_load_ends_with_conflict(edge: Edge) -> None:
+    """RA24."""
     edge.fetcher.arriving.clear()
     older = asyncio.create_task(edge.engine.put_adapter("a", remote("org/a")))
     await edge.wait_for(lambda: _half_fetched(edge, "a"))
@@ -570,6 +572,7 @@ async def _settled(edge: Edge) -> bool:
 
 
 async def test_a_load_that_one_rank_refuses_is_rolled_back_on_all_and_names_it(edge: Edge) -> None:
+    """RA16."""
     edge.ranks.adapter_errors_of_one["/a"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory")
     with pytest.raises(RequestError, match="rank 1: no memory") as error:
         await put(edge, "a")

@@ -229,6 +229,7 @@ async def test_the_old_content_put_again_takes_the_new_one_back(edge: Edge) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 async def test_what_is_deleted_is_unknown_at_once_and_gone_from_the_ranks_before_they_serve(edge: Edge, level: SleepLevel) -> None:
+    """RA14."""
     await put(edge, "a")
     await put(edge, "b")
     await sleep(edge, level)

@@ -430,6 +430,7 @@ async def test_a_deleted_adapter_is_unknown_from_then_on(edge: Edge) -> None:
 
 
 async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: Edge) -> None:
+    """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
     running = asyncio.create_task(edge.images(prompt="p", model="style"))
@@ -447,6 +448,7 @@ async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: 
 
 
 async def test_a_delete_ends_requests_that_outlast_the_drain(edge: Edge) -> None:
+    """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
     running = asyncio.create_task(edge.images(prompt="p", model="style"))

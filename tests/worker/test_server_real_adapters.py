@@ -59,6 +59,19 @@ def test_an_adapter_is_put_used_and_deleted_while_the_worker_serves(worker: Work
     assert worker.delete_adapter("put").status_code == 404
 
 
+def test_an_adapter_is_loaded_between_the_steps_of_a_running_picture_and_changes_nothing_of_it(worker: WorkerProcess) -> None:
+    """RA20."""
+    long = {**REQUEST, "num_inference_steps": 60, "model": "stripes"}
+    alone = worker.image(**long).tobytes()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        running = threads.submit(worker.image, **long)
+        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
+        assert worker.put_adapter("put", DIGITS / "loras" / "frame").status_code == 200
+        assert worker.delete_adapter("put").status_code == 200
+        assert worker.state()["inFlight"] == 1, "it was loaded while the picture was made"
+        assert running.result(60).tobytes() == alone
+
+
 def test_the_base_is_bit_equal_before_during_and_after_an_adapter(worker: WorkerProcess) -> None:
     before = worker.image(**REQUEST).tobytes()
     worker.put_adapter("put", STRIPES)
@@ -93,6 +106,7 @@ def test_the_scale_of_an_adapter_counts_and_zero_is_the_base(worker: WorkerProce
 def test_a_lora_that_is_none_or_does_not_match_is_refused_and_changes_nothing(
     worker: WorkerProcess, bad_adapters: dict[str, Path], kind: str, code: str, says: str
 ) -> None:
+    """RA6, RA7."""
     before = worker.image(**REQUEST).tobytes(), worker.image(**REQUEST, model="stripes").tobytes()
     answer = worker.put_adapter("bad", bad_adapters[kind])
     status = 404 if code == "SourceNotFound" else 400

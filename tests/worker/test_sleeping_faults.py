@@ -61,6 +61,7 @@ async def test_a_rank_that_woke_otherwise_is_never_served_from(rig: SleepRig, co
 
 
 async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: SleepRig) -> None:
+    """RA21."""
     await rig.put("style")
     await rig.sleep()
     rig.ranks.evict(next(iter(rig.ranks.registered)))

@@ -166,6 +166,7 @@ def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> byt
 
 
 def test_the_last_bytes_before_a_source_stalls_are_told() -> None:
+    """RA22."""
     told: queue.Queue[tuple[int, int | None]] = queue.Queue()
     with Totals(lambda done, total: told.put((done, total)), {"a": 10, "b": 20}) as totals:
         # Faster than they are told, and then nothing more.
@@ -237,6 +238,7 @@ async def test_a_fetch_that_is_cancelled_leaves_no_process(server: SourceServer,
 
 
 async def test_a_fetch_ends_at_its_deadline_and_leaves_no_process(server: SourceServer, rig: SourceRig) -> None:
+    """RA22."""
     error = await rig.refusal(serve(server, Served(LARGE, gate_after=1000)), deadline_s=0.5)
     assert (error.code, "within 0.5 s" in error.message) == (ErrorCode.TIMEOUT, True)
     assert fetch_processes() == []
@@ -330,6 +332,7 @@ async def test_a_private_cache_goes_with_its_fetcher(server: SourceServer, tmp_p
 
 @pytest.mark.slow
 async def test_what_nobody_uses_is_evicted_the_longest_unused_first(server: SourceServer, tmp_path: Path) -> None:
+    """RA23."""
     rig = SourceRig(tmp_path, cache_size_bytes=1_000_000)
     fetched = {}
     for number in range(2):
@@ -350,6 +353,7 @@ async def test_what_nobody_uses_is_evicted_the_longest_unused_first(server: Sour
 
 @pytest.mark.slow
 async def test_a_file_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(server: SourceServer, tmp_path: Path) -> None:
+    """RA23."""
     rig = SourceRig(tmp_path, limits=FetchLimits(adapter_bytes=1 << 60))
     error = await rig.refusal(serve(server, Served(LARGE, length=1 << 59)))
     assert (error.code, error.retryable, "of room in the cache" in error.message) == (ErrorCode.CACHE_FULL, True, True)

@@ -138,6 +138,7 @@ async def test_a_source_of_any_kind_that_is_not_there_is_told(rig: SourceRig, sh
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", REMOTE, indirect=True)
 async def test_a_pinned_adapter_whose_source_is_gone_comes_from_the_cache(rig: SourceRig, shelf: Shelf) -> None:
+    """RA3."""
     files = {"a.safetensors": adapter_bytes()} if shelf.kind == "http" else PEFT
     source = shelf.put(files, file="a.safetensors" if shelf.kind == "http" else None)
     first = await rig.adapter(source)
@@ -159,6 +160,7 @@ async def test_a_pinned_file_that_came_from_another_source_needs_no_network(rig:
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", REMOTE, indirect=True)
 async def test_another_digest_than_the_pinned_one_is_refused_and_the_file_does_not_stay(rig: SourceRig, shelf: Shelf) -> None:
+    """RA5."""
     files = {"a.safetensors": adapter_bytes()}
     error = await rig.refusal(shelf.put(files, file="a.safetensors"), digest=f"sha256:{'0' * 64}")
     assert error.code is ErrorCode.DIGEST_MISMATCH
@@ -170,6 +172,7 @@ async def test_another_digest_than_the_pinned_one_is_refused_and_the_file_does_n
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", FOLDERS, indirect=True)
 async def test_pickled_weights_of_any_kind_are_refused(rig: SourceRig, shelf: Shelf) -> None:
+    """RA6."""
     assert (await rig.refusal(shelf.put({"adapter_model.bin": b"x", "adapter_config.json": PEFT_CONFIG}))).code is (
         ErrorCode.UNSUPPORTED_FORMAT
     )
