@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference is what the CRDs say, and what it says of replaced pods is what the operator does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.plan.revision import template_of
+from kind_api import Document, merged, nested
+from tools import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+CRDS = [yaml.safe_load((ROOT / "crds" / f"{plural}.yaml").read_text()) for plural in reference.KINDS]
+
+
+def spec_of(crd: Document) -> Document:
+    return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+
+
+def test_the_committed_page_is_the_one_that_the_crds_give() -> None:
+    assert reference.page(CRDS) == (ROOT / "docs" / "reference.md").read_text(), "run: python -m tools.reference"
+
+
+def test_every_field_of_a_spec_has_its_row_and_every_object_is_said_something_of() -> None:
+    for crd in CRDS:
+        rows = {row.path: row.schema for row in reference.fields(spec_of(crd))}
+        obvious = (".name", ".value", ".key")
+        assert [path for path, schema in rows.items() if not schema.get("description") and not path.endswith(obvious)] == []
+
+
+# What a change of each field does
+
+
+def leaves(schema: Document, *, replaces: bool = False, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Document, bool]]:
+    """Fields that hold no others, with what the descriptions say of a change."""
+    said = schema.get("description", "")
+    replaces = (replaces or reference.REPLACES in said) and reference.KEEPS not in said
+    if "properties" not in schema:
+        yield path, schema, replaces
+    for name, inner in schema.get("properties", {}).items():
+        yield from leaves(inner, replaces=replaces, path=(*path, name))
+
+
+def two_values(schema: Document) -> tuple[Any, Any]:
+    if "enum" in schema:
+        return schema["enum"][0], schema["enum"][-1]
+    match schema.get("type"):
+        case "integer":
+            return schema["minimum"], schema["maximum"]
+        case "boolean":
+            return True, False
+        case "array":
+            return [], [smallest(schema["items"])]
+        case "object":
+            return {"a": "1"}, {"a": "2"}
+        case _:
+            return "1", "2"
+
+
+def smallest(schema: Document) -> Any:
+    """A value with what it must have and nothing else."""
+    if "properties" not in schema:
+        return two_values(schema)[0]
+    return {name: smallest(schema["properties"][name]) for name in schema.get("required", ())}
+
+
+def revision(path: tuple[str, ...], value: Any) -> str:
+    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    spec = merged({"model": {"source": {"path": "/m"}}, "service": {"apiKeySecret": {"name": "s"}}}, nested(path, value))
+    return template_of(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment), default_image="i").revision
+
+
+# One of a union excludes the others, and a served name never changes.
+CHANGEABLE = [leaf for leaf in leaves(spec_of(CRDS[0])) if leaf[0][:2] != ("model", "source") and leaf[0] != ("servedName",)]
+
+
+@pytest.mark.parametrize(("path", "schema", "replaces"), CHANGEABLE, ids=[".".join(leaf[0]) for leaf in CHANGEABLE])
+def test_a_change_replaces_the_pods_exactly_where_the_description_says_so(path: tuple[str, ...], schema: Document, replaces: bool) -> None:
+    one, other = two_values(schema)
+    assert (revision(path, one) != revision(path, other)) is replaces
+
+
+def test_another_source_replaces_the_pods() -> None:
+    assert revision(("model", "source", "path"), "/a") != revision(("model", "source", "path"), "/b")

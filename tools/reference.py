@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/reference.md: every field of both kinds, as the CRDs have it.
+
+    python -m tools.reference
+
+The page is a pure function of `crds/`, and a test holds the committed one to it: what is to be said of a field is said in its description.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference.md"
+KINDS = ("diffusiondeployments", "loraadapters")
+# A description that says so is true for everything below it, until one says otherwise.
+REPLACES, KEEPS = "A change replaces the replicas.", "A change does not replace the replicas."
+# What Kubernetes documents is one row.
+KUBERNETES_OWN = ("As in a pod", "As Kubernetes has")
+INTRODUCTION = """# Reference
+
+Every field of both kinds, written by `python -m tools.reference` from the CRDs; `kubectl explain dd.spec --recursive` says the same. Every
+field here works; there are no others. Defaults are in the schema, so `kubectl get -o yaml` shows what will happen; a dash is no default,
+and what is required is so where the object around it is given. `≤` is the most characters of a string, items of a list or entries of a map.
+What is out of bounds or breaks a rule is refused by the API server with a message that names the field. *Replaces*: a change makes new
+pods, as `rollout` says; everything else reaches the pods that run. Conditions and their reasons are in
+[troubleshooting](troubleshooting.md), what the objects mean in [concepts](concepts.md), and the routes of a model in
+[its HTTP API](http-api.md).
+"""
+PATTERNS = {
+    "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": "a name of Kubernetes",
+    "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$": "a label of Kubernetes",
+    "^[0-9]+([.][0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$": "a quantity",
+    "^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$": "small letters, digits, `.`, `_` and `-`",
+    "^sha256:[0-9a-f]{64}$": "`sha256:` and 64 hexadecimal digits",
+    "^[0-9a-f]{64}$": "64 hexadecimal digits",
+    "^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$": "as in `1024x1024`",
+    "^[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*$": "a key of a Secret",
+    "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$": "as in `org/name`",
+    "^(none|([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)$": "`none` or a qualified name of Kubernetes",
+    "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$": "a label's value",
+    "^([a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$": "a label's name",
+    "^([A-Za-z_][A-Za-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$": "a class or an import path",
+}
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One row of a table: where it is, what it may be, and whether a change makes new pods."""
+
+    path: str
+    schema: Schema
+    required: bool
+    replaces: bool
+
+
+def page(crds: list[Schema]) -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *(_kind(crd) for crd in crds)])
+
+
+def fields(schema: Schema, path: str = "", *, replaces: bool = False) -> Iterator[Field]:
+    """What is below a schema, in its order; an object has a row where something is said of it."""
+    for name, inner in schema.get("properties", {}).items():
+        said = inner.get("description", "")
+        changed = (replaces or REPLACES in said) and KEEPS not in said
+        here = f"{path}.{name}".removeprefix(".")
+        below = inner.get("items", inner)
+        deeper = "properties" in below and not said.startswith(KUBERNETES_OWN)
+        if said or not deeper:
+            yield Field(here, inner, name in schema.get("required", ()), changed)
+        if deeper:
+            yield from fields(below, here if inner is below else f"{here}[]", replaces=changed)
+
+
+def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, str]]:
+    """Where each rule is, and its message."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        yield f"{path}{rule.get('fieldPath', '')}".removeprefix("."), rule["message"]
+    for name, inner in schema.get("properties", {}).items():
+        yield from rules(inner, f"{path}.{name}")
+    if "items" in schema:
+        yield from rules(schema["items"], f"{path}[]")
+
+
+def _kind(crd: Schema) -> str:
+    names = crd["spec"]["names"]
+    (version,) = crd["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    short = " and ".join(f"`{name}`" for name in names["shortNames"])
+    lines = [f"## {names['kind']}", "", f"`{crd['spec']['group']}/{version['name']}`, short {short}. {schema['description']}", ""]
+    lines += [*_spec_table(list(fields(schema["properties"]["spec"]))), ""]
+    lines += [f"### Rules of a {names['kind']}", "", *_rules_table(schema), ""]
+    lines += [f"### Status of a {names['kind']}", "", *_status_table(schema["properties"]["status"]), ""]
+    lines += [f"### Columns of `kubectl get {names['shortNames'][0]}`", "", *_columns_table(version["additionalPrinterColumns"]), ""]
+    return "\n".join(lines)
+
+
+def _spec_table(rows: list[Field]) -> list[str]:
+    """A column less where no change replaces anything."""
+    replaces = [["yes" if row.replaces else ""] if any(one.replaces for one in rows) else [] for row in rows]
+    cells = [[f"`{row.path}`", _kind_of(row.schema), _default(row), _meaning(row.schema)] for row in rows]
+    header = ["field", "type", "default", "meaning", "replaces"][: 4 + len(replaces[0])]
+    return _table(header, [one + other for one, other in zip(cells, replaces, strict=True)])
+
+
+def _rules_table(schema: Schema) -> list[str]:
+    return _table(["at", "message"], [[f"`{at or 'metadata.name'}`", _cell(message)] for at, message in rules(schema)])
+
+
+def _status_table(schema: Schema) -> list[str]:
+    return _table(["field", "type", "meaning"], [[f"`{row.path}`", _kind_of(row.schema), _meaning(row.schema)] for row in fields(schema)])
+
+
+def _columns_table(columns: list[Schema]) -> list[str]:
+    names = [one["name"].upper() + (" (wide)" if one.get("priority") else "") for one in columns]
+    return _table(["column", "meaning"], [[name, _cell(one.get("description", ""))] for name, one in zip(names, columns, strict=True)])
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [_row(header), _row(["---"] * len(header)), *map(_row, rows)]
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells).replace("|  |", "| |").rstrip() + " |"
+
+
+def _kind_of(schema: Schema) -> str:
+    """Type, values and bounds in a few words."""
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    match schema.get("type"):
+        case "array":
+            return f"list{_up_to(schema.get('maxItems'))} of {_kind_of(schema['items'])}"
+        case "object" if "additionalProperties" in schema:
+            return f"map{_up_to(schema.get('maxProperties'))} of {_kind_of(schema['additionalProperties'])}"
+        case "integer" if "minimum" in schema:
+            return f"integer, {schema['minimum']} to {schema['maximum']}" if "maximum" in schema else f"integer from {schema['minimum']}"
+        case "string" if schema.get("format") == "date-time":
+            return "time"
+        case "string":
+            return f"string{_up_to(schema.get('maxLength'))}{_form(schema.get('pattern'))}"
+        case kind:
+            return str(kind)
+
+
+def _form(pattern: str | None) -> str:
+    if pattern is None:
+        return ""
+    return f", {PATTERNS[pattern]}" if pattern in PATTERNS else f", `{_cell(pattern)}`"
+
+
+def _up_to(most: int | None) -> str:
+    return "" if most is None else f" ≤ {most}"
+
+
+def _default(row: Field) -> str:
+    if row.required:
+        return "required"
+    value = row.schema.get("default")
+    if value in (None, {}, ""):
+        return "—"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _meaning(schema: Schema) -> str:
+    said = schema.get("description", "").replace(REPLACES, "").replace(KEEPS, "")
+    return _cell(" ".join(said.split()))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text(page([yaml.safe_load((ROOT / "crds" / f"{plural}.yaml").read_text()) for plural in KINDS]))
+
+
+if __name__ == "__main__":
+    main()
