@@ -75,6 +75,7 @@ class ScriptedWorker:
     operation: Operation | None = None
     last_operation: Operation | None = None
     load: LoadReport = field(default_factory=LoadReport)
+    model: ModelReport = ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
     failure: WireError | None = None
     generation: int = 1
     last_loss: LossReport | None = None
@@ -116,7 +117,7 @@ class ScriptedWorker:
             operation=self.operation,
             last_operation=self.last_operation,
             load=self.load,
-            model=ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5),
+            model=self.model,
             adapters=(*self.adapters.values(), *self.loading.values(), *self.draining.values()),
             failure=self.failure,
             generation=self.generation,
