@@ -7,9 +7,11 @@ Paths are built from our own table of kinds, so there is no discovery, no cache 
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
+from urllib.parse import quote
 
 import aiohttp
 from kubernetes.aio import client, config
@@ -24,6 +26,8 @@ Manifest = dict[str, Any]
 REQUEST_TIMEOUT_S = 15
 POOL_SIZE = 64
 PAGE = 500
+# With the parameter the client library sends our bytes as they are.
+APPLY = "application/apply-patch+yaml; charset=utf-8"
 
 log = logging.getLogger(__name__)
 
@@ -130,12 +134,13 @@ class KubernetesCluster:
 
     async def _apply(self, kind: Kind, namespace: str, name: str, body: Manifest, *, subresource: str = "") -> None:
         await self._send(
-            "patch", kind, namespace, name, subresource=subresource, body=body, content_type="application/apply-patch+yaml",
+            "patch", kind, namespace, name, subresource=subresource, body=_yaml(body), content_type=APPLY,
             field_manager=FIELD_MANAGER, force_conflicts=True,
         )  # fmt: skip
 
     async def _send(self, method: str, kind: Kind, namespace: str, name: str | None, *, subresource: str = "", **request: Any) -> Manifest:
-        path = self._resources[kind].path(name=name, namespace=namespace) + subresource
+        # Quoted: the name may come from another object's spec, and must not lead to another path.
+        path = self._resources[kind].path(name=quote(name, safe="") if name is not None else None, namespace=namespace) + subresource
         what = f"{method} {kind.plural} {namespace}/{name or '*'}"
         try:
             response = await self._client.request(method, path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S, **request)
@@ -164,6 +169,12 @@ async def connect() -> KubernetesCluster:
         await config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
     configuration.connection_pool_maxsize = POOL_SIZE
     return KubernetesCluster(configuration)
+
+
+def _yaml(body: Manifest) -> bytes:
+    """JSON that is YAML, too, which knows no surrogate pairs: `\\ud83d\\ude00` is refused, the character itself is not."""
+    text = json.dumps(body, ensure_ascii=False)
+    return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text).encode()
 
 
 def _identity(manifest: Manifest) -> tuple[Kind, str, str]:
