@@ -41,6 +41,7 @@ CREATIONS = [
     ("digest", lora(digest=DIGEST), lora(digest="sha256:1"), "digest"),
     ("adapter path", lora(source={"path": "/x"}), lora(source={"path": "/x/../y"}), "must not contain"),
     ("a deployment is required", lora(), lora(deploymentRef={}), "deploymentRef.name: Required"),
+    ("a deployment's name", lora(deploymentRef={"name": "d-1"}), lora(deploymentRef={"name": "a/../b"}), "deploymentRef.name"),
     ("no unknown adapter fields", lora(priority=1), lora(weight=1), "unknown field"),
     ("A1 one source", lora(source=pvc("x")), lora(source=pvc("x") | {"path": "/x"}), "exactly one source"),
     ("repository", lora(source=hub()), lora(source={"huggingFace": {"repo": "https://h/x"}}), "repo"),
