@@ -10,7 +10,9 @@ from diffusion_operator.plan.groups import Problem
 from diffusion_worker.errors import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "charts").glob("*/README.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "charts").glob("*/README.md"), *(ROOT / "examples").rglob("README.md")]
+)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 # These are reasons of Degraded and Awake, not of Ready.
 OTHER_CONDITIONS = {"WakeFailed", "SleepFailed"}
