@@ -240,6 +240,8 @@ async def test_an_evicted_pod_is_made_again_after_a_while() -> None:
     await rig.run(60)
     rig.cluster.pod_status("d-0-0", phase="Failed", reason="Evicted", message="The node was low on memory")
     await rig.run(5)
+    assert rig.cluster.names(POD) == ["d-0-0"]
+    await rig.run(15)
     assert rig.cluster.names(POD) == ["d-0-1"]
 
 

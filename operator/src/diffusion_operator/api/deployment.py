@@ -344,6 +344,11 @@ class DeploymentSpec(_Spec, frozen=True):
     pod_disruption_budget: BudgetMode = BudgetMode.AUTO
     suspend: bool = False
 
+    @property
+    def wanted_replicas(self) -> int:
+        """Suspending leaves `replicas` alone, which an autoscaler may own."""
+        return 0 if self.suspend else self.replicas
+
 
 class GroupState(StrEnum):
     """The machine of a replica; see plan/groups.py for what leads to each."""

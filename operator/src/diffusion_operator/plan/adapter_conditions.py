@@ -36,6 +36,8 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     if adapter.spec.suspend:
         used = f"; still in use on {_replicas(view.instances)}" if view.instances else ""
         return verdict("Ready", False, "Suspended", f"spec.suspend is true{used}")
+    if view.suspended:
+        return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true; it is loaded when that is taken back")
     text = _tally(view)
     if view.ready:
         whole = all(one.status.state is InstanceState.LOADED for one in view.awake)

@@ -36,6 +36,8 @@ class AdapterView(msgspec.Struct, frozen=True):
     """In the order of instances."""
     loads_on_request: bool = False
     """A request for it is held while it is loaded, where it is out of memory."""
+    suspended: bool = False
+    """The deployment is, so there is nothing to load it on."""
     usage: UsageStatus | None = None
 
     def count(self, *states: InstanceState) -> int:
@@ -136,6 +138,7 @@ def _view(
         instances=row,
         group_states=tuple(states[instance.status.group] for instance in row),
         loads_on_request=_loads_on_request(decision, observed.deployment.spec.lora),
+        suspended=observed.deployment.spec.suspend,
         usage=usage,
     )
 

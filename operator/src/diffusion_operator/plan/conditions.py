@@ -16,7 +16,7 @@ from diffusion_operator.plan.rollout import Progress, max_unavailable
 
 _READY_PROBLEMS = (
     Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
-    Problem.POD_FAILED, Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST,
+    Problem.POD_FAILED, Problem.NODE_LOST, Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST,
 )  # fmt: skip
 """What keeps a replica from ever being ready, most telling first."""
 
@@ -32,6 +32,7 @@ _DEGRADED_REASONS = {
     Problem.SLEEP_FAILED: "SleepFailing",
     Problem.UNREACHABLE: "ControlUnreachable",
     Problem.MODEL_ERROR: "GroupFailed",
+    Problem.NODE_LOST: "NodeLost",
     Problem.POD_FAILED: "GroupFailed",
     Problem.CONTAINER: "GroupFailed",
     Problem.IMAGE_PULL: "GroupFailed",
@@ -54,7 +55,7 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> int:
-        return self.spec.replicas
+        return self.spec.wanted_replicas
 
     @property
     def rolling(self) -> bool:
@@ -100,6 +101,8 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
 
 
 def ready(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Ready", False, "Suspended", _suspended(now))
     if now.wanted == 0:
         return verdict("Ready", False, "NoReplicas", "spec.replicas is 0")
     problem = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind), None)
@@ -134,6 +137,8 @@ def _not_serving(now: Situation) -> Verdict:
 
 
 def available(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Available", False, "Suspended", _suspended(now))
     enough = max(1, now.wanted - max_unavailable(now.spec.rollout))  # so many may be missing, as while they are replaced
     text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
     if now.serving and now.serving + now.wakeable >= enough:
@@ -142,6 +147,8 @@ def available(now: Situation) -> Verdict:
 
 
 def progressing(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Progressing", False, "Paused", _suspended(now))
     missing = now.wanted - len(now.groups)
     if now.progress.stalled and now.progress.record is not None:
         limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
@@ -164,6 +171,8 @@ def progressing(now: Situation) -> Verdict:
 
 
 def scheduled(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Scheduled", None, "Suspended", _suspended(now))
     waiting = [group for group in now.groups if group.pod.unschedulable and not group.pod.scheduled]
     if waiting:
         gpu = any(group.problem is Problem.WAITING_FOR_GPU for group in waiting)
@@ -182,6 +191,8 @@ def awake(now: Situation) -> Verdict:
 
 def _awake(now: Situation) -> tuple[bool, str, str]:
     count, tally = now.count(GroupState.AWAKE), _tally(now)
+    if now.spec.suspend:
+        return False, "Suspended", _suspended(now)
     if count:
         return True, "AllAwake" if count == now.wanted else "SomeAwake", tally
     failed = next((group for kind in _WAKE_PROBLEMS for group in now.groups if group.problem is kind), None)
@@ -214,6 +225,8 @@ def adapters_ready(now: Situation) -> Verdict:
         return verdict(
             "AdaptersReady", False, "CapacityExceeded", _named(crowded[0].decision.adapter.metadata.name, crowded[0].decision.message)
         )
+    if now.spec.suspend:
+        return verdict("AdaptersReady", False, "Deferred", _suspended(now))
     refused = [view for view in views if not view.decision.accepted]
     broken = [view for view in views if view.count(InstanceState.FAILED)]
     if refused or broken:
@@ -254,6 +267,11 @@ def _tally(now: Situation) -> str:
     """`1 Awake, 1 Starting of 2 replicas`."""
     counts = {state: now.count(state) for state in GroupState if now.count(state)}
     return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
+
+
+def _suspended(now: Situation) -> str:
+    ending = f"; {len(now.groups)} replicas are still to end" if now.groups else ""
+    return f"spec.suspend is true, and spec.replicas ({now.spec.replicas}) is for when it is not{ending}"
 
 
 def _rolled_out(now: Situation) -> str:

@@ -17,6 +17,7 @@ from diffusion_operator.plan.groups import observe_groups
 from diffusion_operator.plan.model_resolution import resolve_model, unpinned
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Observed
 from diffusion_operator.plan.polling import look_again
+from diffusion_operator.plan.recovery import with_failures
 from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.revision import Template, template_of
 from diffusion_operator.plan.rollout import progress_of
@@ -47,7 +48,8 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
 def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     deployment = observed.deployment
     template = template_of(deployment, default_image=observed.default_image)
-    adapters = plan_adapters(observed, observe_groups(observed), now, revision=template.revision)
+    seen = with_failures(observe_groups(observed), deployment.spec, now)
+    adapters = plan_adapters(observed, seen, now, revision=template.revision)
     groups = adapters.groups
     departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
     present = tuple(group for group in groups if group.state is not GroupState.TERMINATING)
@@ -77,7 +79,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         desired=tuple(decision.desired for decision in adapters.decisions if decision.desired is not None),
         pods=pods,
         calls=calls,
-        status=deployment_status(deployment, situation, groups=groups, template=template, now=now),
+        status=deployment_status(deployment, situation, groups=groups, template=template, made=replicas.create, now=now),
         views=adapters.views,
         attempts=adapters.attempts,
         departures=departures,

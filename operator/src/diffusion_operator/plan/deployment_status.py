@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status of a DiffusionDeployment, computed from its replicas as they are now."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from diffusion_operator.api.deployment import (
@@ -15,6 +15,7 @@ from diffusion_operator.api.deployment import (
 )
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
+from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.conditions import Situation, deployment_verdicts
 from diffusion_operator.plan.groups import Group, failure_of
 from diffusion_operator.plan.revision import Template
@@ -25,9 +26,15 @@ READY_STATES = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, Grou
 
 
 def deployment_status(
-    deployment: DiffusionDeployment, situation: Situation, *, groups: Sequence[Group], template: Template, now: datetime
+    deployment: DiffusionDeployment,
+    situation: Situation,
+    *,
+    groups: Sequence[Group],
+    template: Template,
+    made: Sequence[CreatePod],
+    now: datetime,
 ) -> DeploymentStatus:
-    """`groups` has the terminating ones too, `situation` only what counts."""
+    """`groups` has the terminating ones too, `situation` only what counts; `made` are asked for in this pass."""
     name, namespace, before = deployment.metadata.name, deployment.metadata.namespace, deployment.status
     count = situation.count
     updated = sum(group.pod.revision == template.revision for group in situation.groups)
@@ -54,11 +61,29 @@ def deployment_status(
         sleep_eligible_time=sleep_eligible_time(
             deployment.spec, situation.groups, rolling=situation.rolling, before=before.sleep_eligible_time, now=now
         ),
-        groups=tuple(group_status(group) for group in groups[:GROUPS_SHOWN]),
+        groups=(*(group_status(group) for group in groups), *_between_pods(before, groups, made, template))[:GROUPS_SHOWN],
         conditions=settle_conditions(
             deployment_verdicts(situation), previous=before.conditions, generation=deployment.metadata.generation, now=now
         ),
     )
+
+
+def _between_pods(
+    before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod], template: Template
+) -> Iterator[GroupStatus]:
+    """What is known of the failures of a replica whose pod is gone and whose next one is not there yet."""
+    present, coming = {group.index for group in groups}, {action.index for action in made}
+    for known in before.groups:
+        if known.index in coming - present and known.failures and known.revision == template.revision:
+            yield GroupStatus(
+                index=known.index,
+                state=GroupState.PENDING,
+                incarnation=known.incarnation,
+                revision=known.revision,
+                failures=known.failures,
+                failing_since=known.failing_since,
+                last_failure=known.last_failure,
+            )
 
 
 def group_status(group: Group) -> GroupStatus:
@@ -72,6 +97,9 @@ def group_status(group: Group) -> GroupStatus:
         revision=group.pod.revision or None,
         message=group.message[:1024] or None,
         restarts=group.pod.container.restarts,
+        failures=group.failures.count or None,
+        failing_since=group.failures.since,
+        next_restart_time=group.failures.next_restart,
         load=_load(group),
         last_failure=failure_of(group),
         generation=group.document.generation if group.document else None,

@@ -35,6 +35,10 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
     if _revision_done(before, after):
         message = f"all replicas serve revision {after.current_revision}"
         events.append(_normal("RolloutComplete", message, key=after.current_revision or ""))
+    looping = condition_of(after.conditions, "Degraded")
+    if looping is not None and looping.reason == "CrashLooping" != reason_of(before.conditions, "Degraded"):
+        pods = ",".join(group.leader_pod or "" for group in after.groups if group.failures)
+        events.append(_warning(looping.reason, looping.message, key=f"{after.update_revision}-{pods}"))
     stuck = condition_of(after.conditions, "Progressing")
     if (
         stuck is not None
@@ -65,7 +69,8 @@ def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation:
     was_ready = before is not None and before.state is GroupState.AWAKE and before.boot_id == after.boot_id
     failure = after.last_failure
     if failure is not None and (before is None or before.last_failure != failure):
-        message = f"replica {after.index} ended with exit code {failure.exit_code}: {failure.message}"
+        how = f"ended with exit code {failure.exit_code}" if failure.exit_code is not None else "failed"
+        message = f"replica {after.index} {how}: {failure.message}"
         events.append(_warning("GroupRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
     if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
         message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"
@@ -122,6 +127,11 @@ def _size(count: int | None) -> str:
 
 def _revision_done(before: DeploymentStatus, after: DeploymentStatus) -> bool:
     return before.current_revision is not None and before.current_revision != after.current_revision == after.update_revision
+
+
+def repaired(what: str, *, key: str) -> PlannedEvent:
+    """`key` is what was touched and when, to the minute: who touches it all the time is told of once a minute."""
+    return _normal("Repaired", what, key=key)
 
 
 def adapter_events(adapter: LoRAAdapter, after: AdapterStatus) -> tuple[PlannedEvent, ...]:

@@ -5,11 +5,21 @@ Truth order: state document, then the pod's status, then our own record. A docum
 the container restarts, because a failed poll says nothing about the engine.
 """
 
+from datetime import datetime
 from enum import StrEnum
 
 import msgspec
 
-from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode, FailureStatus, GroupState, GroupStatus, Sleep, SleepPolicy
+from diffusion_operator.api.deployment import (
+    DiffusionDeployment,
+    DrainMode,
+    FailureStatus,
+    GroupState,
+    GroupStatus,
+    Quantity,
+    Sleep,
+    SleepPolicy,
+)
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.plan.model_codes import code_in
 from diffusion_operator.plan.observed import Observed, Poll
@@ -56,6 +66,7 @@ class Problem(StrEnum):
     VERIFICATION_FAILED = "VerificationFailed"
     MEMORY_NOT_RELEASED = "MemoryNotReleased"
     UNREACHABLE = "ControlUnreachable"
+    NODE_LOST = "NodeLost"
 
 
 _FAULTS = {
@@ -65,6 +76,17 @@ _FAULTS = {
     "EngineFailed": Problem.RANK_LOST,
 }
 """Why a worker starts its ranks again, by the code it tells; any other is of the sleep or wake that failed."""
+
+
+class Failures(msgspec.Struct, frozen=True):
+    """Of a replica, over its pods; see recovery.py."""
+
+    count: int = 0
+    since: datetime | None = None
+    next_restart: datetime | None = None
+    """When its pod is made anew."""
+    spent: bool = False
+    """It failed too often to be made anew."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -77,6 +99,7 @@ class Group(msgspec.Struct, frozen=True):
     previous: GroupStatus | None = None
     problem: Problem | None = None
     message: str = ""
+    failures: Failures = Failures()
 
     @property
     def document(self) -> WorkerState | None:
@@ -130,7 +153,7 @@ def read_group(pod: Pod, poll: Poll, previous: GroupStatus | None, deployment: D
 def _state(pod: Pod, poll: Poll, previous: GroupStatus | None) -> GroupState:
     if pod.terminating:
         return GroupState.TERMINATING
-    if pod.finished:
+    if pod.finished or pod.lost:
         return GroupState.FAILED
     if not pod.scheduled:
         return GroupState.PENDING
@@ -150,6 +173,9 @@ def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeplo
         return None, ""
     if pod.finished:
         return Problem.POD_FAILED, pod.finished_message or "the pod ended and will not be started again"
+    if pod.lost:
+        text = f"its node {pod.node} does not answer; it is replaced when the cluster removes the pod, by default after five minutes"
+        return Problem.NODE_LOST, text
     if pod.unschedulable:
         gpu = "Insufficient " + (deployment.spec.resources.gpu_resource_name or "nvidia.com/gpu")
         return (Problem.WAITING_FOR_GPU if gpu in pod.unschedulable else Problem.UNSCHEDULABLE), pod.unschedulable
@@ -159,7 +185,7 @@ def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeplo
     if container.waiting_reason not in QUIET_REASONS and container.waiting_reason != "CrashLoopBackOff":
         return Problem.CONTAINER, _sentence(container.waiting_reason, container.waiting_message)
     if state in (GroupState.FAILED, GroupState.STARTING):
-        return _failure(pod, poll)
+        return _failure(pod, poll, memory=deployment.spec.resources.limits.get("memory"))
     if poll.unreachable:
         return Problem.UNREACHABLE, f"the last polls of the control endpoint failed: {poll.error}"
     sleep = deployment.spec.sleep
@@ -167,14 +193,14 @@ def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeplo
     return problem, message or _on_its_way(state, sleep)
 
 
-def _failure(pod: Pod, poll: Poll) -> tuple[Problem | None, str]:
+def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem | None, str]:
     """A replica that is not up: a failed engine, a process that keeps ending, or simply one that needs its time."""
     if poll.state is not None and poll.state.failure is not None:
         return _fault(poll.state, poll.state.failure)
     ended = pod.container.last_exit
     if ended is None:
         return (Problem.UNREACHABLE, poll.error) if poll.unreachable and pod.ready else (None, "")
-    message = f"the worker ended with {exit_text(ended)}, {pod.container.restarts} restarts"
+    message = f"the worker ended with {exit_text(ended)}{_memory_advice(ended, memory)}, {pod.container.restarts} restarts"
     if ended.code == STARTUP_ERROR_EXIT:
         return Problem.MODEL_ERROR, exit_message(ended)
     if pod.container.restarts >= CRASH_LOOP_RESTARTS or pod.container.waiting_reason == "CrashLoopBackOff":
@@ -218,6 +244,18 @@ def _on_its_way(state: GroupState, sleep: Sleep) -> str:
     )
 
 
+def _memory_advice(ended: Exit, memory: Quantity | None) -> str:
+    """Host memory; that of a device is in the worker's own words."""
+    if ended.reason != "OOMKilled":
+        return ""
+    limit = (
+        f"over its limit of {memory} (spec.resources.limits.memory)"
+        if memory is not None
+        else "and it has no limit: its node has too little"
+    )
+    return f", out of host memory, {limit}"
+
+
 def exit_text(ended: Exit) -> str:
     """`exit code 70 (Error): rank 1 died`: how a container ended, with its own words."""
     return _sentence(f"exit code {ended.code}" + (f" ({ended.reason})" if ended.reason else ""), ended.message[-900:])
@@ -232,13 +270,16 @@ def failure_of(group: Group) -> FailureStatus | None:
     """The last failure, from the container if it has one, else as recorded: it survives the pod."""
     ended = group.pod.container.last_exit
     if ended is None or ended.code == 0:
-        return group.previous.last_failure if group.previous else None
+        known = group.previous.last_failure if group.previous else None
+        return FailureStatus(code="PodFailed", message=group.pod.finished_message[:1024] or None) if group.pod.finished else known
     return FailureStatus(code=_failure_code(ended), message=exit_message(ended)[:1024], time=ended.finished_at, exit_code=ended.code)
 
 
 def _failure_code(ended: Exit) -> str:
     if ended.reason == "OOMKilled":
         return "OOMKilled"
+    if "out of memory" in ended.message.lower():
+        return "OutOfMemory"
     return {STARTUP_ERROR_EXIT: "StartupFailed", 70: "RankFailed"}.get(ended.code, "ContainerEnded")
 
 

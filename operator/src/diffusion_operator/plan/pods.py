@@ -49,6 +49,8 @@ class Pod(msgspec.Struct, frozen=True):
     node: str = ""
     ip: str = ""
     ready: bool = False
+    lost: bool = False
+    """The cluster says that its node does not answer."""
     routable: bool = False
     container: Container = Container()
 
@@ -83,9 +85,17 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         node=spec.get("nodeName", ""),
         ip=status.get("podIP", ""),
         ready=conditions.get("Ready", {}).get("status") == "True",
+        lost=_lost(status, conditions),
         routable=labels.get(LABEL_ROUTABLE) == "true",
         container=_container(status),
     )
+
+
+def _lost(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Without rights on nodes: the node controller takes Ready away, and only the kubelet could have said the same of the containers."""
+    ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
+    taken = ready.get("status") == "False" and containers.get("status") == "True" and ready.get("reason") in (None, "", "NodeLost")
+    return taken or status.get("reason") == "NodeLost"
 
 
 def _container(status: Mapping[str, Any]) -> Container:

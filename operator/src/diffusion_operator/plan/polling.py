@@ -41,6 +41,9 @@ def _waits(observed: Observed, adapters: AdapterPlan, now: datetime) -> Iterator
         if due_in_s is not None and due_in_s > 0:
             yield max(MOVING_POLL_S, due_in_s)
     yield from (FAILING_POLL_S for group in adapters.groups if group.poll.failures or group.pod.finished)
+    yield from (
+        max(MOVING_POLL_S, (group.failures.next_restart - now).total_seconds()) for group in adapters.groups if group.failures.next_restart
+    )
     times = [one.next_retry for one in adapters.attempts.values() if one.error is not None and one.error.retryable]
     times += [when for when in observed.operation_not_before.values() if when > now]
     yield from (max(MOVING_POLL_S, (when - now).total_seconds()) for when in times)

@@ -5,7 +5,7 @@ A pod that carries the routable label is unrouted first and deleted a moment lat
 """
 
 from collections.abc import Collection, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import msgspec
 
@@ -13,11 +13,9 @@ from diffusion_operator.api.deployment import GroupState
 from diffusion_operator.plan.actions import CreatePod, DeletePod
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.recovery import due
 from diffusion_operator.plan.rollout import allowed, missing, to_replace, usable
 from diffusion_operator.plan.victims import victims_first
-
-FAILED_POD_BACKOFF = timedelta(seconds=30)
-"""Since the pod was made: a node that refuses a pod at once would be asked again without end."""
 
 
 class ReplicaPlan(msgspec.Struct, frozen=True):
@@ -33,13 +31,15 @@ def plan_replicas(
 ) -> ReplicaPlan:
     """`stalled`: no replica is replaced any more for its template's sake; `raced`: UIDs of pods with another model than the pinned one."""
     spec = observed.deployment.spec
-    rollout, replicas = spec.rollout, spec.replicas
+    rollout, replicas = spec.rollout, spec.wanted_replicas
     present = [group for group in groups if group.state is not GroupState.TERMINATING]
     many = len(present) - allowed(rollout, present, replicas=replicas, revision=revision)
     surplus = victims_first(present, revision=revision)[: max(0, many)]
     kept = [group for group in present if group not in surplus]
-    retire = [_retire(group, "there are more replicas than asked for") for group in surplus]
-    retire += [_retire(group, "the pod ended for good") for group in kept if _dead(group, now)]
+    why = "the deployment is suspended" if spec.suspend else "there are more replicas than asked for"
+    retire = [_retire(group, why) for group in surplus]
+    worn_out = due(kept, spec, now)
+    retire += [_retire(group, worn_out[group.index]) for group in kept if group.index in worn_out]
     if not retire and not stalled:
         old = to_replace(rollout, kept, replicas=replicas, revision=revision)
         retire = [_retire(group, "the template changed") for group in old]
@@ -58,10 +58,6 @@ def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> 
     first = victims_first([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
     settled = all(usable(group, revision) or group.state is GroupState.FAILED for group in kept if group not in first)
     return first if settled else ()
-
-
-def _dead(group: Group, now: datetime) -> bool:
-    return group.pod.finished and now - group.pod.created_at >= FAILED_POD_BACKOFF
 
 
 def _retire(group: Group, why: str) -> DeletePod:

@@ -59,7 +59,7 @@ def progress_of(spec: DeploymentSpec, before: DeploymentStatus, groups: Sequence
 def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> int:
     """The most pods at a time, now."""
     rolling = any(group.pod.revision != revision for group in groups)
-    return replicas + (rollout.max_surge or 0) * rolling
+    return replicas + (rollout.max_surge or 0) if rolling and replicas else replicas
 
 
 def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, replicas: int, revision: str, stalled: bool) -> int:
@@ -95,4 +95,4 @@ def _comes_back(group: Group) -> bool:
 
 
 def _holds_up(pod: Pod, revision: str) -> bool:
-    return pod.revision != revision and not pod.finished
+    return pod.revision != revision and not pod.finished and not (pod.terminating and pod.lost)
