@@ -31,6 +31,7 @@ from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWork
 from fake_cluster import EPOCH
 
 RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
+DIGITS = ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
 NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
 
 
@@ -75,7 +76,7 @@ class ScriptedWorker:
     operation: Operation | None = None
     last_operation: Operation | None = None
     load: LoadReport = field(default_factory=LoadReport)
-    model: ModelReport = ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
+    model: ModelReport = DIGITS
     failure: WireError | None = None
     generation: int = 1
     last_loss: LossReport | None = None

@@ -28,6 +28,7 @@ from diffusion_operator.plan.attempts import RACE_RETRY_S, RACES, next_attempt
 from diffusion_operator.plan.revision import Template
 from diffusion_operator.plan.sleeping import retry_key
 from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.reconcile.repairs import tell_repaired
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.pod import pod
 
@@ -55,11 +56,15 @@ async def act_on_pods(
                 await _create(runtime, deployment, memory, action, template=template)
             case SetRoutable(name=name, uid=uid, routable=routable):
                 labels = {LABEL_ROUTABLE: "true" if routable else None}
+                if memory.routed.get(uid) is routable:
+                    await tell_repaired(runtime, deployment, f"label {LABEL_ROUTABLE} of pod {name} was changed", about=uid)
                 await runtime.cluster.set_labels(POD, namespace, name, uid=uid, labels=labels)
+                memory.routed[uid] = routable
                 if not routable:
                     memory.unrouted_at[uid] = runtime.now()
             case DeletePod(name=name, uid=uid, why=why):
                 log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
+                memory.deleted_pods.add(uid)
                 await runtime.cluster.delete(POD, namespace, name, uid=uid)
 
 

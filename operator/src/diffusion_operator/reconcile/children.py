@@ -12,10 +12,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from diffusion_operator.api.deployment import BudgetMode, DiffusionDeployment, PolicyMode
-from diffusion_operator.api.names import DISRUPTION_BUDGET, LABEL_DEPLOYMENT, NETWORK_POLICY, SECRET, Kind
+from diffusion_operator.api.names import DISRUPTION_BUDGET, KINDS, LABEL_DEPLOYMENT, NETWORK_POLICY, SECRET, Kind
 from diffusion_operator.errors import ClusterRefused
+from diffusion_operator.plan.drift import drift
 from diffusion_operator.plan.pods import Pod, is_owned_by
 from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
+from diffusion_operator.reconcile.repairs import tell_repaired
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.disruption_budget import disruption_budget
 from diffusion_operator.render.network_policy import network_policy
@@ -26,18 +28,20 @@ MOUNT_PATIENCE = timedelta(seconds=20)
 log = logging.getLogger(__name__)
 
 
-async def apply_children(runtime: Runtime, memory: DeploymentMemory, manifests: Sequence[dict[str, Any]]) -> None:
+async def apply_children(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, manifests: Sequence[dict[str, Any]]
+) -> None:
     for manifest in manifests:
-        kind = manifest["kind"]
-        if not _is_applied(runtime, memory, kind, manifest):
+        kind = KINDS[manifest["kind"]]
+        if not await _is_applied(runtime, deployment, memory, kind, manifest):
             await runtime.cluster.apply(manifest)
-            memory.applied[kind] = Applied(content=manifest, at=runtime.now())
+            memory.applied[kind.kind] = Applied(content=manifest, at=runtime.now())
 
 
 async def keep_optional_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory) -> None:
     """Applied, or removed where there must be none. A refusal, as by missing rights, keeps no model from being served; it is remembered."""
     for kind, manifest in _optional(deployment, runtime.settings.operator_pods).items():
-        if _is_applied(runtime, memory, kind.kind, manifest):
+        if await _is_applied(runtime, deployment, memory, kind, manifest):
             continue
         try:
             await (runtime.cluster.apply(manifest) if manifest is not None else _remove(runtime, deployment, kind))
@@ -68,10 +72,32 @@ def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) ->
     }
 
 
-def _is_applied(runtime: Runtime, memory: DeploymentMemory, kind: str, content: dict[str, Any] | None) -> bool:
-    last = memory.applied.get(kind)
-    resync = timedelta(seconds=runtime.settings.resync_s)
-    return last is not None and last.content == content and runtime.now() - last.at < resync
+async def _is_applied(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, kind: Kind, content: dict[str, Any] | None
+) -> bool:
+    """Whether nothing is to be done. Where another hand was at it, that is told before it is put right."""
+    last, doubted = memory.applied.get(kind.kind), kind.kind in memory.doubted
+    memory.doubted.discard(kind.kind)
+    if last is None or last.content != content:
+        return False
+    if not doubted:
+        return runtime.now() - last.at < timedelta(seconds=runtime.settings.resync_s)
+    if content is None:
+        return False
+    if changed := await _changed(runtime, deployment, kind, content):
+        await tell_repaired(runtime, deployment, f"{kind.kind} {content['metadata']['name']} {changed}", about=kind.kind)
+    return not changed
+
+
+async def _changed(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind, content: dict[str, Any]) -> str:
+    """What is not as it was applied, as the end of a sentence. Looked for by its label, so one without it counts as deleted."""
+    metadata = deployment.metadata
+    found = await runtime.cluster.list(kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
+    live = next((one for one in found if one["metadata"]["name"] == content["metadata"]["name"]), None)
+    if live is None:
+        return "was deleted, or lost its labels"
+    paths = drift(live, content)
+    return f"was changed: {', '.join(paths)}" if paths else ""
 
 
 async def _remove(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind) -> None:

@@ -79,7 +79,7 @@ async def _apply_children(runtime: Runtime, deployment: DiffusionDeployment, mem
         desired_config(deployment, plan.desired, plan.status.model),
         service(deployment),
     )
-    await apply_children(runtime, memory, children)
+    await apply_children(runtime, deployment, memory, children)
     await keep_optional_children(runtime, deployment, memory)
 
 

@@ -64,6 +64,14 @@ class DeploymentMemory:
     operation_not_before: dict[str, datetime] = field(default_factory=dict)
     applied: dict[str, Applied] = field(default_factory=dict)
     """By kind; the content is None where there must be none."""
+    doubted: set[str] = field(default_factory=set)
+    """Kinds of children that were touched since the last pass."""
+    pods: dict[str, str] = field(default_factory=dict)
+    """Names by UID, of those that were there and not on their way out at the last look."""
+    deleted_pods: set[str] = field(default_factory=set)
+    """UIDs of those that this process deleted."""
+    routed: dict[str, bool] = field(default_factory=dict)
+    """By pod UID: what this process last wrote to the routable label."""
     refused_children: dict[str, str] = field(default_factory=dict)
     """By kind: what the API server said when it last refused one that a replica can do without."""
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
@@ -78,6 +86,8 @@ class DeploymentMemory:
     def forget_pods(self, present: set[str]) -> None:
         self.polls = {uid: record for uid, record in self.polls.items() if uid in present}
         self.unrouted_at = {uid: when for uid, when in self.unrouted_at.items() if uid in present}
+        self.routed = {uid: routable for uid, routable in self.routed.items() if uid in present}
+        self.deleted_pods &= present
         self.operation_not_before = {key: when for key, when in self.operation_not_before.items() if key.partition("/")[0] in present}
 
     def publish(self, views: tuple[AdapterView, ...], now: datetime) -> tuple[AdapterView, ...]:

@@ -58,10 +58,10 @@ class Runtime:
         return known
 
     def child_changed(self, namespace: str, deployment: str, kind: str) -> None:
-        """A child was touched, maybe by another hand: apply it again in the next pass. An apply that changes nothing makes no event."""
+        """A child was touched, maybe by another hand: look at it in the next pass."""
         known = self.memories.get((namespace, deployment))
         if known is not None:
-            known.applied.pop(kind, None)
+            known.doubted.add(kind)
         self.wake(deployment_key(namespace, deployment))
 
 

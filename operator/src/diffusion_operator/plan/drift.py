@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a child is not as it was rendered: only what we own counts, because an API server fills in defaults and others add their own."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_METADATA = ("labels", "annotations", "ownerReferences")
+
+
+def drift(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]:
+    """Paths, as `spec.selector`, where a live object has not what was rendered."""
+    metadata = {key: value for key, value in wanted["metadata"].items() if key in _METADATA}
+    content = {key: value for key, value in wanted.items() if key not in ("apiVersion", "kind", "metadata")}
+    return (*_differences(live["metadata"], metadata, "metadata"), *_differences(live, content, ""))
+
+
+def _differences(live: Mapping[str, Any], wanted: Mapping[str, Any], path: str) -> Iterator[str]:
+    for key, value in wanted.items():
+        place = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping) and value and isinstance(live.get(key), Mapping) and key != "selector":
+            yield from _differences(live[key], value, place)
+        elif not _same(live.get(key), value, whole=key == "selector"):
+            yield place
+
+
+def _same(live: Any, wanted: Any, *, whole: bool = False) -> bool:
+    """Every element of a list of ours is there; a selector is replaced as a whole. What is empty may be left out."""
+    if whole:
+        return bool(live == wanted)
+    if isinstance(wanted, Mapping) and isinstance(live, Mapping):
+        return not list(_differences(live, wanted, ""))
+    if isinstance(wanted, list) and isinstance(live, list):
+        return all(any(_same(one, each) for one in live) for each in wanted)
+    return bool(live == wanted) or (not wanted and not live and live is not False)
