@@ -32,7 +32,7 @@ def all_commands() -> dict[str, daemons.Command]:
 
 
 def test_every_configuration_file_parses_and_every_one_named_is_written() -> None:
-    files = config.files(debian=Path("/cache/debian"), pause_image="localhost/pause:1")
+    files = config.files(config.first_node(), debian=Path("/cache/debian"), pause_image="localhost/pause:1")
     for file, text in files.items():
         if file.suffix in {".json", ".conflist"}:
             json.loads(text)
@@ -41,7 +41,7 @@ def test_every_configuration_file_parses_and_every_one_named_is_written() -> Non
 
 
 def test_the_nodes_networks_keep_apart() -> None:
-    networks = [ipaddress.ip_network(n) for n in (config.LINK_NETWORK, config.SERVICE_NETWORK, config.POD_NETWORK)]
+    networks = [ipaddress.ip_network(n) for n in config.NETWORKS]
     assert not any(a.overlaps(b) for a in networks for b in networks if a is not b)
     for address, network in zip((config.NODE_IP, config.DNS_IP), networks[:2], strict=True):
         assert ipaddress.ip_address(address) in network
@@ -66,6 +66,26 @@ def test_a_kubeconfig_needs_no_other_file_and_is_private(authority: Authority, t
     assert document["clusters"][0]["cluster"]["server"] == "https://127.0.0.1:6443"
     assert base64.b64decode(document["users"][0]["user"]["client-certificate-data"]) == authority.file("admin.crt").read_bytes()
     assert file.stat().st_mode & 0o077 == 0
+
+
+def test_an_authority_that_is_there_already_signs_for_another_node(authority: Authority) -> None:
+    root = authority.file("ca.crt").read_bytes()
+    again = Authority.existing(authority.directory)
+    again.issue("kubelet-node2", user="system:node:node2", group="system:nodes", addresses=("IP:127.0.0.1",))
+    assert again.file("ca.crt").read_bytes() == root
+    words = ["openssl", "verify", "-CAfile", str(authority.file("ca.crt")), str(again.file("kubelet-node2.crt"))]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def test_two_nodes_share_neither_a_file_nor_an_address_nor_a_control_group() -> None:
+    one, other = config.first_node(), config.second_node()
+    mine, its = (config.files(node, debian=Path("/cache/debian"), pause_image="localhost/pause:1") for node in (one, other))
+    assert not set(mine) & set(its)
+    text = "".join(its.values()).replace(str(config.CERTS), "")
+    assert not [word for word in (f"{one.state}/", f"{one.run}/", one.pods, f'"{one.name}"') if word in text]
+    assert one.cgroup != other.cgroup and one.containerd_root != other.containerd_root
+    for network in (one.pods, other.pods):
+        assert ipaddress.ip_network(network).subnet_of(ipaddress.IPv4Network(config.POD_NETWORKS))
 
 
 def test_a_process_is_found_again_by_its_note_and_ended(tmp_path: Path) -> None:
@@ -104,3 +124,18 @@ def test_pods_cgroups_are_found_on_both_versions(tmp_path: Path) -> None:
     for folder in ("memory/kubepods", "cpu/kubepods", "kubepods", "memory/other"):
         (tmp_path / folder).mkdir(parents=True)
     assert set(namespace.leftover_cgroups(tmp_path)) == {tmp_path / f for f in ("memory/kubepods", "cpu/kubepods", "kubepods")}
+
+
+def test_a_second_kubelets_control_groups_may_use_what_the_machine_has(tmp_path: Path) -> None:
+    """Version 1 makes a group that may use no core and no memory; version 2 has one tree alone."""
+    first, second = tmp_path / "v1", tmp_path / "v2"
+    for folder in (first / "cpuset", first / "memory", second / "system.slice"):
+        folder.mkdir(parents=True)
+    (first / "cpuset" / "cpuset.cpus").write_text("0-1\n")
+    (first / "cpuset" / "second").mkdir()
+    (first / "cpuset" / "second" / "cpuset.cpus").write_text("\n")
+    (second / "cgroup.controllers").touch()
+    namespace.make_cgroups("second", first)
+    namespace.make_cgroups("second", second)
+    assert (first / "cpuset/second/cpuset.cpus").read_text() == "0-1\n" and (first / "memory/second").is_dir()
+    assert set(namespace.cgroups_named("second", second)) == {second / "second"}

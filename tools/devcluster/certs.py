@@ -36,6 +36,13 @@ class Authority:
             ]
         )
 
+    @classmethod
+    def existing(cls, directory: Path) -> Authority:
+        """One that was made before, for another certificate."""
+        found = cls.__new__(cls)
+        found.directory = directory
+        return found
+
     def file(self, name: str) -> Path:
         """A file of the authority."""
         return self.directory / name

@@ -13,6 +13,7 @@ import click
 from . import apiserver, cluster, images
 from .connect import connect as connected
 from .errors import DevclusterError
+from .node import joined
 
 
 class _Group(click.Group):
@@ -104,6 +105,18 @@ def connect(namespace: str, target: str) -> None:
     with connected(namespace, service, port or "http") as url:
         click.echo(url)
         signal.pause()
+
+
+@main.command()
+@click.argument("action", type=click.Choice(["add", "remove"]))
+def node(action: str) -> None:
+    """Give the node a second one beside it, or take it away; only where the cluster is our own node."""
+    if cluster.provider().name != "node":
+        raise DevclusterError("a second node can be had only where the provider is `node`")
+    if action == "add":
+        click.echo(joined.add())
+    else:
+        joined.remove()
 
 
 @main.command(name="build-image")

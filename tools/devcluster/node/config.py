@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
@@ -19,18 +20,71 @@ KUBERNETES_IP = "198.18.64.1"
 DNS_IP = "198.18.64.10"
 POD_NETWORK = "198.19.0.0/24"
 
-NODE_NAME = "node1"
+# A second node, if there is one, on a cable of its own to the first.
+SECOND_LINK_NETWORK = "198.18.1.0/24"
+SECOND_IP, SECOND_GATEWAY = "198.18.1.2", "198.18.1.1"
+SECOND_POD_NETWORK = "198.19.1.0/24"
+
+NETWORKS = (LINK_NETWORK, SERVICE_NETWORK, POD_NETWORK, SECOND_LINK_NETWORK, SECOND_POD_NETWORK)
+POD_NETWORKS = "198.19.0.0/16"  # in which those of all nodes are
+
+NODE_NAME, SECOND_NAME = "node1", "node2"
 MACHINE_LINK = "devcluster0"  # the machine's end of the cable to the node
 NODE_LINK = "node0"
 SERVER = f"https://{NODE_IP}:6443"
 REGISTRY = f"{NODE_IP}:5000"
 
-CONF, CERTS, LOGS, CNI = NODE_STATE / "conf", NODE_STATE / "certs", NODE_STATE / "log", NODE_STATE / "cni"
+CERTS = NODE_STATE / "certs"
 KUBECONFIG = NODE_STATE / "kubeconfig"
-CONTAINERD_SOCKET = NODE_RUN / "containerd.sock"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What is a node's own: every node has its kubelet, its kube-proxy and its containerd, each with these addresses and places."""
+
+    name: str
+    ip: str
+    pods: str
+    state: Path
+    run: Path
+    containerd_root: Path
+    """The images unpacked on the node."""
+    cgroup: str
+    """Under which its pods' control groups are; where it is `/`, kubelet has them in `/kubepods`."""
+
+    @property
+    def conf(self) -> Path:
+        return self.state / "conf"
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "log"
+
+    @property
+    def cni(self) -> Path:
+        return self.state / "cni"
+
+    @property
+    def containerd_socket(self) -> Path:
+        return self.run / "containerd.sock"
+
+
+def first_node() -> Node:
+    """The one with the API server. Its unpacked images are kept over `down`, because unpacking torch takes a minute."""
+    return Node(NODE_NAME, NODE_IP, POD_NETWORK, NODE_STATE, NODE_RUN, cache_dir() / "node-containerd", "/")
+
+
+def second_node() -> Node:
+    """One that comes and goes for a test of two. Nothing of it is kept."""
+    state, run = (folder.with_name(SECOND_NAME) for folder in (NODE_STATE, NODE_RUN))
+    return Node(
+        SECOND_NAME, SECOND_IP, SECOND_POD_NETWORK, state, run, cache_dir() / f"{SECOND_NAME}-containerd", f"/devcluster-{SECOND_NAME}"
+    )
+
+
+CONF, LOGS, CNI, CONTAINERD_SOCKET = first_node().conf, first_node().logs, first_node().cni, first_node().containerd_socket
 
 _ACCOUNTS = {
-    "kubelet": (f"system:node:{NODE_NAME}", "system:nodes"),
     "apiserver-kubelet": ("kube-apiserver-kubelet-client", "system:masters"),
     "front-proxy": ("front-proxy-client", "kube"),
     "admin": ("kubernetes-admin", "system:masters"),
@@ -40,11 +94,6 @@ _ACCOUNTS = {
 }
 
 
-def containerd_root() -> Path:
-    """The images unpacked on the node; kept over `down`, because unpacking torch takes a minute."""
-    return cache_dir() / "node-containerd"
-
-
 def registry_root() -> Path:
     """The layers that were pushed; kept, so that only changed ones move."""
     return cache_dir() / "node-registry"
@@ -52,35 +101,47 @@ def registry_root() -> Path:
 
 def write_all(*, debian: Path, pause_image: str) -> Authority:
     """Makes the certificates and writes every configuration file; gives the authority."""
-    for directory in (CONF, LOGS, CNI, CONF / "registries" / "localhost"):
-        directory.mkdir(parents=True, exist_ok=True)
     authority = Authority(CERTS)
     authority.service_account_key()
     names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost"]
     addresses = (*(f"DNS:{n}" for n in names), "IP:127.0.0.1", f"IP:{NODE_IP}", f"IP:{KUBERNETES_IP}")
     authority.issue("apiserver", user="kube-apiserver", group="kube", addresses=addresses)
     for name, (user, group) in _ACCOUNTS.items():
-        serves = (f"DNS:{NODE_NAME}", "IP:127.0.0.1", f"IP:{NODE_IP}") if name == "kubelet" else ()
-        authority.issue(name, user=user, group=group, addresses=serves)
-    for name in ("controller-manager", "scheduler", "kubelet", "proxy"):
+        authority.issue(name, user=user, group=group)
+    write_node(authority, first_node(), debian=debian, pause_image=pause_image)
+    for name in ("controller-manager", "scheduler"):
         authority.kubeconfig(name, server=SERVER, target=CONF / f"{name}.kubeconfig")
     authority.kubeconfig("admin", server=SERVER, target=KUBECONFIG)
-    for file, text in files(debian=debian, pause_image=pause_image).items():
-        file.write_text(text)
     return authority
 
 
-def files(*, debian: Path, pause_image: str) -> dict[Path, str]:
-    """Every configuration file and its text; JSON where a program takes YAML."""
-    return {
-        CONF / "containerd.toml": _containerd(debian, pause_image),
-        CONF / "registries" / "localhost" / "hosts.toml": _hosts(),
-        CONF / "registry.json": json.dumps(_registry()),
-        CNI / "10-bridge.conflist": json.dumps(_bridge()),
-        CONF / "resolv.conf": "nameserver 127.0.0.1\n",  # pods outside the cluster's DNS have none
-        CONF / "kubelet.json": json.dumps(_kubelet(), indent=1),
-        CONF / "proxy.json": json.dumps(_proxy(), indent=1),
+def write_node(authority: Authority, node: Node, *, debian: Path, pause_image: str) -> None:
+    """What one node needs: a certificate for its kubelet, and its configuration files."""
+    for directory in (node.conf, node.logs, node.cni, node.conf / "registries" / "localhost"):
+        directory.mkdir(parents=True, exist_ok=True)
+    serves = (f"DNS:{node.name}", "IP:127.0.0.1", f"IP:{node.ip}")
+    authority.issue(_kubelet_account(node), user=f"system:node:{node.name}", group="system:nodes", addresses=serves)
+    authority.kubeconfig(_kubelet_account(node), server=SERVER, target=node.conf / "kubelet.kubeconfig")
+    authority.kubeconfig("proxy", server=SERVER, target=node.conf / "proxy.kubeconfig")
+    for file, text in files(node, debian=debian, pause_image=pause_image).items():
+        file.write_text(text)
+
+
+def files(node: Node, *, debian: Path, pause_image: str) -> dict[Path, str]:
+    """The configuration files of a node and their text; JSON where a program takes YAML."""
+    registry = {node.conf / "registry.json": json.dumps(_registry())} if node == first_node() else {}
+    return registry | {
+        node.conf / "containerd.toml": _containerd(node, debian, pause_image),
+        node.conf / "registries" / "localhost" / "hosts.toml": _hosts(),
+        node.cni / "10-bridge.conflist": json.dumps(_bridge(node)),
+        node.conf / "resolv.conf": "nameserver 127.0.0.1\n",  # pods outside the cluster's DNS have none
+        node.conf / "kubelet.json": json.dumps(_kubelet(node), indent=1),
+        node.conf / "proxy.json": json.dumps(_proxy(node), indent=1),
     }
+
+
+def _kubelet_account(node: Node) -> str:
+    return f"kubelet-{node.name}"
 
 
 def coredns_manifest(image: str) -> str:
@@ -88,13 +149,13 @@ def coredns_manifest(image: str) -> str:
     return Template((HERE / "node" / "coredns.yaml").read_text()).substitute(image=image, address=DNS_IP)
 
 
-def _containerd(debian: Path, pause_image: str) -> str:
+def _containerd(node: Node, debian: Path, pause_image: str) -> str:
     cri = "io.containerd.grpc.v1.cri"
     return f"""version = 2
-root = "{containerd_root()}"
-state = "{NODE_RUN}/containerd"
+root = "{node.containerd_root}"
+state = "{node.run}/containerd"
 [grpc]
-  address = "{CONTAINERD_SOCKET}"
+  address = "{node.containerd_socket}"
 [plugins."{cri}"]
   sandbox_image = "{pause_image}"
   disable_apparmor = true
@@ -108,10 +169,10 @@ state = "{NODE_RUN}/containerd"
     [plugins."{cri}".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
   [plugins."{cri}".registry]
-    config_path = "{CONF}/registries"
+    config_path = "{node.conf}/registries"
   [plugins."{cri}".cni]
     bin_dir = "{debian}/usr/lib/cni"
-    conf_dir = "{CNI}"
+    conf_dir = "{node.cni}"
 """
 
 
@@ -129,18 +190,18 @@ def _registry() -> dict[str, object]:
     }
 
 
-def _bridge() -> dict[str, object]:
+def _bridge(node: Node) -> dict[str, object]:
     addresses = {
         "type": "host-local",
-        "dataDir": str(NODE_RUN / "ipam"),
-        "ranges": [[{"subnet": POD_NETWORK}]],
+        "dataDir": str(node.run / "ipam"),
+        "ranges": [[{"subnet": node.pods}]],
         "routes": [{"dst": "0.0.0.0/0"}],
     }
     bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": False, "hairpinMode": True, "ipam": addresses}
     return {"cniVersion": "1.0.0", "name": "devcluster", "plugins": [bridge, {"type": "portmap", "capabilities": {"portMappings": True}}]}
 
 
-def _kubelet() -> dict[str, object]:
+def _kubelet(node: Node) -> dict[str, object]:
     # The disk is the machine's, so a share of it says nothing about the node.
     no_threshold = dict.fromkeys(("nodefs.available", "nodefs.inodesFree", "imagefs.available", "imagefs.inodesFree"), "0%")
     return {
@@ -149,33 +210,34 @@ def _kubelet() -> dict[str, object]:
         "address": "0.0.0.0",
         "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": True}, "x509": {"clientCAFile": str(CERTS / "ca.crt")}},
         "authorization": {"mode": "Webhook"},
-        "tlsCertFile": str(CERTS / "kubelet.crt"),
-        "tlsPrivateKeyFile": str(CERTS / "kubelet.key"),
+        "tlsCertFile": str(CERTS / f"{_kubelet_account(node)}.crt"),
+        "tlsPrivateKeyFile": str(CERTS / f"{_kubelet_account(node)}.key"),
         "cgroupDriver": "cgroupfs",
+        "cgroupRoot": node.cgroup,
         "failCgroupV1": False,
         "failSwapOn": False,
         "clusterDNS": [DNS_IP],
         "clusterDomain": "cluster.local",
-        "containerRuntimeEndpoint": f"unix://{CONTAINERD_SOCKET}",
-        "resolvConf": str(CONF / "resolv.conf"),
+        "containerRuntimeEndpoint": f"unix://{node.containerd_socket}",
+        "resolvConf": str(node.conf / "resolv.conf"),
         "evictionHard": {"memory.available": "100Mi", **no_threshold},
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "nodeStatusUpdateFrequency": "5s",
         "enforceNodeAllocatable": ["pods"],
-        "podLogsDir": str(NODE_STATE / "podlogs"),
-        "volumePluginDir": str(NODE_STATE / "volumeplugins"),
+        "podLogsDir": str(node.state / "podlogs"),
+        "volumePluginDir": str(node.state / "volumeplugins"),
     }
 
 
-def _proxy() -> dict[str, object]:
+def _proxy(node: Node) -> dict[str, object]:
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
-        "clientConnection": {"kubeconfig": str(CONF / "proxy.kubeconfig")},
-        "clusterCIDR": POD_NETWORK,
+        "clientConnection": {"kubeconfig": str(node.conf / "proxy.kubeconfig")},
+        "clusterCIDR": POD_NETWORKS,
         "mode": "nftables",
-        "hostnameOverride": NODE_NAME,
+        "hostnameOverride": node.name,
         "healthzBindAddress": "127.0.0.1:10256",
         "metricsBindAddress": "127.0.0.1:10249",
         # nf_conntrack_max is the whole machine's: leave it alone.

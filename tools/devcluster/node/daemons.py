@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..apiserver import etcd_command
 from ..paths import NODE_STATE
-from .config import CERTS, CONF, CONTAINERD_SOCKET, NODE_IP, NODE_NAME, SERVICE_NETWORK
+from .config import CERTS, CONF, NODE_IP, SERVICE_NETWORK, Node, first_node
 
 Command = list[str | Path]
 
@@ -18,13 +18,13 @@ def storage(debian: Path, etcd: Path) -> dict[str, Command]:
     return {
         "etcd": etcd_command(etcd, NODE_STATE / "etcd", client, peer),
         "registry": [debian / "usr/bin/docker-registry", "serve", CONF / "registry.json"],
-        "containerd": containerd(debian),
+        "containerd": containerd(first_node(), debian),
     }
 
 
-def containerd(debian: Path) -> Command:
+def containerd(node: Node, debian: Path) -> Command:
     """The runtime alone."""
-    return [debian / "usr/bin/containerd", "--config", CONF / "containerd.toml"]
+    return [debian / "usr/bin/containerd", "--config", node.conf / "containerd.toml"]
 
 
 def apiserver(kube: Path) -> dict[str, Command]:
@@ -76,19 +76,31 @@ def controllers(kube: Path) -> dict[str, Command]:
             *alone,
         ],
         "kube-scheduler": [kube / "kube-scheduler", f"--kubeconfig={CONF}/scheduler.kubeconfig", *alone],
-        "kubelet": [
-            kube / "kubelet",
-            f"--config={CONF}/kubelet.json",
-            f"--kubeconfig={CONF}/kubelet.kubeconfig",
-            f"--hostname-override={NODE_NAME}",
-            f"--node-ip={NODE_IP}",
-            f"--root-dir={NODE_STATE}/kubelet",
-            f"--cert-dir={NODE_STATE}/kubelet-pki",
-        ],
-        "kube-proxy": [kube / "kube-proxy", f"--config={CONF}/proxy.json"],
+        **agents(first_node(), kube),
     }
 
 
-def ctr(debian: Path) -> Command:
+def agents(node: Node, kube: Path) -> dict[str, Command]:
+    """What makes a node of the cluster out of a machine with a runtime."""
+    return {
+        "kubelet": [
+            kube / "kubelet",
+            f"--config={node.conf}/kubelet.json",
+            f"--kubeconfig={node.conf}/kubelet.kubeconfig",
+            f"--hostname-override={node.name}",
+            f"--node-ip={node.ip}",
+            f"--root-dir={node.state}/kubelet",
+            f"--cert-dir={node.state}/kubelet-pki",
+        ],
+        "kube-proxy": [kube / "kube-proxy", f"--config={node.conf}/proxy.json"],
+    }
+
+
+def folders(debian: Path) -> list[Path]:
+    """Where the runtime looks for its own programs."""
+    return [debian / "usr/bin", debian / "usr/sbin"]
+
+
+def ctr(node: Node, debian: Path) -> Command:
     """containerd's own client, on the images that the kubelet sees."""
-    return [debian / "usr/bin/ctr", "--address", CONTAINERD_SOCKET, "--namespace", "k8s.io"]
+    return [debian / "usr/bin/ctr", "--address", node.containerd_socket, "--namespace", "k8s.io"]

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import processes
@@ -26,19 +26,26 @@ MARK = "diffusion-operator-node"  # the argument by which a later run knows our 
 # The kubelet writes these for the whole machine; copies over them take its writes.
 _SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys kernel/keys/root_maxbytes"
 
-_INSIDE = f"""
+
+def inside(run: Path, *, link: str, ip: str, gateway: str) -> str:
+    """What the shell does in a node's new namespaces: mounts, and the node's end of its cable.
+
+    Without a default route the node's own packets to a Service's address would not even reach the rules that translate it.
+    """
+    return f"""
 mount --make-rprivate /
-mkdir -p {NODE_RUN}/cgroup; mount --rbind /sys/fs/cgroup {NODE_RUN}/cgroup; mount -t sysfs sysfs /sys
-mount --rbind {NODE_RUN}/cgroup /sys/fs/cgroup; umount -l {NODE_RUN}/cgroup
+mkdir -p {run}/cgroup; mount --rbind /sys/fs/cgroup {run}/cgroup; mount -t sysfs sysfs /sys
+mount --rbind {run}/cgroup /sys/fs/cgroup; umount -l {run}/cgroup
 for f in {_SYSCTLS}; do
-  mkdir -p {NODE_RUN}/sysctl/${{f%/*}}; cat /proc/sys/$f > {NODE_RUN}/sysctl/$f; mount --bind {NODE_RUN}/sysctl/$f /proc/sys/$f
+  mkdir -p {run}/sysctl/${{f%/*}}; cat /proc/sys/$f > {run}/sysctl/$f; mount --bind {run}/sysctl/$f /proc/sys/$f
 done
 mount --make-rshared /
 sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.disable_ipv6=1
 sysctl -qw net.bridge.bridge-nf-call-iptables=1 2>/dev/null || true
-ip link set lo up; ip link set {NODE_LINK} up; ip addr add {NODE_IP}/24 dev {NODE_LINK}
-ip route add default via {MACHINE_IP} dev {NODE_LINK}
-"""  # Without a default route the node's own packets to a Service's address would not even reach the rules that translate it.
+ip link set lo up; ip link set {link} up; ip addr add {ip}/24 dev {link}
+ip route add default via {gateway} dev {link}
+"""
+
 
 _OUTSIDE = (
     f"ip addr add {MACHINE_IP}/24 dev {MACHINE_LINK}",
@@ -48,31 +55,50 @@ _OUTSIDE = (
 )
 
 
-def first_process() -> int | None:
-    """The pid of the node's first process, however it was left; None where there is no node."""
+def first_process(mark: str = MARK) -> int | None:
+    """The pid of the node's first process, however it was left; None where there is no node. `mark` tells which node."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if words[0].endswith(b"pause") and words[1:2] == [MARK.encode()]:
+                if words[0].endswith(b"pause") and words[1:2] == [mark.encode()]:
                     return int(entry.name)
     return None
 
 
-def begin(pause: Path, *, deadline_s: float = 10.0) -> int:
+def find_program(name: str, mark: str = MARK) -> int | None:
+    """The pid, as the machine counts, of a program of the node itself, not of a container on it."""
+    first = first_process(mark)
+    for entry in Path("/proc").iterdir() if first is not None else ():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                ours = (entry / "ns/pid").readlink() == Path(f"/proc/{first}/ns/pid").readlink()
+                if ours and Path(os.fsdecode(words[0])).name == name:
+                    return int(entry.name)
+    return None
+
+
+def begin(pause: Path) -> int:
     """Makes the namespaces, the cable and the mounts; gives the first process's pid."""
     NODE_RUN.mkdir(parents=True, exist_ok=True)
-    unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "slave"]
-    processes.start("init", [*unshare, pause, MARK], log=LOGS / "init.log")
-    ends = time.monotonic() + deadline_s
-    while (pid := first_process()) is None:
-        if time.monotonic() > ends:
-            raise CommandFailed(f"the node's namespaces did not come up: {(LOGS / 'init.log').read_text().strip() or 'no message'}")
-        time.sleep(0.02)
+    pid = unshare(pause, MARK, log=LOGS / "init.log")
     run_quiet(["ip", "link", "add", MACHINE_LINK, "type", "veth", "peer", "name", NODE_LINK, "netns", str(pid)], env=environment())
-    run_quiet([*entering(pid), "sh", "-e"], stdin=_INSIDE, env=environment())
+    run_quiet([*entering(pid), "sh", "-e"], stdin=inside(NODE_RUN, link=NODE_LINK, ip=NODE_IP, gateway=MACHINE_IP), env=environment())
     for line in _OUTSIDE:
         run_quiet(line.split(), env=environment())
+    return pid
+
+
+def unshare(pause: Path, mark: str, *, log: Path, deadline_s: float = 10.0) -> int:
+    """Starts the first process of new namespaces; its pid."""
+    apart = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "slave"]
+    processes.start("init", [*apart, pause, mark], log=log)
+    ends = time.monotonic() + deadline_s
+    while (pid := first_process(mark)) is None:
+        if time.monotonic() > ends:
+            raise CommandFailed(f"the node's namespaces did not come up: {log.read_text().strip() or 'no message'}")
+        time.sleep(0.02)
     return pid
 
 
@@ -89,27 +115,50 @@ def environment(*folders: Path) -> dict[str, str]:
 def end(*, deadline_s: float = 20.0) -> None:
     """Ends all that runs in the node, and removes what the kernel keeps of it."""
     ends = time.monotonic() + deadline_s
+    end_processes(MARK, deadline_s=deadline_s)
+    if (Path("/sys/class/net") / MACHINE_LINK).exists():
+        with contextlib.suppress(CommandFailed):  # it may go by itself in between
+            run_quiet(["ip", "link", "delete", MACHINE_LINK], env=environment())
+    remove_cgroups(leftover_cgroups, ends)
+
+
+def end_processes(mark: str, *, deadline_s: float = 20.0) -> None:
+    """Ends the first process of a node, and with it all the others."""
+    ends = time.monotonic() + deadline_s
     number = signal.SIGTERM
-    while (pid := first_process()) is not None:
+    while (pid := first_process(mark)) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
         if time.monotonic() > ends:
             raise CommandFailed(f"the node's first process {pid} does not end")
         time.sleep(0.1)
         number = signal.SIGKILL if ends - time.monotonic() < deadline_s / 2 else signal.SIGTERM
-    if (Path("/sys/class/net") / MACHINE_LINK).exists():
-        with contextlib.suppress(CommandFailed):  # it may go by itself in between
-            run_quiet(["ip", "link", "delete", MACHINE_LINK], env=environment())
-    _remove_cgroups(ends)
 
 
 def leftover_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """The pods' cgroups, of every controller (v1) or of the one tree (v2)."""
-    return [p for p in (root / "kubepods", *root.glob("*/kubepods")) if p.is_dir()]
+    return cgroups_named("kubepods", root)
 
 
-def _remove_cgroups(ends: float) -> None:
-    while left := leftover_cgroups():
+def cgroups_named(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    return [p for p in (root / name, *root.glob(f"*/{name}")) if p.is_dir()]
+
+
+def make_cgroups(name: str, root: Path = Path("/sys/fs/cgroup")) -> None:
+    """A group of every controller for a kubelet that is not to have the whole machine's."""
+    trees = (
+        [root] if (root / "cgroup.controllers").exists() else [tree for tree in root.iterdir() if tree.is_dir() and not tree.is_symlink()]
+    )
+    for tree in trees:
+        (tree / name).mkdir(exist_ok=True)
+        for file in ("cpuset.cpus", "cpuset.mems"):  # version 1 makes groups that may use nothing
+            if (tree / file).exists() and not (tree / name / file).read_text().strip():
+                (tree / name / file).write_text((tree / file).read_text())
+
+
+def remove_cgroups(look: Callable[[], list[Path]], ends: float) -> None:
+    """Removes the control groups that `look` finds, until it finds none."""
+    while left := look():
         for tree in left:
             _remove_tree(tree)
         if time.monotonic() > ends:

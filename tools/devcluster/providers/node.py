@@ -12,7 +12,7 @@ from .. import checks, images, processes, programs, scratch_image
 from ..apiserver import wait_ready
 from ..cache import content_hash, locked
 from ..errors import CommandFailed, NotRunning
-from ..node import config, daemons, namespace
+from ..node import config, daemons, joined, namespace, runtime
 from ..paths import IMAGES_RUN, NODE_RUN, NODE_STATE, cache_dir
 from ..processes import Process
 from ..progress import run_logged, run_quiet, say, step
@@ -33,8 +33,7 @@ class NodeProvider:
         checks.go()
         checks.disk_free(cache_dir(), needed_gb=disk_needed_gb(cache_dir()), what="What is not in the cache yet (programs, images, node)")
         if namespace.first_process() is None:
-            networks = [config.LINK_NETWORK, config.SERVICE_NETWORK, config.POD_NETWORK]
-            checks.networks_free(networks, own_link=config.MACHINE_LINK)
+            checks.networks_free(list(config.NETWORKS), own_link=config.MACHINE_LINK)
 
     def prepare(self) -> None:
         """Makes every program the node needs."""
@@ -118,24 +117,15 @@ class NodeProvider:
             self._start_coredns(small["coredns"][0])
 
     def _fill_containerd(self, pid: int, debian: Path, archives: list[Path], running: list[Process]) -> None:
-        ctr, folders = daemons.ctr(debian), _folders(debian)
-        ends = time.monotonic() + 30
-        while True:
-            try:
-                left = namespace.run_inside(pid, [*ctr, "containers", "list", "--quiet"], folders=folders).split()
-                break
-            except CommandFailed:
-                if time.monotonic() > ends:
-                    raise
-                time.sleep(0.1)
+        node = config.first_node()
+        left = runtime.forget_containers(node, pid, debian)
         for archive in archives:
-            namespace.run_inside(pid, [*ctr, "images", "import", archive], folders=folders)
-        if left:  # containers of an earlier node: the runtime would take them for its own
-            namespace.run_inside(pid, [*ctr, "containers", "delete", *left], folders=folders)
+            namespace.run_inside(pid, [*daemons.ctr(node, debian), "images", "import", archive], folders=daemons.folders(debian))
+        if left:
             old = next(p for p in running if p.name == "containerd")
             old.stop()
             running.remove(old)
-            _launch(pid, {"containerd": daemons.containerd(debian)}, running, debian)
+            _launch(pid, {"containerd": daemons.containerd(node, debian)}, running, debian)
 
     def _wait_node(self, running: list[Process]) -> None:
         ends = time.monotonic() + READY_DEADLINE_S
@@ -160,6 +150,7 @@ class NodeProvider:
         run_quiet([*kubectl, "rollout", "status", "deployment/coredns", "--namespace", "kube-system", "--timeout=60s"], deadline_s=70)
 
     def _end(self) -> None:
+        joined.end()
         namespace.end()
         for process in processes.load(_NOTE):  # the waiting halves, on the machine's side
             process.stop()
@@ -177,12 +168,8 @@ def disk_needed_gb(cache: Path) -> float:
 def _launch(pid: int, commands: dict[str, daemons.Command], running: list[Process], debian: Path) -> None:
     for name, argv in commands.items():
         words = [*namespace.entering(pid), *argv]
-        running.append(processes.start(name, words, log=config.LOGS / f"{name}.log", env=namespace.environment(*_folders(debian))))
+        running.append(processes.start(name, words, log=config.LOGS / f"{name}.log", env=namespace.environment(*daemons.folders(debian))))
         processes.save(running, _NOTE)
-
-
-def _folders(debian: Path) -> list[Path]:
-    return [debian / "usr/bin", debian / "usr/sbin"]
 
 
 def _small_image(program: Path) -> tuple[str, Path]:

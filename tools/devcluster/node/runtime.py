@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What containerd remembers of nodes that are gone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ..errors import CommandFailed
+from . import daemons, namespace
+from .config import Node
+
+ANSWER_S = 30.0
+
+
+def forget_containers(node: Node, pid: int, debian: Path) -> bool:
+    """Deletes the containers of an earlier node. The runtime takes them for its own until it is started again; whether there were any."""
+    ctr, folders = daemons.ctr(node, debian), daemons.folders(debian)
+    ends = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            left = namespace.run_inside(pid, [*ctr, "containers", "list", "--quiet"], folders=folders).split()
+            break
+        except CommandFailed:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.1)
+    if left:
+        namespace.run_inside(pid, [*ctr, "containers", "delete", *left], folders=folders)
+    return bool(left)
