@@ -43,7 +43,7 @@ async def running_operator(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch, *n
     task = asyncio.create_task(
         kopf.operator(
             registry=build_registry(Process(settings)),
-            settings=build_kopf_settings(settings),
+            settings=build_kopf_settings(),
             standalone=True,
             namespaces=namespaces,
             clusterwide=not namespaces,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from diffusion_operator.api.names import CONTAINER, DEPLOYMENT, KINDS, POD, Kind
+from diffusion_operator.api.names import ADAPTER, CONTAINER, DEPLOYMENT, KINDS, POD, Kind
 from diffusion_operator.errors import ClusterError, ClusterRefused
 
 Manifest = dict[str, Any]
@@ -46,6 +46,10 @@ class FakeCluster:
             for (found_kind, found_namespace, _), manifest in sorted(self._objects.items())
             if (found_kind, found_namespace) == (kind.kind, namespace) and wanted.items() <= manifest["metadata"].get("labels", {}).items()
         ]
+
+    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
+        found = await self.list(ADAPTER, namespace)
+        return [one for one in found if one["spec"]["deploymentRef"]["name"] == deployment]
 
     async def create(self, manifest: Manifest) -> bool:
         self._check()

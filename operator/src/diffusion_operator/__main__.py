@@ -69,7 +69,7 @@ def run(
         serve_metrics(metrics_port)
     kopf.run(
         registry=build_registry(Process(settings)),
-        settings=build_kopf_settings(settings),
+        settings=build_kopf_settings(),
         standalone=True,
         namespaces=namespaces,
         clusterwide=all_namespaces,

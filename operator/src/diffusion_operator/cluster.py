@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient, Resource
@@ -24,18 +25,42 @@ from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefu
 Manifest = dict[str, Any]
 
 REQUEST_TIMEOUT_S = 15
-POOL_SIZE = 64
+POOL_SIZE = 0  # no limit: the queue bounds what runs at once, and a watch may hold its connection
 PAGE = 500
 # With the parameter the client library sends our bytes as they are.
 APPLY = "application/apply-patch+yaml; charset=utf-8"
+WATCH_S = 600
+CONNECT_S = 10
 
 log = logging.getLogger(__name__)
+
+
+Answered = Callable[[Kind, Manifest], None]
+
+
+def _ignore(kind: Kind, manifest: Manifest) -> None:
+    pass
+
+
+class Page(msgspec.Struct, frozen=True):
+    items: list[Manifest]
+    version: str
+    """Of the whole listing: a watch goes on from it."""
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    type: str
+    """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
+    manifest: Manifest = msgspec.field(name="object")
 
 
 class Cluster(Protocol):
     """The port. A fake of it in memory serves the tests of reconcile."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None: ...
+
+    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
+        """The LoRAAdapters that name a deployment."""
 
     async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]: ...
 
@@ -65,7 +90,9 @@ class _NoDiscovery:
 class KubernetesCluster:
     """Cluster over the `kubernetes` package; an async context manager that owns the connection pool."""
 
-    def __init__(self, configuration: client.Configuration) -> None:
+    def __init__(self, configuration: client.Configuration, answered: Answered = _ignore) -> None:
+        """`answered` is given every object as a write left it."""
+        self._answered = answered
         self._api = client.ApiClient(configuration)
         self._client: DynamicClient = DynamicClient(self._api, discoverer=_NoDiscovery)
         self._resources = {kind: self._resource(kind) for kind in KINDS.values()}
@@ -84,16 +111,46 @@ class KubernetesCluster:
                 return None
             raise
 
+    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
+        found = await self.list(KINDS["LoRAAdapter"], namespace)
+        return [one for one in found if one["spec"]["deploymentRef"]["name"] == deployment]
+
     async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]:
-        selector = ",".join(f"{key}={value}" for key, value in labels.items()) if labels else None
-        items: list[Manifest] = []
+        return [manifest async for page in self.pages(kind, namespace, labels=labels) for manifest in page.items]
+
+    async def pages(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> AsyncIterator[Page]:
+        """Of all namespaces with an empty one. One page at a time is in memory."""
         position: str | None = None
         while True:
-            page = await self._send("get", kind, namespace, None, label_selector=selector, limit=PAGE, _continue=position)
-            items += page["items"]
+            page = await self._send("get", kind, namespace, None, label_selector=_selector(labels), limit=PAGE, _continue=position)
+            yield Page(items=page["items"], version=page["metadata"]["resourceVersion"])
             position = page["metadata"].get("continue")
             if not position:
-                return items
+                return
+
+    async def watch(
+        self, kind: Kind, namespace: str, *, since: str, labels: Mapping[str, str], silence_s: float
+    ) -> AsyncIterator[WatchEvent]:
+        """Until the API server ends it. Raises ClusterUnavailable where nothing at all came for `silence_s`."""
+        path, what = self._resources[kind].path(namespace=namespace), f"watch {kind.plural} {namespace or '*'}"
+        try:
+            response = await self._client.request(
+                "get", path, serialize=False, watch="true", timeout_seconds=WATCH_S, resource_version=since,
+                label_selector=_selector(labels), query_params=[("allowWatchBookmarks", "true")],
+                _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s),
+            )  # fmt: skip
+            try:
+                rest = b""
+                async for chunk in response.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield msgspec.json.decode(line, type=WatchEvent)
+            finally:
+                response.close()
+        except ApiException as error:
+            raise _translate(what, error) from error
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
 
     async def create(self, manifest: Manifest) -> bool:
         kind, namespace, _ = _identity(manifest)
@@ -149,6 +206,8 @@ class KubernetesCluster:
             raise _translate(what, error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+        if method != "get" and content.get("kind") == kind.kind:  # a deletion that is done at once is answered with a Status
+            self._answered(kind, content)
         return content
 
     def _resource(self, kind: Kind) -> Resource:
@@ -159,8 +218,8 @@ class KubernetesCluster:
         )
 
 
-async def connect() -> KubernetesCluster:
-    """In a pod by its service account, elsewhere by the kubeconfig."""
+async def connect(answered: Answered = _ignore) -> KubernetesCluster:
+    """In a pod by its service account, elsewhere by the kubeconfig. `answered` is given every object as a write left it."""
     configuration = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=configuration)
@@ -168,7 +227,11 @@ async def connect() -> KubernetesCluster:
         # The library reads KUBECONFIG when it is imported; we read it when it counts.
         await config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
     configuration.connection_pool_maxsize = POOL_SIZE
-    return KubernetesCluster(configuration)
+    return KubernetesCluster(configuration, answered)
+
+
+def _selector(labels: Mapping[str, str] | None) -> str | None:
+    return ",".join(f"{key}={value}" for key, value in labels.items()) if labels else None
 
 
 def _yaml(body: Manifest) -> bytes:

@@ -3,6 +3,7 @@
 
 OperatorError
  ├─ SettingsError
+ ├─ WatchStale
  ├─ ClusterError
  │   ├─ ClusterUnavailable
  │   ├─ ClusterConflict
@@ -21,6 +22,10 @@ class OperatorError(Exception):
 
 class SettingsError(OperatorError):
     """A flag or file the process was started with is unusable; __main__ prints it and exits 2."""
+
+
+class WatchStale(OperatorError):
+    """A watch brought nothing for so long that the process is worth nothing; the liveness probe fails with it."""
 
 
 class ClusterError(OperatorError):

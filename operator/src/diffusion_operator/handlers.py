@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only module that knows kopf (with __main__, which starts it). Every handler does one thing: wake a key of our queue.
+"""The only module that knows kopf (with __main__, which starts it): start, probe and end of the process, and what wakes a key.
 
-Only `on.event` handlers: kopf then keeps no annotation and no finalizer on any object, and a deletion never waits for us.
+kopf runs no handler of ours on any object: it would keep each object's whole body, and tell neither that a watch lives nor what has
+gone while one was deaf. `reconcile/informer.py` watches.
 """
 
+import asyncio
 import os
 import random
 import time
@@ -11,64 +13,64 @@ from datetime import UTC, datetime
 from typing import Any
 
 import kopf
+from prometheus_client.registry import Collector
 
 from diffusion_operator import metrics
-from diffusion_operator.api.names import (
-    ADAPTER,
-    CONFIG_MAP,
-    DEPLOYMENT,
-    DISRUPTION_BUDGET,
-    FIELD_MANAGER,
-    GROUP,
-    LABEL_DEPLOYMENT,
-    LABEL_MANAGED_BY,
-    NETWORK_POLICY,
-    POD,
-    SERVICE,
-    VERSION,
-)
-from diffusion_operator.cluster import KubernetesCluster, connect
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, Kind
+from diffusion_operator.cluster import KubernetesCluster, Manifest, connect
+from diffusion_operator.errors import WatchStale
 from diffusion_operator.reconcile.dispatch import reconcile
+from diffusion_operator.reconcile.informer import Informer, Scope
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
+from diffusion_operator.reconcile.object_store import ObjectStore
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
+from diffusion_operator.reconcile.watched_cluster import CHILD_KINDS, WATCHED, WatchedCluster
 from diffusion_operator.settings import Settings
 from diffusion_operator.worker_client import HttpWorkerClient
 
-CHILD_KINDS = (POD, SERVICE, CONFIG_MAP, NETWORK_POLICY, DISRUPTION_BUDGET)
-
 
 class Process:
-    """What lives from kopf's start-up to its clean-up: connections, runtime, queue."""
+    """What lives from kopf's start-up to its clean-up: connections, watches, runtime, queue."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cluster: KubernetesCluster | None = None
         self._workers: HttpWorkerClient | None = None
+        self._store = ObjectStore(self._changed)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._collectors: tuple[Collector, ...] = ()
+        self.informers: tuple[Informer, ...] = ()
         self.queue: KeyedQueue | None = None
         self.runtime: Runtime | None = None
-        self._collectors: tuple[metrics.ObjectsByReason | metrics.Replicas, ...] = ()
 
     async def start(self, **_: Any) -> None:
+        """Everything is listed before the first pass; where the CRDs or the rights are missing it fails here, with a clear error."""
         settings = self._settings
-        self._cluster = await connect()
-        for namespace in settings.namespaces[:1]:
-            await self._cluster.list(DEPLOYMENT, namespace)  # fails with a clear error where the CRDs or the rights are missing
+        self._cluster = await connect(self._answered)
+        self.informers = tuple(self._informer(self._cluster, scope) for scope in _scopes(settings))
+        versions = [await informer.list() for informer in self.informers]
         self._workers = HttpWorkerClient(poll_timeout_s=settings.poll_timeout_s, call_timeout_s=settings.call_timeout_s)
         self.runtime = Runtime(
-            cluster=self._cluster,
+            cluster=WatchedCluster(self._cluster, self._store),
             workers=self._workers,
             settings=settings,
             clock=lambda: datetime.now(UTC),
             wake=self.wake,
             meter=metrics.METER,
         )
-        self._collectors = (metrics.ObjectsByReason(self.runtime.ready_reasons), metrics.Replicas(self.runtime.statuses))
-        for collector in self._collectors:
-            metrics.REGISTRY.register(collector)
         measured = metrics.measured(self._reconcile, time.monotonic)
         self.queue = KeyedQueue(measured, resync_s=settings.resync_s, parallel=settings.parallel_reconciles, random=random.random)
+        self._collectors = metrics.register(self.runtime, self.queue, self.informers)
+        for kind in (DEPLOYMENT, ADAPTER):
+            for namespace, name in self._store.places(kind, ""):
+                self.wake(Key(kind.kind, namespace, name))
+        running = zip(self.informers, versions, strict=True)
+        self._tasks = [asyncio.create_task(informer.run(version), name=f"watch {informer.scope}") for informer, version in running]
 
     async def stop(self, **_: Any) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.queue is not None:
             await self.queue.close()
         for collector in self._collectors:
@@ -77,6 +79,14 @@ class Process:
             await self._workers.close()
         if self._cluster is not None:
             await self._cluster.__aexit__(None, None, None)
+
+    async def probe(self, **_: Any) -> dict[str, int]:
+        """Seconds since each watch was heard. One that is dead for minutes though it was opened anew needs another process."""
+        ages = {str(informer.scope): round(informer.age_s) for informer in self.informers}
+        stale = {name: age for name, age in ages.items() if age > self._settings.watch_dead_s}
+        if stale:
+            raise WatchStale(f"nothing was heard of {', '.join(f'{name} for {age} s' for name, age in stale.items())}")
+        return ages
 
     def wake(self, key: Key) -> None:
         if self.queue is not None and self.runtime is not None:
@@ -88,18 +98,36 @@ class Process:
             return Result(gone=True)
         return await reconcile(self.runtime, key)
 
-    async def on_deployment(self, name: str | None, namespace: str | None, **_: Any) -> None:
-        self.wake(deployment_key(namespace or "", name or ""))
+    def _informer(self, cluster: KubernetesCluster, scope: Scope) -> Informer:
+        return Informer(cluster, self._store, scope, silence_s=self._settings.watch_silence_s, clock=time.monotonic)
 
-    async def on_adapter(self, name: str | None, namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
-        """The object's own key for its status, its deployment's for what has to be done."""
-        self.wake(adapter_key(namespace or "", name or ""))
-        self.wake(deployment_key(namespace or "", spec["deploymentRef"]["name"]))
+    def _changed(self, kind: Kind, manifest: Manifest) -> None:
+        """By another hand than ours. An adapter's own key is for its status, its deployment's for what has to be done."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        if kind == DEPLOYMENT:
+            self.wake(deployment_key(namespace, name))
+        elif kind == ADAPTER:
+            self.wake(adapter_key(namespace, name))
+            self.wake(deployment_key(namespace, manifest["spec"]["deploymentRef"]["name"]))
+        elif (deployment := manifest["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)) and self.runtime is not None:
+            self.runtime.child_changed(namespace, deployment, kind.kind)
 
-    async def on_child(self, namespace: str | None, labels: kopf.Labels, body: kopf.Body, **_: Any) -> None:
-        deployment = labels.get(LABEL_DEPLOYMENT)
-        if deployment and self.runtime is not None:
-            self.runtime.child_changed(namespace or "", deployment, str(body.get("kind", "")))
+    def _answered(self, kind: Kind, manifest: Manifest) -> None:
+        """By a write of ours, whose event will be no news. What we do to pods is looked at again; what we apply is as it should be."""
+        if kind in WATCHED:
+            self._store.learn(kind, manifest)
+        deployment = manifest["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
+        if kind == POD and deployment:
+            self.wake(deployment_key(manifest["metadata"]["namespace"], deployment))
+
+
+def _scopes(settings: Settings) -> list[Scope]:
+    ours = {LABEL_MANAGED_BY: FIELD_MANAGER}
+    return [
+        Scope(kind=kind, namespace=namespace, labels=ours if kind in CHILD_KINDS else {})
+        for namespace in settings.namespaces or ("",)
+        for kind in WATCHED
+    ]
 
 
 async def login(**context: Any) -> kopf.ConnectionInfo | None:
@@ -114,30 +142,21 @@ def build_registry(process: Process) -> kopf.OperatorRegistry:
     # Permanent: a process that cannot start ends with the reason, and is started again by whoever runs it.
     kopf.on.startup(registry=registry, id="start", errors=kopf.ErrorsMode.PERMANENT)(process.start)
     kopf.on.cleanup(registry=registry, id="stop")(process.stop)
-    kopf.on.event(GROUP, VERSION, DEPLOYMENT.plural, registry=registry, id="deployment")(process.on_deployment)
-    kopf.on.event(GROUP, VERSION, ADAPTER.plural, registry=registry, id="adapter")(process.on_adapter)
-    for kind in CHILD_KINDS:
-        kopf.on.event(*kind.group_and_version, kind.plural, registry=registry, id=kind.plural)(process.on_child)
+    kopf.on.probe(registry=registry, id="watches", errors=kopf.ErrorsMode.PERMANENT)(process.probe)
     return registry
 
 
-def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
+def build_kopf_settings() -> kopf.OperatorSettings:
     """craft.md 1.6, measured there."""
     result = kopf.OperatorSettings()
     result.networking.connect_timeout = 10
     result.networking.request_timeout = 60
-    result.watching.server_timeout = 600
-    result.watching.client_timeout = 660
-    result.watching.inactivity_timeout = 70
-    result.watching.chunk_size = 500
-    for kind in CHILD_KINDS:
-        result.watching.label_selectors[*kind.group_and_version, kind.plural] = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
     # Nothing is ever persisted by kopf in this shape; should a handler appear that does, it stays under our own domain.
     result.persistence.finalizer = f"{GROUP}/operator"
     result.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP, v1=False)
     result.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
     result.posting.enabled = False
     result.peering.standalone = True
-    result.scanning.disabled = bool(settings.namespaces)  # a named namespace needs no right to list CRDs or namespaces
+    result.scanning.disabled = True  # it watches nothing, so it needs no right to list CRDs or namespaces
     result.process.ultimate_exiting_timeout = 20
     return result

@@ -2,14 +2,16 @@
 """Metrics of the operator's process. Labels are bounded: no object names. docs/metrics.md explains each."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from diffusion_operator.api.deployment import DeploymentStatus, GroupState
-from diffusion_operator.reconcile.keyed_queue import Key, Result
+from diffusion_operator.reconcile.informer import Informer
+from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
+from diffusion_operator.reconcile.runtime import Runtime
 
 REGISTRY = CollectorRegistry()
 RECONCILE_SECONDS = Histogram(
@@ -78,6 +80,44 @@ class Replicas(Collector):
         yield groups
         held = sum(status.held.current or 0 for status in statuses if status.held is not None)
         yield GaugeMetricFamily("diffusion_operator_held_requests", "Requests that wait for a replica to be awake.", value=held)
+
+
+class Watches(Collector):
+    """How long ago the API server said something about each kind, the oldest of its namespaces."""
+
+    def __init__(self, informers: Sequence[Informer]) -> None:
+        self._informers = informers
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "diffusion_operator_watch_age_seconds", "Time since the watch of a kind brought an event or a bookmark.", labels=["kind"]
+        )
+        ages: dict[str, float] = {}
+        for informer in self._informers:
+            kind = informer.scope.kind.kind
+            ages[kind] = max(ages.get(kind, 0.0), informer.age_s)
+        for kind, age_s in ages.items():
+            family.add_metric([kind], age_s)
+        yield family
+
+
+class Waiting(Collector):
+    """Objects that are due and wait for their turn."""
+
+    def __init__(self, queue: KeyedQueue) -> None:
+        self._queue = queue
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait for a pass.", value=self._queue.waiting)
+        yield GaugeMetricFamily("diffusion_operator_queue_age_seconds", "How long the first of them waits.", value=self._queue.oldest_s)
+
+
+def register(runtime: Runtime, queue: KeyedQueue, informers: Sequence[Informer]) -> tuple[Collector, ...]:
+    """What is counted when somebody asks; to be unregistered at the end of the process's life."""
+    collectors = (ObjectsByReason(runtime.ready_reasons), Replicas(runtime.statuses), Watches(informers), Waiting(queue))
+    for collector in collectors:
+        REGISTRY.register(collector)
+    return collectors
 
 
 def measured(reconcile: Callable[[Key], Awaitable[Result]], clock: Callable[[], float]) -> Callable[[Key], Awaitable[Result]]:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Cluster of the process: looks are answered from the store that watches fill, so a pass that has nothing to do asks nobody.
+
+Writes go to the API server, and what it answers is in the store when they return: a pass sees what the one before it did.
+"""
+
+from collections.abc import Mapping
+
+from diffusion_operator.api.names import (
+    ADAPTER,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    DISRUPTION_BUDGET,
+    LABEL_DEPLOYMENT,
+    NETWORK_POLICY,
+    POD,
+    SERVICE,
+    Kind,
+)
+from diffusion_operator.cluster import Cluster, Manifest
+from diffusion_operator.reconcile.object_store import ObjectStore
+
+CHILD_KINDS = (POD, SERVICE, CONFIG_MAP, NETWORK_POLICY, DISRUPTION_BUDGET)
+WATCHED = (DEPLOYMENT, ADAPTER, *CHILD_KINDS)
+
+
+class WatchedCluster:
+    """Of kinds that are not watched nothing can be read: they are Secrets and Events, and we have no right to."""
+
+    def __init__(self, cluster: Cluster, store: ObjectStore) -> None:
+        self._cluster = cluster
+        self._store = store
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        return self._store.get(kind, namespace, name)
+
+    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
+        return self._store.of_deployment(ADAPTER, namespace, deployment)
+
+    async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]:
+        if labels is not None and labels.keys() == {LABEL_DEPLOYMENT}:
+            return self._store.of_deployment(kind, namespace, labels[LABEL_DEPLOYMENT])
+        wanted = labels or {}
+        return [one for one in self._store.manifests(kind, namespace) if wanted.items() <= one["metadata"].get("labels", {}).items()]
+
+    async def create(self, manifest: Manifest) -> bool:
+        return await self._cluster.create(manifest)
+
+    async def apply(self, manifest: Manifest) -> None:
+        await self._cluster.apply(manifest)
+
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+        await self._cluster.apply_status(kind, namespace, name, status=status)
+
+    async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
+        await self._cluster.set_labels(kind, namespace, name, uid=uid, labels=labels)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        await self._cluster.delete(kind, namespace, name, uid=uid)
