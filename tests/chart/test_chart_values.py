@@ -125,7 +125,8 @@ def test_optional_keys_of_the_pod_arrive(chart: Chart) -> None:
 def test_metrics_have_a_port_and_a_monitor_when_asked(chart: Chart) -> None:
     documents = chart.documents("namespaces-values.yaml")
     assert {port["name"]: port["containerPort"] for port in operator_container(documents)["ports"]} == {"liveness": 8080, "metrics": 9090}
-    assert the_only(documents, "PodMonitor")["spec"]["podMetricsEndpoints"] == [{"port": "metrics"}]
+    own, _ = sorted(of_kind(documents, "PodMonitor"), key=lambda one: str(one["metadata"]["name"]))
+    assert own["spec"]["podMetricsEndpoints"] == [{"port": "metrics"}]
     assert operator_arguments(documents)[-2:] == ["--log-format", "json"]
     silent = chart.documents("bare-values.yaml")
     assert "--metrics-port" not in operator_arguments(silent) and len(operator_container(silent)["ports"]) == 1
@@ -235,6 +236,8 @@ def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
         {"networkPolicy.enabled": "on"},
         {"logFormat": "xml"},
         {"metrics.port": 1},
+        {"metrics.alerts": "yes"},
+        {"metrics.labels": {"release": 1}},
         {"networkPolicy.apiServerPorts": [0]},
         {"networkPolicy.apiServerPorts": []},
         {"tests.enabled": False},

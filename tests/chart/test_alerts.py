@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alert rules: every expression parses, looks at metrics and labels that there are, and has a runbook that can be found."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from chart_rendering import CHART, NAMESPACE, ROOT, Chart, RenderError, of_kind, the_only
+from diffusion_operator import metrics
+from diffusion_operator.api.names import FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
+from promql import PromQL, Selector
+
+# What the PodMonitors' scrape configuration adds to every series.
+TARGET_LABELS = {"namespace", "pod", "diffusion_operator_dev_deployment"}
+GROUPS: list[dict[str, Any]] = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+RULES = [pytest.param(rule, id=rule["alert"]) for group in GROUPS for rule in group["rules"]]
+Rule = dict[str, Any]
+
+
+def series(name: str, kind: str) -> list[str]:
+    """The names under which a metric of a kind is stored."""
+    return [f"{name}_{end}" for end in ("bucket", "sum", "count")] if kind == "histogram" else [name]
+
+
+def of_workers() -> dict[str, set[str]]:
+    """Labels by series, from the page that tests of the worker hold to what it shows."""
+    rows = re.findall(r"^\| `([a-z_]+)` \| (counter|gauge|histogram) \|([^|]*)\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    return {
+        f"diffusion_worker_{one}": set(re.findall(r"`(\w+)`", labels)) | ({"le"} if kind == "histogram" else set())
+        for name, kind, labels in rows
+        for one in series(name, kind)
+    }
+
+
+def of_the_operator() -> dict[str, set[str]]:
+    """Labels by series, from its registry and from what is registered when it begins."""
+    found: dict[str, set[str]] = {}
+    for collector in [*metrics.REGISTRY._collector_to_names, metrics.ObjectsByReason({}), metrics.Replicas({})]:
+        for family in collector.collect():
+            labels = set(getattr(collector, "_labelnames", ())) | set(getattr(family, "_labelnames", ()))
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found |= {one: labels | ({"le"} if family.type == "histogram" else set()) for one in series(name, family.type)}
+    return found
+
+
+KNOWN = of_workers() | of_the_operator()
+
+
+def looked_at(rule: Rule) -> list[Selector]:
+    return PromQL(rule["expr"]).selectors
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_looks_at_metrics_that_there_are_by_labels_that_they_have(rule: Rule) -> None:
+    parsed = PromQL(rule["expr"])
+    assert [one.metric for one in parsed.selectors if one.metric not in KNOWN] == []
+    of_all = set.union(*(KNOWN[one.metric] for one in parsed.selectors)) | TARGET_LABELS
+    wrong = [
+        (one.metric, label) for one in parsed.selectors for label, _, _ in one.matchers if label not in KNOWN[one.metric] | TARGET_LABELS
+    ]
+    assert (wrong, parsed.grouped - of_all) == ([], set())
+    written = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+    assert written <= parsed.grouped, "what an aggregation leaves out is empty in the text"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_reasons_of_a_rule_are_reasons_of_ready(rule: Rule) -> None:
+    for selector in looked_at(rule):
+        of = {label: value for label, _, value in selector.matchers}
+        if "reason" in of:
+            assert set(of["reason"].split("|")) - ready_reasons()[of["kind"]] == set()
+
+
+def ready_reasons() -> dict[str, set[str]]:
+    """Those that the troubleshooting page has, which another test holds to the code."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = {kind: page.partition(f"\n## {kind}")[2].partition("\n`")[0] for kind in ("DiffusionDeployment", "LoRAAdapter")}
+    return {kind: set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) for kind, table in tables.items()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_says_what_is_wrong_and_has_a_runbook_that_is_there(rule: Rule) -> None:
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert anchor == rule["alert"].lower()
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert anchor in {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert len(rule["annotations"]["summary"]) > 20
+    assert re.fullmatch(r"\d+[mh]", rule.get("for", "1m"))
+
+
+def test_every_runbook_is_one_of_a_rule() -> None:
+    section = (ROOT / "docs" / "operations.md").read_text().partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^### (\w+)$", section, re.MULTILINE)) == sorted(rule["alert"] for group in GROUPS for rule in group["rules"])
+
+
+def test_the_rules_are_rendered_when_asked_and_about_the_releases_operator(chart: Chart) -> None:
+    assert of_kind(chart.documents(), "PrometheusRule") == []
+    rule = the_only(chart.documents(overrides={"metrics.alerts": True, "metrics.labels": {"release": "prometheus"}}), "PrometheusRule")
+    text = (CHART / "files" / "alerts.yaml").read_text().replace("OPERATOR_NAMESPACE", NAMESPACE)
+    assert rule["spec"]["groups"] == yaml.safe_load(text)
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    with pytest.raises(RenderError, match="nothing to look at"):
+        chart.text("bare-values.yaml", overrides={"metrics.alerts": True})
+
+
+def test_workers_have_a_monitor_in_every_namespace_that_is_watched(chart: Chart) -> None:
+    def workers(values: str) -> dict[str, Any]:
+        [found] = [one for one in of_kind(chart.documents(values), "PodMonitor") if one["metadata"]["name"].endswith("-workers")]
+        spec: dict[str, Any] = found["spec"]
+        return spec
+
+    assert workers("namespaces-values.yaml")["namespaceSelector"] == {"matchNames": ["team-a", "team-b"]}
+    assert workers("cluster-wide-values.yaml")["namespaceSelector"] == {"any": True}
+    selector = workers("cluster-wide-values.yaml")["selector"]
+    assert selector["matchLabels"] == {LABEL_MANAGED_BY: FIELD_MANAGER}
+    assert selector["matchExpressions"] == [{"key": LABEL_DEPLOYMENT, "operator": "Exists"}]
+    assert workers("cluster-wide-values.yaml")["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics"}]
+    assert of_kind(chart.documents(), "PodMonitor") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rate(a)",
+        "a[5m]",
+        "sum by (x (a)",
+        "sum(a[5m]) > 0",
+        'a{b=="c"}',
+        'a{b=~"("}',
+        "a or 1",
+        "frobnicate(a)",
+        "1",
+        "a >",
+        "a b",
+    ],
+)
+def test_what_is_no_expression_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, re.error)):
+        PromQL(text)
+
+
+def test_what_an_expression_looks_at_is_found() -> None:
+    parsed = PromQL('sum by (x) (rate(a{b="c",d=~"e|f"}[5m])) / histogram_quantile(0.9, g) > 1 or absent(h)')
+    assert parsed.selectors == [Selector("a", (("b", "=", "c"), ("d", "=~", "e|f"))), Selector("g", ()), Selector("h", ())]
+    assert parsed.grouped == {"x"}
