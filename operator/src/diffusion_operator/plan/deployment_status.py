@@ -10,7 +10,6 @@ from diffusion_operator.api.deployment import (
     EndpointsStatus,
     GroupState,
     GroupStatus,
-    LoadStatus,
     OperationStatus,
 )
 from diffusion_operator.api.meta import settle_conditions
@@ -18,10 +17,11 @@ from diffusion_operator.api.names import LABEL_DEPLOYMENT
 from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.conditions import Situation, deployment_verdicts
 from diffusion_operator.plan.groups import Group, failure_of
+from diffusion_operator.plan.load_progress import load_status
 from diffusion_operator.plan.revision import Template
+from diffusion_operator.plan.status_size import fitted
 from diffusion_operator.plan.traffic import held_requests, last_request_time, sleep_eligible_time
 
-GROUPS_SHOWN = 64
 READY_STATES = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
 
 
@@ -37,6 +37,7 @@ def deployment_status(
     """`groups` has the terminating ones too, `situation` only what counts; `made` are asked for in this pass."""
     name, namespace, before = deployment.metadata.name, deployment.metadata.namespace, deployment.status
     count = situation.count
+    shown, truncated = fitted((*(group_status(group) for group in groups), *_between_pods(before, groups, made, template)))
     updated = sum(group.pod.revision == template.revision for group in situation.groups)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
@@ -61,7 +62,8 @@ def deployment_status(
         sleep_eligible_time=sleep_eligible_time(
             deployment.spec, situation.groups, rolling=situation.rolling, before=before.sleep_eligible_time, now=now
         ),
-        groups=(*(group_status(group) for group in groups), *_between_pods(before, groups, made, template))[:GROUPS_SHOWN],
+        groups_truncated=truncated or None,
+        groups=shown,
         conditions=settle_conditions(
             deployment_verdicts(situation), previous=before.conditions, generation=deployment.metadata.generation, now=now
         ),
@@ -100,7 +102,7 @@ def group_status(group: Group) -> GroupStatus:
         failures=group.failures.count or None,
         failing_since=group.failures.since,
         next_restart_time=group.failures.next_restart,
-        load=_load(group),
+        load=load_status(group),
         last_failure=failure_of(group),
         generation=group.document.generation if group.document else None,
         last_rank_loss=_last_rank_loss(group),
@@ -131,12 +133,3 @@ def _last_rank_loss(group: Group) -> str | None:
     """As the server process tells it; a new one knows of none."""
     loss = group.document.last_loss if group.document else None
     return f"{loss.fault}: {loss.message}"[:1024] if loss else None
-
-
-def _load(group: Group) -> LoadStatus | None:
-    """Only while it loads: afterwards the figures say nothing."""
-    if group.state is not GroupState.STARTING or group.document is None or not group.document.load.stage:
-        return None
-    load = group.document.load
-    percent = min(100, 100 * load.bytes_done // load.bytes_total) if load.bytes_total else None
-    return LoadStatus(stage=load.stage[:32], bytes_done=load.bytes_done, bytes_total=load.bytes_total, percent=percent)

@@ -32,6 +32,9 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
     old = {group.index: group for group in before.groups}
     events = [event for group in after.groups for event in _group_events(old.get(group.index), group, generation=after.observed_generation)]
     events += _model_events(before, after)
+    if after.groups_truncated and not before.groups_truncated:
+        message = f"status.groups has {len(after.groups)} of {after.replicas} replicas, or less of what they say; what is counted is of all"
+        events.append(_normal("StatusTruncated", message, key=str(after.observed_generation)))
     if _revision_done(before, after):
         message = f"all replicas serve revision {after.current_revision}"
         events.append(_normal("RolloutComplete", message, key=after.current_revision or ""))

@@ -29,6 +29,7 @@ class Container(msgspec.Struct, frozen=True):
     restarts: int = 0
     waiting_reason: str = ""
     waiting_message: str = ""
+    started_at: datetime | None = None
     last_exit: Exit | None = None
 
 
@@ -47,6 +48,8 @@ class Pod(msgspec.Struct, frozen=True):
     unschedulable: str = ""
     """The scheduler's message, empty while it has none."""
     node: str = ""
+    set_up_at: datetime | None = None
+    """When its node had all that the containers need but their images."""
     ip: str = ""
     ready: bool = False
     lost: bool = False
@@ -83,6 +86,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         scheduled=bool(spec.get("nodeName")),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
         node=spec.get("nodeName", ""),
+        set_up_at=_when(conditions.get("PodReadyToStartContainers", {})),
         ip=status.get("podIP", ""),
         ready=conditions.get("Ready", {}).get("status") == "True",
         lost=_lost(status, conditions),
@@ -104,14 +108,20 @@ def _container(status: Mapping[str, Any]) -> Container:
         return Container()
     state, last = found.get("state", {}), found.get("lastState", {})
     ended = state.get("terminated") or last.get("terminated")
-    waiting = state.get("waiting", {})
+    waiting, started_at = state.get("waiting", {}), state.get("running", {}).get("startedAt")
     return Container(
         running="running" in state,
         restarts=found.get("restartCount", 0),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
+        started_at=_time(started_at) if started_at else None,
         last_exit=_exit(ended) if ended else None,
     )
+
+
+def _when(condition: Mapping[str, Any]) -> datetime | None:
+    since = condition.get("lastTransitionTime")
+    return _time(since) if condition.get("status") == "True" and since else None
 
 
 def _exit(terminated: Mapping[str, Any]) -> Exit:
