@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentSpec, GroupRecovery, GroupState
+from diffusion_operator.api.deployment import DeploymentSpec, GroupRecovery, GroupState, GroupStatus
 from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.plan.groups import CRASH_LOOP_RESTARTS, STARTUP_ERROR_EXIT, Failures, Group, Problem
 
@@ -75,25 +75,26 @@ def _cut_off(groups: Sequence[Group]) -> Group | None:
 
 
 def _counted(group: Group, reason: str, recovery: GroupRecovery, now: datetime) -> Group:
+    """With what is new since the last pass. A pod with another template begins at nothing."""
     before = group.previous
-    if before is None or group.state is GroupState.TERMINATING:
-        known = before is not None and Failures(before.failures or 0, before.failing_since)
-        return msgspec.structs.replace(group, failures=known or Failures())
-    kept = before.revision in (None, group.pod.revision)
-    same_pod = before.leader_pod == group.pod.name
-    count, since, next_restart = (before.failures or 0, before.failing_since, before.next_restart_time) if kept else (0, None, None)
-    new = max(0, group.pod.container.restarts - (before.restarts or 0)) if same_pod else group.pod.container.restarts
-    next_restart = next_restart if same_pod and not group.live else None
-    giving_up = bool(reason) and next_restart is None and count + new < recovery.failure_threshold
-    new += giving_up
+    known = before if before is not None and before.revision in (None, group.pod.revision) else GroupStatus(group.index, group.state)
+    count, since = known.failures or 0, known.failing_since
+    if group.state is GroupState.TERMINATING:
+        return msgspec.structs.replace(group, failures=Failures(count, since))
+    same_pod = known.leader_pod == group.pod.name
+    next_restart = known.next_restart_time if same_pod and (reason or not group.live) else None
+    giving_up = bool(reason) and next_restart is None
+    new = max(0, group.pod.container.restarts - (known.restarts or 0 if same_pod else 0))
+    # An end that makes it be given up is in no count of restarts. One that was spent before is not given up again and again.
+    new += giving_up and count + new < recovery.failure_threshold
     over = since is not None and now - since >= timedelta(seconds=recovery.window_seconds)
     if over and (group.live or (new and count < recovery.failure_threshold)):
         count, since = 0, None
     if new:
         count, since = count + new, since or now
-    if giving_up and count < recovery.failure_threshold:
-        next_restart = now + backoff(recovery, count)
     spent = count >= recovery.failure_threshold
+    if giving_up:
+        next_restart = now + backoff(recovery, count)
     return msgspec.structs.replace(group, failures=Failures(count, since, None if spent else next_restart, spent=spent))
 
 
