@@ -33,9 +33,10 @@ pods, as `rollout` says; everything else reaches the pods that run. Conditions a
 [troubleshooting](troubleshooting.md), what the objects mean in [concepts](concepts.md), and the routes of a model in
 [its HTTP API](http-api.md).
 """
+# Regular expressions that a sentence says better.
 PATTERNS = {
-    "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": "a name of Kubernetes",
-    "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$": "a label of Kubernetes",
+    "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": "a DNS name",
+    "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$": "a DNS label",
     "^[0-9]+([.][0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$": "a quantity",
     "^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$": "small letters, digits, `.`, `_` and `-`",
     "^sha256:[0-9a-f]{64}$": "`sha256:` and 64 hexadecimal digits",
@@ -43,7 +44,7 @@ PATTERNS = {
     "^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$": "as in `1024x1024`",
     "^[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*$": "a key of a Secret",
     "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$": "as in `org/name`",
-    "^(none|([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)$": "`none` or a qualified name of Kubernetes",
+    "^(none|([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)$": "`none`, or a name as in `nvidia.com/gpu`",
     "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$": "a label's value",
     "^([a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$": "a label's name",
     "^([A-Za-z_][A-Za-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$": "a class or an import path",
