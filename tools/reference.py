@@ -37,6 +37,7 @@ pods, as `rollout` says; everything else reaches the pods that run. Conditions a
 PATTERNS = {
     "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": "a DNS name",
     "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$": "a DNS label",
+    "^[a-z]([-a-z0-9]*[a-z0-9])?$": "a DNS label that begins with a letter",
     "^[0-9]+([.][0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$": "a quantity",
     "^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$": "small letters, digits, `.`, `_` and `-`",
     "^sha256:[0-9a-f]{64}$": "`sha256:` and 64 hexadecimal digits",
