@@ -2,6 +2,7 @@
 """The alert rules: every expression parses, looks at metrics and labels that there are, and has a runbook that can be found."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,13 @@ def of_workers() -> dict[str, set[str]]:
 def of_the_operator() -> dict[str, set[str]]:
     """Labels by series, from its registry and from what is registered when it begins."""
     found: dict[str, set[str]] = {}
-    for collector in [*metrics.REGISTRY._collector_to_names, metrics.ObjectsByReason({}), metrics.Replicas({})]:
+    runtime: Any = SimpleNamespace(ready_reasons={}, statuses={})
+    queue: Any = SimpleNamespace(waiting=0, oldest_s=0.0)
+    registered = metrics.register(runtime, queue, [])
+    collectors = list(metrics.REGISTRY._collector_to_names)
+    for one in registered:
+        metrics.REGISTRY.unregister(one)
+    for collector in collectors:
         for family in collector.collect():
             labels = set(getattr(collector, "_labelnames", ())) | set(getattr(family, "_labelnames", ()))
             name = f"{family.name}_total" if family.type == "counter" else family.name
