@@ -97,6 +97,22 @@ def test_a_process_is_found_again_by_its_note_and_ended(tmp_path: Path) -> None:
     assert not found.alive()
 
 
+def test_a_process_keeps_nothing_open_that_our_caller_left_open_to_us(tmp_path: Path) -> None:
+    """`flock FILE python -m tools.devcluster up` would hold its lock for as long as the node runs."""
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    process = processes.start("sleeper", ["sleep", "600"], log=tmp_path / "log")
+    os.close(writing)
+    try:
+        os.set_blocking(reading, False)
+        while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+            assert process.alive()
+        assert os.read(reading, 1) == b"", "the other end is closed everywhere"
+    finally:
+        process.stop()
+        os.close(reading)
+
+
 def test_a_process_that_does_not_listen_is_ended_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 0.3)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"

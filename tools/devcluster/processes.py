@@ -48,10 +48,21 @@ def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str,
         words = ["setpriv", "--pdeathsig", "KILL", *words]
     output = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-    pid = os.posix_spawnp(
-        words[0], words, dict(os.environ if env is None else env), file_actions=[no_input, output, (os.POSIX_SPAWN_DUP2, 1, 2)], setsid=True
-    )
+    actions = [*_not_inherited(), no_input, output, (os.POSIX_SPAWN_DUP2, 1, 2)]
+    pid = os.posix_spawnp(words[0], words, dict(os.environ if env is None else env), file_actions=actions, setsid=True)
     return Process(name, pid, _started_ticks(pid) or 0)
+
+
+def _not_inherited() -> list[tuple[int, int]]:
+    """What our own parent left open to us, as a lock or a pipe of its: it would stay so for as long as the program runs."""
+    inherited = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if int(entry.name) > 2]
+    return [(os.POSIX_SPAWN_CLOSE, fd) for fd in inherited if _inheritable(fd)]
+
+
+def _inheritable(fd: int) -> bool:
+    with contextlib.suppress(OSError):  # the one by which we listed them
+        return os.get_inheritable(fd)
+    return False
 
 
 def save(processes: Sequence[Process], file: Path) -> None:
