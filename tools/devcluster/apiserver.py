@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,10 +31,14 @@ ATTEMPTS = 3  # a free port may be taken by another between our look and etcd's
 
 
 @contextmanager
-def apiserver() -> Iterator[Path]:
-    """Runs an API server for as long as the block lasts and gives its kubeconfig. The kernel ends it with the calling thread, too."""
+def apiserver(*, audit_policy: str | None = None, admission: Sequence[str] = ()) -> Iterator[Path]:
+    """Runs an API server for as long as the block lasts and gives its kubeconfig. The kernel ends it with the calling thread, too.
+
+    With an audit policy (YAML) it notes requests in `audit.log` beside the kubeconfig, a JSON object a line. `admission` names plugins
+    that are not on by default.
+    """
     with tempfile.TemporaryDirectory(prefix="devcluster-apiserver-") as folder:
-        running = _start_somehow(Path(folder), dies_with_us=True)
+        running = _start_somehow(Path(folder), dies_with_us=True, flags=_flags(Path(folder), audit_policy, admission))
         try:
             yield Path(folder) / "kubeconfig"
         finally:
@@ -48,7 +52,7 @@ def up() -> Path:
         return folder / "kubeconfig"
     down()
     folder.mkdir(parents=True, mode=0o700)
-    _start_somehow(folder, dies_with_us=False)
+    _start_somehow(folder, dies_with_us=False, flags=[])
     return folder / "kubeconfig"
 
 
@@ -64,11 +68,20 @@ def _running(folder: Path) -> bool:
     return bool(noted) and all(p.alive() for p in noted) and (folder / "kubeconfig").exists()
 
 
-def _start_somehow(folder: Path, *, dies_with_us: bool) -> list[Process]:
+def _flags(folder: Path, audit_policy: str | None, admission: Sequence[str]) -> list[str]:
+    flags = [f"--enable-admission-plugins={','.join(admission)}"] if admission else []
+    if audit_policy is not None:
+        policy = folder / "audit-policy.yaml"
+        policy.write_text(audit_policy)
+        flags += [f"--audit-policy-file={policy}", f"--audit-log-path={folder / 'audit.log'}"]
+    return flags
+
+
+def _start_somehow(folder: Path, *, dies_with_us: bool, flags: Sequence[str]) -> list[Process]:
     for attempt in range(1, ATTEMPTS + 1):
         running: list[Process] = []
         try:
-            _start(folder, running, dies_with_us=dies_with_us)
+            _start(folder, running, dies_with_us=dies_with_us, flags=flags)
         except CommandFailed:
             _stop(running)
             if attempt == ATTEMPTS:
@@ -82,7 +95,7 @@ def _start_somehow(folder: Path, *, dies_with_us: bool) -> list[Process]:
     raise AssertionError("unreachable")
 
 
-def _start(folder: Path, running: list[Process], *, dies_with_us: bool) -> None:
+def _start(folder: Path, running: list[Process], *, dies_with_us: bool, flags: Sequence[str]) -> None:
     client_port, peer_port, api_port = _free_ports(3)
     binaries, etcd_binary = programs.kube(), programs.etcd()
     authority = Authority(folder / "certs")
@@ -92,7 +105,7 @@ def _start(folder: Path, running: list[Process], *, dies_with_us: bool) -> None:
     etcd_url, peer_url, server = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}", f"https://127.0.0.1:{api_port}"
     for name, argv in (
         ("etcd", etcd_command(etcd_binary, folder / "etcd", etcd_url, peer_url)),
-        ("kube-apiserver", _command(binaries, authority, etcd_url, api_port)),
+        ("kube-apiserver", [*_command(binaries, authority, etcd_url, api_port), *flags]),
     ):
         running.append(processes.start(name, argv, log=folder / f"{name}.log", dies_with_us=dies_with_us))
         processes.save(running, folder / "processes.json")
@@ -122,7 +135,7 @@ def _command(binaries: Path, authority: Authority, etcd_url: str, port: int) -> 
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={authority.file('sa.pub')}",
         f"--service-account-signing-key-file={authority.file('sa.key')}",
-        "--service-cluster-ip-range=10.0.0.0/24",
+        "--service-cluster-ip-range=10.0.0.0/16",
         "--authorization-mode=RBAC",
         "--allow-privileged=true",
         # It waits for a controller that would make each namespace's account; without one no pod could be created.

@@ -81,10 +81,10 @@ capabilities:
 
 {{/* What the operator does, verb by verb; the same in a Role and in a ClusterRole. */}}
 {{- define "diffusion-operator.rules" -}}
-# Our kinds are only read: no finalizer and no annotation is ever written to them.
+# Our kinds are only watched: no finalizer and no annotation is ever written to them.
 - apiGroups: [diffusion-operator.dev]
   resources: [diffusiondeployments, loraadapters]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [diffusion-operator.dev]
   resources: [diffusiondeployments/status, loraadapters/status]
   verbs: [patch]
