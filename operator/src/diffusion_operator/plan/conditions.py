@@ -3,16 +3,14 @@
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from diffusion_operator.api.adapter import InstanceState
 from diffusion_operator.api.deployment import ColdMode, DeploymentSpec, GroupState, SleepLevel, SleepPolicy
 from diffusion_operator.api.meta import Verdict, verdict
-from diffusion_operator.plan.adapters import AdapterPlan
-from diffusion_operator.plan.control_security import PolicyOutcome, control_secured
+from diffusion_operator.plan.control_security import control_secured
 from diffusion_operator.plan.groups import Group, Problem
-from diffusion_operator.plan.model_resolution import Resolution, model_resolved
-from diffusion_operator.plan.rollout import Progress, max_unavailable
+from diffusion_operator.plan.model_resolution import model_resolved
+from diffusion_operator.plan.rollout import max_unavailable
+from diffusion_operator.plan.situation import RESTING, Situation
 
 _READY_PROBLEMS = (
     Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
@@ -21,7 +19,6 @@ _READY_PROBLEMS = (
 """What keeps a replica from ever being ready, most telling first."""
 
 _WAKE_PROBLEMS = (Problem.WAKE_FAILED, Problem.INSUFFICIENT_MEMORY)
-_RESTING = (GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
 
 _DEGRADED_REASONS = {
     Problem.VERIFICATION_FAILED: "VerificationFailed",
@@ -38,52 +35,6 @@ _DEGRADED_REASONS = {
     Problem.IMAGE_PULL: "GroupFailed",
 }
 _MESSAGE_LIMIT = 1500
-
-
-class Situation(msgspec.Struct, frozen=True):
-    """What the conditions are computed from."""
-
-    spec: DeploymentSpec
-    groups: tuple[Group, ...]
-    """Without those on their way out."""
-    adapters: AdapterPlan
-    outdated: int
-    progress: Progress
-    resolution: Resolution
-    refusal: str
-    policy: PolicyOutcome = PolicyOutcome()
-
-    @property
-    def wanted(self) -> int:
-        return self.spec.wanted_replicas
-
-    @property
-    def rolling(self) -> bool:
-        """Replicas are being replaced, and not stuck at it."""
-        return self.outdated > 0 and not self.progress.stalled
-
-    @property
-    def asleep_wanted(self) -> bool:
-        return self.spec.sleep.policy is SleepPolicy.ASLEEP
-
-    @property
-    def on_idle(self) -> bool:
-        return self.spec.sleep.policy is SleepPolicy.ON_IDLE
-
-    @property
-    def wakeable(self) -> int:
-        """Those that rest because nobody needs them: with OnIdle a request wakes them."""
-        if not self.on_idle:
-            return 0
-        return sum(group.state in _RESTING and group.pod.ready and group.problem is None for group in self.groups)
-
-    def count(self, *states: GroupState) -> int:
-        return sum(group.state in states for group in self.groups)
-
-    @property
-    def serving(self) -> int:
-        """Awake, and as far as the kubelet's probe says, answering."""
-        return sum(group.state is GroupState.AWAKE and group.pod.ready for group in self.groups)
 
 
 def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
@@ -112,7 +63,7 @@ def ready(now: Situation) -> Verdict:
     if now.asleep_wanted and live:
         return verdict("Ready", False, "SleepRequested", f"spec.sleep.policy is Asleep; {_tally(now)}")
     if now.serving:
-        whole = now.serving + now.wakeable == now.wanted == len(now.groups) and not any(group.problem for group in now.groups)
+        whole = now.serving + now.wakeable >= now.wanted and not any(group.problem for group in now.groups)
         text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}{_others(now)}"
         return verdict("Ready", True, "Serving" if whole else "ServingDegraded", text)
     return _not_serving(now)
@@ -129,7 +80,7 @@ def _not_serving(now: Situation) -> Verdict:
     if unreachable is not None:
         # The data path may be fine: the kubelet's probe answers for the data port only.
         return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _about(unreachable))
-    if now.count(*_RESTING):
+    if now.count(*RESTING):
         return verdict("Ready", False, "Waking", _tally(now) + _others(now))
     if now.refusal:
         return verdict("Ready", False, "PodsRefused", now.refusal)
@@ -143,7 +94,7 @@ def available(now: Situation) -> Verdict:
     text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
     if now.serving and now.serving + now.wakeable >= enough:
         return verdict("Available", True, "MinimumAvailable", text)
-    return verdict("Available", False, "Sleeping" if now.count(*_RESTING) else "MinimumUnavailable", text)
+    return verdict("Available", False, "Sleeping" if now.count(*RESTING) else "MinimumUnavailable", text)
 
 
 def progressing(now: Situation) -> Verdict:
@@ -202,7 +153,7 @@ def _awake(now: Situation) -> tuple[bool, str, str]:
         return False, "AllAsleep", tally
     if now.count(GroupState.WAKING) or (now.count(GroupState.ASLEEP) and not (now.asleep_wanted or now.on_idle)):
         return False, "Waking", tally
-    if now.count(*_RESTING):
+    if now.count(*RESTING):
         return False, "GoingToSleep", tally
     return False, "Starting" if now.wanted else "NoReplicas", tally
 

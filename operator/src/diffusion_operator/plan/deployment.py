@@ -10,7 +10,6 @@ from diffusion_operator.api.deployment import DeploymentStatus, GroupState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters
-from diffusion_operator.plan.conditions import Situation
 from diffusion_operator.plan.departures import Told, depart
 from diffusion_operator.plan.deployment_status import deployment_status
 from diffusion_operator.plan.groups import observe_groups
@@ -22,6 +21,7 @@ from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.revision import Template, template_of
 from diffusion_operator.plan.rollout import progress_of
 from diffusion_operator.plan.routing import plan_routing
+from diffusion_operator.plan.situation import Situation
 from diffusion_operator.plan.sleeping import plan_sleep
 
 UNROUTE_BEFORE_DELETE = timedelta(seconds=2)

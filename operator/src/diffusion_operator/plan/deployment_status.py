@@ -15,10 +15,11 @@ from diffusion_operator.api.deployment import (
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
 from diffusion_operator.plan.actions import CreatePod
-from diffusion_operator.plan.conditions import Situation, deployment_verdicts
+from diffusion_operator.plan.conditions import deployment_verdicts
 from diffusion_operator.plan.groups import Group, failure_of
 from diffusion_operator.plan.load_progress import load_status
 from diffusion_operator.plan.revision import Template
+from diffusion_operator.plan.situation import Situation
 from diffusion_operator.plan.status_size import fitted
 from diffusion_operator.plan.traffic import held_requests, last_request_time, sleep_eligible_time
 

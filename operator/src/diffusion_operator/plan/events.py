@@ -36,7 +36,7 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
         message = f"status.groups has {len(after.groups)} of {after.replicas} replicas, or less of what they say; what is counted is of all"
         events.append(_normal("StatusTruncated", message, key=str(after.observed_generation)))
     if _revision_done(before, after):
-        message = f"all replicas serve revision {after.current_revision}"
+        message = f"all replicas have revision {after.current_revision}"
         events.append(_normal("RolloutComplete", message, key=after.current_revision or ""))
     looping = condition_of(after.conditions, "Degraded")
     if looping is not None and looping.reason == "CrashLooping" != reason_of(before.conditions, "Degraded"):
@@ -75,6 +75,9 @@ def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation:
         how = f"ended with exit code {failure.exit_code}" if failure.exit_code is not None else "failed"
         message = f"replica {after.index} {how}: {failure.message}"
         events.append(_warning("GroupRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
+    if before is not None and after.failures and (before.incarnation or 0) < (after.incarnation or 0):
+        message = f"replica {after.index} is made anew as {after.leader_pod} after {after.failures} failures"
+        events.append(_warning("GroupRestarted", message, key=after.leader_pod or ""))
     if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
         message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"
         events.append(_warning("RankLost", message, key=f"{boot}-{after.generation}"))

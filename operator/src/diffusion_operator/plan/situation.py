@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the status of a deployment is computed from, and what several of its conditions count."""
+
+import msgspec
+
+from diffusion_operator.api.deployment import DeploymentSpec, GroupState, SleepPolicy
+from diffusion_operator.plan.adapters import AdapterPlan
+from diffusion_operator.plan.control_security import PolicyOutcome
+from diffusion_operator.plan.groups import Group
+from diffusion_operator.plan.model_resolution import Resolution
+from diffusion_operator.plan.rollout import Progress
+
+RESTING = (GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+
+
+class Situation(msgspec.Struct, frozen=True):
+    spec: DeploymentSpec
+    groups: tuple[Group, ...]
+    """Without those on their way out."""
+    adapters: AdapterPlan
+    outdated: int
+    progress: Progress
+    resolution: Resolution
+    refusal: str
+    policy: PolicyOutcome = PolicyOutcome()
+
+    @property
+    def wanted(self) -> int:
+        return self.spec.wanted_replicas
+
+    @property
+    def rolling(self) -> bool:
+        """Replicas are being replaced, and not stuck at it."""
+        return self.outdated > 0 and not self.progress.stalled
+
+    @property
+    def asleep_wanted(self) -> bool:
+        return self.spec.sleep.policy is SleepPolicy.ASLEEP
+
+    @property
+    def on_idle(self) -> bool:
+        return self.spec.sleep.policy is SleepPolicy.ON_IDLE
+
+    @property
+    def wakeable(self) -> int:
+        """Those that rest because nobody needs them: with OnIdle a request wakes them."""
+        if not self.on_idle:
+            return 0
+        return sum(group.state in RESTING and group.pod.ready and group.problem is None for group in self.groups)
+
+    def count(self, *states: GroupState) -> int:
+        return sum(group.state in states for group in self.groups)
+
+    @property
+    def serving(self) -> int:
+        """Awake, and as far as the kubelet's probe says, answering."""
+        return sum(group.state is GroupState.AWAKE and group.pod.ready for group in self.groups)
