@@ -60,6 +60,14 @@ class ClusterRig:
         self.deploy(name, **options)
         return self.wait(f"dd/{name}", SERVING)
 
+    def exists(self, resource: str) -> bool:
+        return bool(self.kubectl.text("get", resource, "--ignore-not-found", "--output", "name"))
+
+    def events(self, name: str, reason: str) -> list[str]:
+        """The notes of an object's Events, oldest first."""
+        items = self.kubectl.get("events.events.k8s.io", "--field-selector", f"reason={reason},regarding.name={name}")["items"]
+        return [str(item["note"]) for item in sorted(items, key=lambda item: item["metadata"]["creationTimestamp"])]
+
     def sleep_policy(self, name: str, policy: str) -> None:
         self.kubectl.patch(f"dd/{name}", {"spec": {"sleep": {"policy": policy}}})
 
@@ -79,7 +87,10 @@ class ClusterRig:
 
     def state(self, deployment: str) -> Document:
         """The worker's own state document."""
-        return read_state(self.kubectl, self.pod(deployment))
+        return self.state_of(self.pod(deployment))
+
+    def state_of(self, pod: str) -> Document:
+        return read_state(self.kubectl, pod)
 
     def state_if_any(self, deployment: str) -> Document | None:
         """The same, or None while the worker or its container does not answer."""
@@ -88,9 +99,9 @@ class ClusterRig:
         except DemoFailed:
             return None
 
-    def kill_in_pod(self, pod: str, pid: int) -> None:
-        """SIGKILL, by the container's own user."""
-        self.kubectl.text("exec", pod, "-c", "worker", "--", "python3", "-c", f"import os; os.kill({pid}, 9)")
+    def kill_in_pod(self, pod: str, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """A signal, by the container's own user."""
+        self.kubectl.text("exec", pod, "-c", "worker", "--", "python3", "-c", f"import os; os.kill({pid}, {int(number)})")
 
     def kill_server(self, deployment: str) -> None:
         """SIGKILL to the first process of the worker's container; skips the test where the node is another machine.

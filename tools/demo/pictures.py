@@ -55,7 +55,7 @@ def ask(client: openai.OpenAI, request: Request) -> Picture:
     end = time.monotonic() + CONNECT_S
     while True:
         try:
-            return _generate(client, request)
+            return ask_once(client, request)
         except openai.APITimeoutError:
             raise
         except openai.APIConnectionError as error:
@@ -66,14 +66,15 @@ def ask(client: openai.OpenAI, request: Request) -> Picture:
 
 def ask_and_be_refused(client: openai.OpenAI, request: Request) -> Refusal:
     try:
-        _generate(client, request)
+        ask_once(client, request)
     except openai.APIStatusError as error:
         body = error.body if isinstance(error.body, dict) else {}
         return Refusal(error.status_code, str(body.get("code", "")), str(body.get("message", error.message)))
     raise DemoFailed(f"a request for model {request.model!r} was answered with a picture, expected a refusal")
 
 
-def _generate(client: openai.OpenAI, request: Request) -> Picture:
+def ask_once(client: openai.OpenAI, request: Request) -> Picture:
+    """One picture, or the error of the SDK."""
     lora = {"lora": [{"name": name, "scale": scale} for name, scale in request.adapters]} if request.adapters else {}
     answer = client.images.generate(
         model=request.model,

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What breaks under a deployment that serves, on a real cluster: its processes, its operator, the API server, the way between them.
+
+One deployment for nearly all of it. Each test leaves it serving, so none needs another, and its pod has one life more or the same one.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cluster_clients import Clients
+from cluster_faults import api_server_stopped, control_port_cut_off, kill_operator, operator_pods, service_address
+from cluster_rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
+from tools.demo.kubectl import Document, Wanted
+from tools.demo.pictures import Picture, Request
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+NAME = "steady"
+DD = f"dd/{NAME}"
+REQUEST = Request(PROMPT, 1, NAME, steps=8)
+# A node's own watchers need some seconds to see, and the operator looks at a replica every few.
+NOTICE_S = 30.0
+STANDSTILL_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def steady(rig: ClusterRig) -> Iterator[ClusterRig]:
+    rig.serve(NAME, ranks=2)
+    yield rig
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+    rig.eventually("the pods are gone", lambda: not rig.pods(NAME))
+
+
+@pytest.fixture(scope="module")
+def right(steady: ClusterRig) -> Picture:
+    """The picture that every request asks for."""
+    return steady.picture(NAME)
+
+
+def clients(rig: ClusterRig, right: Picture) -> Clients:
+    return Clients(lambda: service_address(rig.kubectl, NAME), right, REQUEST)
+
+
+def lives(rig: ClusterRig) -> list[tuple[str, int]]:
+    """Of every pod: which it is, and how often its container was started."""
+    return sorted((pod["metadata"]["uid"], restarts(pod)) for pod in rig.pods(NAME))
+
+
+def restarts(pod: Document) -> int:
+    return sum(container["restartCount"] for container in pod["status"].get("containerStatuses", []))
+
+
+def routable(rig: ClusterRig) -> list[str]:
+    return [pod["metadata"]["name"] for pod in rig.pods(NAME) if pod["metadata"]["labels"].get("diffusion-operator.dev/routable") == "true"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["RF2-killed", "RF3-stopped"])
+def test_a_lost_rank_is_told_and_its_replica_serves_again_in_the_same_container(
+    steady: ClusterRig, right: Picture, number: signal.Signals
+) -> None:
+    rig, before, same = steady, steady.state(NAME), lives(steady)
+    told = len(rig.events(NAME, "RankLost"))
+    rig.kill_in_pod(rig.pod(NAME), before["ranks"][1]["pid"], number)
+    rig.eventually("the lost rank in a condition", lambda: rig.condition(DD, "Degraded")["reason"] == "RankLost", deadline_s=NOTICE_S)
+    rig.wait(DD, SERVING, deadline_s=START_S)
+    after = rig.state(NAME)
+    assert (after["bootId"], after["generation"], lives(rig)) == (before["bootId"], before["generation"] + 1, same)
+    note = rig.eventually("an Event of it", lambda: rig.events(NAME, "RankLost")[told:])[-1]
+    assert ("stopped" in note) == (number is signal.SIGSTOP), note
+    assert rig.picture(NAME).png == right.png
+
+
+def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: Picture) -> None:
+    """RF1."""
+    rig, before, (life,) = steady, steady.state(NAME), lives(steady)
+    rig.kill_server(NAME)
+    rig.eventually("another life", lambda: (found := rig.state_if_any(NAME)) and found["bootId"] != before["bootId"], deadline_s=START_S)
+    rig.wait(DD, SERVING)
+    assert lives(rig) == [(life[0], life[1] + 1)]
+    note = rig.eventually("an Event of it", lambda: rig.events(NAME, "GroupRestarted"))[-1]
+    assert "137" in note, note
+    assert rig.picture(NAME).png == right.png
+
+
+def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_restarts_for_it(steady: ClusterRig, right: Picture) -> None:
+    """RF7."""
+    rig, same = steady, lives(steady)
+    address = service_address(rig.kubectl, NAME)
+    with Clients(lambda: address, right, REQUEST) as asking:
+        with api_server_stopped():
+            before = asking.answered
+            threading.Event().wait(STANDSTILL_S)
+            meanwhile = asking.answered - before
+        rig.adapt("late", NAME, "/models/loras/stripes")
+        rig.wait("lora/late", ADAPTER_READY, deadline_s=60)
+    assert meanwhile > 5 and not asking.lost and not asking.refused, asking.told()
+    rig.wait(DD, SERVING, deadline_s=60)
+    assert lives(rig) == same
+    rig.kubectl.text("delete", "lora/late", deadline_s=10)
+
+
+def test_a_control_port_that_cannot_be_reached_takes_no_replica_out_of_service(steady: ClusterRig, right: Picture) -> None:
+    """RF9."""
+    rig, same = steady, lives(steady)
+    (pod,) = rig.pods(NAME)
+    with clients(rig, right) as asking:
+        with control_port_cut_off(pod):
+            rig.eventually("told", lambda: degraded(rig)["reason"] == "ControlUnreachable", deadline_s=60)
+            assert routable(rig) == [pod["metadata"]["name"]]
+            rig.picture(NAME)
+        rig.wait(DD, SERVING, deadline_s=NOTICE_S)
+    assert asking.answered > 5 and not asking.lost and not asking.refused, asking.told()
+    assert lives(rig) == same and degraded(rig)["status"] == "False"
+
+
+def degraded(rig: ClusterRig) -> Document:
+    return rig.condition(DD, "Degraded")
+
+
+def test_children_that_somebody_edits_or_deletes_are_repaired_under_running_requests(steady: ClusterRig, right: Picture) -> None:
+    """RF28, and of RF27 the ConfigMap."""
+    rig, same = steady, lives(steady)
+    wanted = rig.kubectl.get(f"service/{NAME}")["spec"]["selector"]
+    desired = rig.kubectl.get(f"configmap/{NAME}-desired")["data"]
+    with clients(rig, right) as asking:
+        rig.kubectl.patch(f"service/{NAME}", {"spec": {"selector": {"diffusion-operator.dev/deployment": "another"}}})
+        rig.eventually("its selector again", lambda: rig.kubectl.get(f"service/{NAME}")["spec"]["selector"] == wanted, deadline_s=10)
+        rig.kubectl.patch(f"configmap/{NAME}-desired", {"data": {"desired.json": "{}"}})
+        rig.eventually("its text again", lambda: rig.kubectl.get(f"configmap/{NAME}-desired")["data"] == desired, deadline_s=10)
+        rig.kubectl.text("delete", f"configmap/{NAME}-desired", deadline_s=10)
+        rig.eventually("a ConfigMap again", lambda: rig.exists(f"configmap/{NAME}-desired"), deadline_s=10)
+        answered = asking.answered
+        rig.eventually("requests are answered", lambda: asking.answered > answered + 2)
+    assert not asking.lost and not asking.refused, asking.told()
+    rig.kubectl.text("delete", f"service/{NAME}", deadline_s=10)
+    rig.eventually("a Service again", lambda: rig.exists(f"service/{NAME}"), deadline_s=10)
+    assert rig.picture(NAME).png == right.png
+    assert lives(rig) == same
+    assert rig.eventually("Events of it", lambda: rig.events(NAME, "Repaired"))
+
+
+def test_a_deleted_token_hurts_no_running_replica_and_is_there_for_the_next(steady: ClusterRig, right: Picture) -> None:
+    """RF27. The Secret is never read, so it comes back when a pod waits for it, or after ten minutes."""
+    rig = steady
+    rig.kubectl.text("delete", f"secret/{NAME}-control", deadline_s=10)
+    assert rig.picture(NAME).png == right.png
+    rig.wait(DD, SERVING, deadline_s=10)
+    (old,) = lives(rig)
+    rig.kubectl.text("delete", "pod", rig.pod(NAME), "--wait=false")
+    rig.eventually("another pod, and ready", lambda: rolled_out(rig, {old[0]}, 1), deadline_s=START_S)
+    rig.wait(DD, SERVING)
+    assert rig.picture(NAME).png == right.png
+
+
+def test_an_operator_that_is_killed_in_the_middle_of_a_rollout_and_of_a_sleep_ends_both_once(steady: ClusterRig, right: Picture) -> None:
+    """RF5."""
+    rig = steady
+    rig.kubectl.text("scale", DD, "--replicas=2")
+    rig.wait(DD, SERVING)
+    old = {uid for uid, _ in lives(rig)}
+    with clients(rig, right) as asking:
+        rig.kubectl.text("annotate", DD, "diffusion-operator.dev/restartedAt=now", "--overwrite")
+        rig.eventually("the rollout began", lambda: pod_uids(rig) - old, deadline_s=NOTICE_S)
+        kill_operator(rig.kubectl)
+        rig.eventually("only new pods, and ready", lambda: rolled_out(rig, old, 2), deadline_s=START_S)
+        rig.wait(DD, SERVING)
+    assert asking.answered > 5 and not asking.lost, asking.told()
+    assert pods_by_index(rig) == {"0": 1, "1": 1}
+
+    same = lives(rig)
+    rig.sleep_policy(NAME, "Asleep")
+    rig.kubectl.text("delete", "pod", operator_pods(rig.kubectl)[0]["metadata"]["name"], "--grace-period=0", "--force")
+    rig.wait(DD, Wanted("Awake", "False", ["AllAsleep"]), deadline_s=60)
+    rig.sleep_policy(NAME, "AlwaysAwake")
+    rig.wait(DD, SERVING, deadline_s=60)
+    assert lives(rig) == same
+    rig.kubectl.text("scale", DD, "--replicas=1")
+    rig.eventually("one pod", lambda: len(rig.pods(NAME)) == 1)
+
+
+def pod_uids(rig: ClusterRig) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in rig.pods(NAME)}
+
+
+def rolled_out(rig: ClusterRig, old: set[str], count: int) -> bool:
+    """Whether so many pods are ready, and none of the old ones is there."""
+    conditions = [condition for pod in rig.pods(NAME) for condition in pod["status"].get("conditions", [])]
+    ready = [condition for condition in conditions if condition["type"] == "Ready" and condition["status"] == "True"]
+    return not pod_uids(rig) & old and len(ready) == count
+
+
+def pods_by_index(rig: ClusterRig) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for pod in rig.pods(NAME):
+        index = pod["metadata"]["labels"]["diffusion-operator.dev/group-index"]
+        counts[index] = counts.get(index, 0) + 1
+    return counts
