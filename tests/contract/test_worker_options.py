@@ -14,6 +14,8 @@ import yaml
 from diffusion_operator.api import deployment as operator_api
 from diffusion_operator.api.deployment import DeploymentSpec, DiffusionDeployment
 from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
+from diffusion_operator.plan.revision import template_of
+from diffusion_operator.render.pod import pod
 from diffusion_operator.render.worker_arguments import option_word, worker_arguments
 from diffusion_worker import cli, config
 from diffusion_worker.config import RequestDefaults, RequestLimits, WorkerConfig
@@ -24,10 +26,14 @@ Spec = dict[str, Any]
 SOURCE = {"path": str(DIGITS_MODEL)}
 
 
-def arguments_of(spec: Spec) -> list[str]:
+def deployment_of(spec: Spec) -> DiffusionDeployment:
     metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     document: Spec = {"metadata": metadata, "spec": {**spec, "model": {"source": SOURCE} | spec.get("model", {})}}
-    return worker_arguments(msgspec.convert(document, DiffusionDeployment))
+    return msgspec.convert(document, DiffusionDeployment)
+
+
+def arguments_of(spec: Spec) -> list[str]:
+    return worker_arguments(deployment_of(spec))
 
 
 def config_of(spec: Spec) -> WorkerConfig:
@@ -110,6 +116,16 @@ def test_every_option_of_a_spec_reaches_the_worker() -> None:
     assert found.api_key_path == "/etc/diffusion/api-key/k"
     assert found.defaults == RequestDefaults(steps=9, guidance_scale=3.5, width=64, height=48)
     assert found.limits == RequestLimits(max_steps=30, max_pixels=4096, max_images=2)
+
+
+def test_every_place_that_the_arguments_name_is_mounted_in_the_pod() -> None:
+    spec: Spec = {"service": {"apiKeySecret": {"name": "s", "key": "k"}}, "lora": {"secrets": ["hub"], "claims": ["styles"]}}
+    deployment = deployment_of(spec)
+    container = pod(deployment, template_of(deployment, default_image="i"), index=0, incarnation=0)["spec"]["containers"][0]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    places = [one.partition("=")[2] for one in container["args"] if "=/" in one and not one.startswith("--model=")]
+    assert "/etc/diffusion/api-key/k" in places
+    assert [place for place in places if not any(f"{one}/".startswith(f"{place}/") or place.startswith(f"{one}/") for one in mounts)] == []
 
 
 def test_a_pipeline_of_ones_own_is_named_by_its_import_path() -> None:
