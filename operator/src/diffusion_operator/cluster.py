@@ -20,7 +20,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient, Resource
 
 from diffusion_operator.api.names import FIELD_MANAGER, KINDS, Kind
-from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable, NamespaceEnds
 
 Manifest = dict[str, Any]
 
@@ -168,7 +168,11 @@ class KubernetesCluster:
         """Not bound to a UID: the status endpoint ignores one. A status of an object made anew meanwhile lasts until its own pass."""
         metadata = {"name": name, "namespace": namespace}
         body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "status": status}
-        await self._apply(kind, namespace, name, body, subresource="/status")
+        try:
+            await self._apply(kind, namespace, name, body, subresource="/status")
+        except ClusterError as error:
+            if error.status != 404:  # gone meanwhile
+                raise
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
         """Of an object that is gone, or another one by now, nothing is changed."""
@@ -251,6 +255,8 @@ def _translate(what: str, error: ApiException) -> ClusterError:
         return ClusterConflict(message, status=409)
     if error.status == 429 or error.status >= 500:
         return ClusterUnavailable(message, status=error.status)
+    if error.status == 403 and '"NamespaceTerminating"' in str(error.body):
+        return NamespaceEnds(message, status=403)
     return ClusterRefused(message, status=error.status)
 
 

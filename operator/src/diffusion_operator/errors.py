@@ -7,7 +7,8 @@ OperatorError
  ├─ ClusterError
  │   ├─ ClusterUnavailable
  │   ├─ ClusterConflict
- │   └─ ClusterRefused
+ │   ├─ ClusterRefused
+ │   └─ NamespaceEnds
  └─ ControlError
      ├─ ControlUnreachable
      └─ ControlRefused
@@ -46,6 +47,10 @@ class ClusterConflict(ClusterError):
 
 class ClusterRefused(ClusterError):
     """4xx: quota, Pod Security, validation, rights; the reconcile shows it as a condition."""
+
+
+class NamespaceEnds(ClusterError):
+    """403: nothing can be made in a namespace that is being deleted; there is nothing to do, and nothing to tell."""
 
 
 class ControlError(OperatorError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import Kind
-from diffusion_operator.errors import ClusterError
+from diffusion_operator.errors import ClusterError, NamespaceEnds
 from diffusion_operator.plan.events import PlannedEvent
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.event import event
@@ -18,5 +18,7 @@ async def report(runtime: Runtime, events: Sequence[PlannedEvent], *, kind: Kind
     for planned in events:
         try:
             await runtime.cluster.create(event(planned, kind=kind, about=about, now=runtime.clock()))
+        except NamespaceEnds:
+            return
         except ClusterError as error:
             log.warning("event not written reason=%s object=%s/%s error=%s", planned.reason, about.namespace, about.name, error)
