@@ -58,15 +58,17 @@ LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, boo
     ("RF1: counted when it runs again", pod(**up(1)), recorded(), 1, None, False),
     ("RF1: and once", pod(**up(1)), recorded(1, restarts=1), 1, None, False),
     ("RF13: three restarts in place are not a loop yet", pod(**up(3)), recorded(2, restarts=2), 3, None, False),
-    ("RF13: the fourth end is", pod(**down(3)), recorded(3, restarts=3), 4, 80, False),
-    ("RF13: and is counted once", pod(**down(3)), recorded(4, restarts=3, next_in_s=50), 4, 50, False),
-    ("RF13: after the pause it goes", pod(**down(3)), recorded(4, restarts=3, next_in_s=0), 4, 0, True),
+    ("RF13: the fourth end is", pod(**down(3)), recorded(3, restarts=3), 3, 40, False),
+    ("RF13: and is counted once", pod(**down(3)), recorded(3, restarts=3, next_in_s=30), 3, 30, False),
+    ("RF13: after the pause it goes", pod(**down(3)), recorded(3, restarts=3, next_in_s=0), 3, 0, True),
     ("RF13: not while it starts once more", pod(**up(4)), recorded(4, restarts=4, next_in_s=-9), 4, -9, False),
     ("RF13: and not when it came up", pod(**(up(4) | {"ready": True})), recorded(4, restarts=4, next_in_s=-9), 4, None, False),
     ("RF13: the count outlives the pod", pod(0, 1), recorded(4, restarts=3, next_in_s=0), 4, None, False),
     ("RF13: the next pod adds to it", pod(0, 1, **up(1)), recorded(4, pod="d-0-1", restarts=0), 5, None, False),
     ("RF13: at the threshold nothing is made anew", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, None, False),
     ("RF13: and stays so when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, None, False),
+    ("RF13: restarts of long ago are no loop", pod(**down(9)), recorded(restarts=9), None, None, False),
+    ("RF13: what was given up and starts in place is counted once", pod(**up(4)), recorded(3, restarts=3, next_in_s=9), 4, 9, False),
     ("RF13: another template forgets", pod(0, 1), recorded(5, revision="old"), None, None, False),
     ("RF13: a live replica forgets when the window is over", pod(), recorded(5, age_s=3600), None, None, False),
     ("RF13: and not before", pod(), recorded(5, age_s=3599), 5, None, False),
@@ -261,7 +263,7 @@ def test_rf29_clocks_of_other_machines_decide_nothing(skew: timedelta) -> None:
     ended = Exit(code=70, finished_at=NOW + skew)
     plans = [seen(pod(created_at=EPOCH + skew, **facts), recorded(3, restarts=3)) for facts in (down(3, ended), up(3, ended), EVICTED)]
     due = [plan.status.groups[0].next_restart_time for plan in plans]
-    assert due == [NOW + timedelta(seconds=80), None, NOW + timedelta(seconds=80)]
+    assert due == [NOW + timedelta(seconds=40), None, NOW + timedelta(seconds=80)]
     assert not [one for plan in plans for one in plan.pods]
 
 

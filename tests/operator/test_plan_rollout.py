@@ -20,8 +20,8 @@ from plan_builders import NOW, REVISION, made, planned, pod, says
 ASLEEP, STARTING, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.STARTING), says(WorkerPhase.WAKING)
 HOLDS = says(WorkerPhase.ASLEEP, held=HeldReport(current=1))
 RANKS_START = says(WorkerPhase.RESTARTING, generation=2)
-ONE_DEATH = {"ready": False, "container": Container(running=True, restarts=1, last_exit=Exit(code=70))}
-NO_IMAGE = {"ready": False, "container": Container(waiting_reason="ImagePullBackOff")}
+ONE_DEATH: dict[str, Any] = {"ready": False, "container": Container(running=True, restarts=1, last_exit=Exit(code=70))}
+NO_IMAGE: dict[str, Any] = {"ready": False, "container": Container(waiting_reason="ImagePullBackOff")}
 SURGE = {"maxSurge": 1, "maxUnavailable": 0}
 
 
@@ -95,6 +95,27 @@ def test_a_step_of_a_rollout(
     resting = [msgspec.structs.replace(one, routable=False) if one.index in states else one for one in pods]
     plan = planned(*resting, states=states, replicas=4, rollout=rollout, sleep={"policy": "OnIdle"})
     assert (gone(plan), come(plan)) == (go, made_anew)
+
+
+FULL = says(WorkerPhase.READY, in_flight=3)
+SCALES: list[tuple[str, dict[int, WorkerState], list[int]]] = [
+    ("RF21: none that holds requests", {0: HOLDS, 1: HOLDS, 2: ASLEEP, 3: HOLDS}, [2]),
+    ("RF21: not the busiest", {0: FULL, 2: FULL, 3: FULL}, [1]),
+    ("RF25: one that sleeps before one that is awake", {0: ASLEEP}, [0]),
+    ("RF25: all asleep: the newest index", dict.fromkeys(range(4), ASLEEP), [3]),
+]
+
+
+@pytest.mark.parametrize(("states", "go"), [row[1:] for row in SCALES], ids=[row[0] for row in SCALES])
+def test_scaling_down_takes_the_one_that_is_missed_least(states: dict[int, WorkerState], go: list[int]) -> None:
+    pods = [new(index, routable=states.get(index, FULL).state is WorkerPhase.READY) for index in range(4)]
+    plan = planned(*pods, states=states, replicas=3, sleep={"policy": "OnIdle"})
+    assert gone(plan) == go
+
+
+def test_rf25_replicas_are_added_while_all_others_sleep() -> None:
+    plan = planned(new(0), new(1), states={0: ASLEEP, 1: ASLEEP}, replicas=3, sleep={"policy": "Asleep"})
+    assert (come(plan), gone(plan)) == ([2], [])
 
 
 def test_a_surge_gets_an_incarnation_above_every_known_one() -> None:

@@ -25,45 +25,53 @@ RESTART_PERIODS = 2  # of startup.timeoutSeconds: what a load of all ranks may t
 _ITS_OWN_WORDS = (Problem.MODEL_ERROR, Problem.NODE_LOST)
 
 
+class Reason(msgspec.Struct, frozen=True):
+    """Why a pod is given up. What is not a failure `in_place` is one more; an end in place counts when the kubelet starts it again."""
+
+    text: str
+    in_place: bool = False
+
+
 def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> tuple[Group, ...]:
     """The groups with what is known of their failures, and the verdict on those for which no pod is made any more."""
-    reasons = given_up(groups, spec)
-    return tuple(
-        _with_verdict(_counted(group, reasons.get(group.index, ""), spec.group_recovery, now), spec.group_recovery) for group in groups
-    )
+    recovery = spec.group_recovery
+    counted = [_counted(group, recovery, now) for group in groups]
+    reasons = given_up(counted, spec)
+    return tuple(_with_verdict(_with_pause(group, reasons.get(group.index), recovery, now), recovery) for group in counted)
 
 
-def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, str]:
-    """Why a pod is to be replaced, by index."""
-    reasons = {group.index: why for group in groups if (why := _reason(group, spec))}
+def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reason]:
+    """By index; `groups` with their failures."""
+    reasons = {group.index: why for group in groups if (why := _reason(group, spec)) is not None}
     silent = _cut_off(groups)
-    return reasons | ({silent.index: "its control endpoint could not be reached for five minutes"} if silent is not None else {})
+    return reasons | ({silent.index: Reason("its control endpoint could not be reached for five minutes")} if silent is not None else {})
 
 
 def due(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> Mapping[int, str]:
-    """Those of them whose pause is over."""
+    """Those of them whose pause is over, with the reason in words."""
     times = {group.index: group.failures.next_restart for group in groups}
-    return {index: why for index, why in given_up(groups, spec).items() if (when := times[index]) is not None and now >= when}
+    return {index: why.text for index, why in given_up(groups, spec).items() if (when := times[index]) is not None and now >= when}
 
 
 def backoff(recovery: GroupRecovery, failures: int) -> timedelta:
     return timedelta(seconds=min(recovery.backoff_max_seconds, recovery.backoff_seconds * 2 ** min(failures - 1, 30)))
 
 
-def _reason(group: Group, spec: DeploymentSpec) -> str:
+def _reason(group: Group, spec: DeploymentSpec) -> Reason | None:
     container, document = group.pod.container, group.document
     if group.state is GroupState.TERMINATING or group.pod.lost:
-        return ""
+        return None
     if group.pod.finished:
-        return "the pod ended for good"
+        return Reason("the pod ended for good")
     if not container.running:
-        ended = container.last_exit
-        looping = ended is not None and ended.code != STARTUP_ERROR_EXIT and container.restarts >= CRASH_LOOP_RESTARTS
-        return f"its container ended {container.restarts + 1} times" if looping else ""
-    patience_s = RESTART_PERIODS * spec.startup.timeout_seconds
+        refused = container.last_exit is None or container.last_exit.code == STARTUP_ERROR_EXIT
+        # A container may have ended that often in the course of months.
+        looping = min(container.restarts, group.failures.count) >= CRASH_LOOP_RESTARTS
+        return Reason(f"its container ended {container.restarts + 1} times", in_place=True) if looping and not refused else None
     if document is None or document.state not in (WorkerPhase.RESTARTING, WorkerPhase.FAILED):
-        return ""
-    return f"its ranks did not come up within {patience_s} s" if document.state_age_seconds >= patience_s else ""
+        return None
+    patience_s = RESTART_PERIODS * spec.startup.timeout_seconds
+    return Reason(f"its ranks did not come up within {patience_s} s") if document.state_age_seconds >= patience_s else None
 
 
 def _cut_off(groups: Sequence[Group]) -> Group | None:
@@ -74,28 +82,37 @@ def _cut_off(groups: Sequence[Group]) -> Group | None:
     return long[0] if long and alone else None
 
 
-def _counted(group: Group, reason: str, recovery: GroupRecovery, now: datetime) -> Group:
-    """With what is new since the last pass. A pod with another template begins at nothing."""
+def _counted(group: Group, recovery: GroupRecovery, now: datetime) -> Group:
+    """With the ends in place since the last pass. A pod with another template begins at nothing."""
     before = group.previous
     known = before if before is not None and before.revision in (None, group.pod.revision) else GroupStatus(group.index, group.state)
-    count, since = known.failures or 0, known.failing_since
-    if group.state is GroupState.TERMINATING:
-        return msgspec.structs.replace(group, failures=Failures(count, since))
     same_pod = known.leader_pod == group.pod.name
-    next_restart = known.next_restart_time if same_pod and (reason or not group.live) else None
-    giving_up = bool(reason) and next_restart is None
-    new = max(0, group.pod.container.restarts - (known.restarts or 0 if same_pod else 0))
-    # An end that makes it be given up is in no count of restarts. One that was spent before is not given up again and again.
-    new += giving_up and count + new < recovery.failure_threshold
-    over = since is not None and now - since >= timedelta(seconds=recovery.window_seconds)
-    if over and (group.live or (new and count < recovery.failure_threshold)):
-        count, since = 0, None
-    if new:
-        count, since = count + new, since or now
-    spent = count >= recovery.failure_threshold
-    if giving_up:
-        next_restart = now + backoff(recovery, count)
-    return msgspec.structs.replace(group, failures=Failures(count, since, None if spent else next_restart, spent=spent))
+    new = (
+        max(0, group.pod.container.restarts - (known.restarts or 0 if same_pod else 0)) if group.state is not GroupState.TERMINATING else 0
+    )
+    failures = Failures(known.failures or 0, known.failing_since, known.next_restart_time if same_pod else None)
+    window = timedelta(seconds=recovery.window_seconds)
+    over = failures.since is not None and now - failures.since >= window
+    if over and (group.live or (new and failures.count < recovery.failure_threshold)):
+        failures = Failures(next_restart=failures.next_restart)
+    return msgspec.structs.replace(group, failures=_more(failures, new, now))
+
+
+def _more(failures: Failures, new: int, now: datetime) -> Failures:
+    return msgspec.structs.replace(failures, count=failures.count + new, since=failures.since or now) if new else failures
+
+
+def _with_pause(group: Group, reason: Reason | None, recovery: GroupRecovery, now: datetime) -> Group:
+    """What was given up stays so until it is live, or replaced; what failed too often gets no pause any more."""
+    failures, threshold = group.failures, recovery.failure_threshold
+    if group.live and reason is None:
+        failures = msgspec.structs.replace(failures, next_restart=None)
+    if reason is not None and failures.next_restart is None and failures.count < threshold:
+        failures = _more(failures, int(not reason.in_place), now)
+        failures = msgspec.structs.replace(failures, next_restart=now + backoff(recovery, failures.count))
+    if failures.count >= threshold:
+        failures = msgspec.structs.replace(failures, next_restart=None, spent=True)
+    return msgspec.structs.replace(group, failures=failures)
 
 
 def _with_verdict(group: Group, recovery: GroupRecovery) -> Group:
