@@ -361,6 +361,20 @@ async def test_a_replica_that_found_other_bytes_is_told_from_one_that_has_the_ol
     assert worker_of(rig, 1).loads == ["x"], "the pin is no reason to load the same bytes again"
 
 
+async def test_an_adapter_that_a_wake_found_wrong_says_so_for_as_long_as_its_worker_does() -> None:
+    """RA21."""
+    rig = await with_adapter()
+    worker = worker_of(rig)
+    worker.adapters["x"] = msgspec.structs.replace(worker.adapters["x"], verification_failed=True)
+    await rig.run(15)
+    assert rig.adapter_condition("Degraded") == ("True", "VerificationFailed")
+    assert rig.adapter_message("Degraded").startswith("replica 0: after a wake")
+    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
+    worker.adapters["x"] = msgspec.structs.replace(worker.adapters["x"], verification_failed=False)
+    await rig.run(15)
+    assert rig.adapter_condition("Degraded") == ("False", "AsExpected")
+
+
 async def test_a_source_that_is_gone_leaves_what_is_loaded_alone() -> None:
     """RA3."""
     rig = await with_adapter()

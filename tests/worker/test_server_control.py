@@ -312,7 +312,9 @@ async def test_a_probe_tells_what_each_rank_holds_and_makes_of_it(edge: Edge) ->
     await edge.put_adapter("style", "/loras/style")
     answer = await edge.operate("probe", operationId="p-1")
     assert answer.status_code == 200
-    ranks = [{"rank": rank, "weights": "weights", "adapters": [fake_digest("/loras/style")], "probe": "probe"} for rank in range(2)]
+    ranks = [
+        {"rank": rank, "weights": "weights", "adapters": [f"{fake_digest('/loras/style')} kept"], "probe": "probe"} for rank in range(2)
+    ]
     assert answer.json() == {"operationId": "p-1", "ranks": ranks}
 
 
@@ -363,6 +365,7 @@ async def test_a_put_adapter_is_answered_as_it_is_in_the_state(edge: Edge) -> No
         "totalBytes": None,
         "requestsTotal": 0,
         "lastRequestAgeSeconds": None,
+        "verificationFailed": False,
     }
 
 

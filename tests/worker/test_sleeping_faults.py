@@ -82,6 +82,7 @@ async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anyth
     assert [call for call in rig.ranks.calls[calls:] if "lora" in call] == ["remove_lora", "add_lora"]
     assert (rig.adapters(), rig.document.generation) == ({"style": "Loaded", "other": "Loaded"}, 1)
     assert rig.engine.adapter_loads.codes["VerificationFailed"] == 1
+    assert [one.name for one in rig.document.adapters if one.verification_failed] == ["style"]
 
 
 async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_started_again(rig: SleepRig) -> None:

@@ -130,6 +130,8 @@ class AdapterRecord(_Wire, frozen=True):
     total_bytes: int | None = None
     requests_total: int = 0
     last_request_age_seconds: float | None = None
+    verification_failed: bool = False
+    """A wake within the last ten minutes found it wrong; it was loaded again before anything was made with it."""
 
 
 class LossReport(_Wire, frozen=True):

@@ -92,6 +92,10 @@ def degraded(view: AdapterView) -> Verdict:
             message = f"replica {one.status.group} has {one.other_digest}, every replica must have {expected}"
             return verdict("Degraded", True, "DigestDrift", message)
     for one in view.instances:
+        if one.record is not None and one.record.verification_failed:
+            message = "after a wake it was not what had been loaded; nothing was made with it, and it was read from its file again"
+            return verdict("Degraded", True, "VerificationFailed", f"replica {one.status.group}: {message}")
+    for one in view.instances:
         if one.evictions:
             message = f"replica {one.status.group} evicted it {one.evictions} times in the last ten minutes; it was loaded again"
             return verdict("Degraded", True, "EvictedUnexpectedly", message)

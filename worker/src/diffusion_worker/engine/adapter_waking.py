@@ -120,6 +120,7 @@ class AdapterWaking:
             for adapter in list(self._table):
                 if adapter.registered and adapter.lora_int_id in lora_int_ids:
                     self._loads.codes[ErrorCode.VERIFICATION_FAILED] += 1
+                    adapter.found_wrong_s = time.monotonic()
                     await self._load_again(adapter, max(0.001, until_s - asyncio.get_running_loop().time()))
             await self._tell.undone()
 

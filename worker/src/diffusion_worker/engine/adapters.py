@@ -12,6 +12,8 @@ from diffusion_worker.messages import LoadedLoRA
 from diffusion_worker.sources.fetching import Fetched
 
 LOADING = (AdapterState.FETCHING, AdapterState.LOADING)
+# How long an adapter tells that a wake found it wrong: for somebody to see it, and whether it comes again.
+TELL_WRONG_S = 600.0
 
 
 class Load:
@@ -74,6 +76,8 @@ class Adapter:
         self.loaded: LoadedLoRA | None = None
         # By rank, what each tells of it when all is well: recorded at the load, compared after every wake.
         self.kept: list[str] = []
+        # When a wake last found that to be otherwise.
+        self.found_wrong_s: float | None = None
         self.fetched: Fetched | None = None
         self.progress: tuple[int, int | None] | None = None
         self.error: Problem | None = None
@@ -194,4 +198,5 @@ class Adapter:
             total_bytes=total_bytes,
             requests_total=self.usage.requests,
             last_request_age_seconds=None if last_s is None else round(time.monotonic() - last_s, 3),
+            verification_failed=self.found_wrong_s is not None and time.monotonic() - self.found_wrong_s < TELL_WRONG_S,
         )

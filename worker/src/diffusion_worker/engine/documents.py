@@ -168,7 +168,8 @@ class LossDocument(msgspec.Struct, frozen=True, rename="camel"):
 class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     """One adapter; `refs` counts the requests that use it, `requests_total` those that did since it is known here.
 
-    `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. What is null is not known yet.
+    `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. `verification_failed` tells for ten minutes that a wake
+    found it wrong. What is null is not known yet.
     """
 
     name: str
@@ -195,6 +196,7 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     total_bytes: int | None = None
     requests_total: int = 0
     last_request_age_seconds: float | None = None
+    verification_failed: bool = False
 
 
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
