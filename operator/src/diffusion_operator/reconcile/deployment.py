@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass over a DiffusionDeployment: observe, plan, act, write the status once."""
 
-from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment import DeploymentStatus, DiffusionDeployment
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
+from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.events import deployment_events, wakes_between
 from diffusion_operator.plan.polling import WAKEABLE_POLL_S
@@ -13,6 +14,7 @@ from diffusion_operator.reconcile.glance import glance_of, says_the_same
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.observe import adapters_of, observe, parse
+from diffusion_operator.reconcile.repairs import tell_missed_pods
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import encode_status, worth_writing
@@ -34,6 +36,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     observed = await observe(runtime, deployment, memory)
     plan = plan_deployment(observed, runtime.now())
     memory.attempts, memory.departures = dict(plan.attempts), plan.departures
+    await tell_missed_pods(runtime, deployment, memory, plan)
 
     doubt_secret(memory, observed.pods, now=runtime.now())
     await _apply_children(runtime, deployment, memory, plan)
@@ -87,7 +90,9 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     """Events first: they are named after what they tell, so one that is written again after a crash in between is the same one."""
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     runtime.ready_reasons[key] = reason_of(plan.status.conditions, "Ready")
-    runtime.statuses[key] = plan.status
+    runtime.statuses[key] = DeploymentStatus(groups=plan.status.groups, held=plan.status.held)
+    if _is_outdated_at_once(deployment, memory, plan):
+        return
     if not worth_writing(deployment.status, plan.status, last=memory.status_written_at, now=now):
         return
     await report(runtime, deployment_events(deployment.status, plan.status), kind=DEPLOYMENT, about=metadata)
@@ -95,6 +100,12 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     memory.status_written_at = now
     for wake in wakes_between(deployment.status, plan.status):
         runtime.meter.woke(wake.level or "unknown", float(wake.seconds or 0))
+
+
+def _is_outdated_at_once(deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> bool:
+    """The first status of all waits for the pass that sees the first pods, which follows: one write instead of two."""
+    made = any(isinstance(action, CreatePod) for action in plan.pods)
+    return made and not memory.refusal and deployment.status.observed_generation is None
 
 
 def _publish_views(runtime: Runtime, namespace: str, memory: DeploymentMemory, plan: DeploymentPlan) -> None:

@@ -44,6 +44,11 @@ class Applied:
     at: datetime
 
 
+class KnownPod(msgspec.Struct, frozen=True):
+    name: str
+    revision: str
+
+
 class Glance(msgspec.Struct, frozen=True):
     """What sleeping replicas said in a pass that found nothing to do; see glance.py."""
 
@@ -66,8 +71,10 @@ class DeploymentMemory:
     """By kind; the content is None where there must be none."""
     doubted: set[str] = field(default_factory=set)
     """Kinds of children that were touched since the last pass."""
-    pods: dict[str, str] = field(default_factory=dict)
-    """Names by UID, of those that were there and not on their way out at the last look."""
+    pods: dict[str, KnownPod] = field(default_factory=dict)
+    """By UID, those that were there and not on their way out at the last look."""
+    missed_pods: dict[str, KnownPod] = field(default_factory=dict)
+    """By UID, those that were and that this process did not delete, until it is told of them."""
     deleted_pods: set[str] = field(default_factory=set)
     """UIDs of those that this process deleted."""
     routed: dict[str, bool] = field(default_factory=dict)

@@ -7,11 +7,13 @@ What this process did itself it remembers; after a restart it knows of nothing a
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD
+from diffusion_operator.api.deployment import DiffusionDeployment, GroupState
+from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_REVISION, POD
+from diffusion_operator.plan.actions import CreatePod
+from diffusion_operator.plan.deployment import DeploymentPlan
 from diffusion_operator.plan.events import repaired
 from diffusion_operator.plan.pods import is_owned_by
-from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.reconcile.memory import DeploymentMemory, KnownPod
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime
 
@@ -24,29 +26,37 @@ async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, what:
 async def repair_pods(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, listed: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The pods of a deployment, by those that were listed by its label: with the ones that only lost it, which is put back.
-
-    Pods that another hand deleted are told of; the plan makes others in their place.
-    """
+    """The pods of a deployment, by those that were listed by its label: with the ones that only lost it, which is put back."""
     metadata, found = deployment.metadata, list(listed)
     lost = _without(memory, found)
     if lost:
         ours = {LABEL_MANAGED_BY: FIELD_MANAGER, LABEL_DEPLOYMENT: metadata.name}
-        for uid, name in lost.items():  # nothing happens where it is gone
-            await runtime.cluster.set_labels(POD, metadata.namespace, name, uid=uid, labels=ours)
+        for uid, pod in lost.items():  # nothing happens where it is gone
+            await runtime.cluster.set_labels(POD, metadata.namespace, pod.name, uid=uid, labels=ours)
         found = await runtime.cluster.list(POD, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
-    present = {one["metadata"]["uid"]: one["metadata"] for one in found if is_owned_by(one, metadata.uid)}
-    staying = {uid: one["name"] for uid, one in present.items() if not one.get("deletionTimestamp")}
-    for uid, name in memory.pods.items():
-        if uid in lost and uid in staying:
-            await tell_repaired(runtime, deployment, f"labels of pod {name} were changed", about=uid)
-        elif uid not in staying and uid not in memory.deleted_pods:
-            await tell_repaired(runtime, deployment, f"pod {name} was deleted", about=uid)
+    staying = {
+        one["metadata"]["uid"]: KnownPod(name=one["metadata"]["name"], revision=one["metadata"]["labels"].get(LABEL_REVISION, ""))
+        for one in found
+        if is_owned_by(one, metadata.uid) and not one["metadata"].get("deletionTimestamp")
+    }
+    for uid in lost.keys() & staying.keys():
+        await tell_repaired(runtime, deployment, f"labels of pod {staying[uid].name} were changed", about=uid)
+    memory.missed_pods |= {uid: pod for uid, pod in memory.pods.items() if uid not in staying and uid not in memory.deleted_pods}
     memory.pods = staying
     return found
 
 
-def _without(memory: DeploymentMemory, found: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+async def tell_missed_pods(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
+    """Only of those that were sound and as they should be, and whose place is taken now: another operator may have ended the others."""
+    made = sum(isinstance(action, CreatePod) for action in plan.pods)
+    failed = {group.leader_pod for group in deployment.status.groups if group.state is GroupState.FAILED}
+    sound = {uid: pod.name for uid, pod in memory.missed_pods.items() if pod.revision == plan.template.revision and pod.name not in failed}
+    for uid, name in list(sound.items())[:made]:
+        await tell_repaired(runtime, deployment, f"pod {name} was deleted", about=uid)
+    memory.missed_pods = {}
+
+
+def _without(memory: DeploymentMemory, found: Sequence[Mapping[str, Any]]) -> dict[str, KnownPod]:
     """Pods that were there and are not listed, though this process did not delete them."""
     present = {one["metadata"]["uid"] for one in found}
-    return {uid: name for uid, name in memory.pods.items() if uid not in present and uid not in memory.deleted_pods}
+    return {uid: pod for uid, pod in memory.pods.items() if uid not in present and uid not in memory.deleted_pods}
