@@ -65,6 +65,14 @@ def test_an_answer_that_is_late_brings_nothing_back(store: ObjectStore, changes:
     assert store.get(DEPLOYMENT, "n", "p") is not None
 
 
+def test_what_was_out_of_sight_for_a_while_is_seen_again(store: ObjectStore) -> None:
+    """To a watch by labels, an object that loses them is deleted, and made when it has them back."""
+    store.put(POD, made(version=1))
+    store.remove(POD, made(version=2))
+    store.put(POD, made(version=3))
+    assert store.get(POD, "n", "p") is not None
+
+
 def test_the_end_of_one_object_is_not_that_of_its_successor(store: ObjectStore) -> None:
     store.put(POD, made(version=5, uid="new"))
     store.remove(POD, made(version=4, uid="old"))
@@ -76,7 +84,7 @@ def test_a_listing_forgets_what_went_unheard_and_nothing_that_came_since(store: 
     store.put(POD, made("stays", 1))
     before = store.places(POD, "n")
     store.learn(POD, made("new", 2))
-    store.keep_only(POD, before, {"uid-stays"})
+    store.keep_only(POD, before, {"uid-stays"}, version="3")
     assert sorted(name for _, name in store.places(POD, "")) == ["new", "stays"]
     assert changes.seen[-1] == "gone"
     assert [pod["metadata"]["name"] for pod in store.of_deployment(POD, "n", "d")] == ["new", "stays"]

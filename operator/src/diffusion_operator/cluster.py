@@ -25,12 +25,10 @@ from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefu
 Manifest = dict[str, Any]
 
 REQUEST_TIMEOUT_S = 15
-POOL_SIZE = 0  # no limit: the queue bounds what runs at once, and a watch may hold its connection
+POOL_SIZE = 0  # no limit: the queue bounds what runs at once
 PAGE = 500
 # With the parameter the client library sends our bytes as they are.
 APPLY = "application/apply-patch+yaml; charset=utf-8"
-WATCH_S = 600
-CONNECT_S = 10
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +43,7 @@ def _ignore(kind: Kind, manifest: Manifest) -> None:
 class Page(msgspec.Struct, frozen=True):
     items: list[Manifest]
     version: str
-    """Of the whole listing: a watch goes on from it."""
-
-
-class WatchEvent(msgspec.Struct, frozen=True):
-    type: str
-    """ADDED, MODIFIED, DELETED, BOOKMARK or ERROR."""
-    manifest: Manifest = msgspec.field(name="object")
+    """Of the whole listing: what is not in it was gone then."""
 
 
 class Cluster(Protocol):
@@ -127,30 +119,6 @@ class KubernetesCluster:
             position = page["metadata"].get("continue")
             if not position:
                 return
-
-    async def watch(
-        self, kind: Kind, namespace: str, *, since: str, labels: Mapping[str, str], silence_s: float
-    ) -> AsyncIterator[WatchEvent]:
-        """Until the API server ends it. Raises ClusterUnavailable where nothing at all came for `silence_s`."""
-        path, what = self._resources[kind].path(namespace=namespace), f"watch {kind.plural} {namespace or '*'}"
-        try:
-            response = await self._client.request(
-                "get", path, serialize=False, watch="true", timeout_seconds=WATCH_S, resource_version=since,
-                label_selector=_selector(labels), query_params=[("allowWatchBookmarks", "true")],
-                _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s),
-            )  # fmt: skip
-            try:
-                rest = b""
-                async for chunk in response.content.iter_any():
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        yield msgspec.json.decode(line, type=WatchEvent)
-            finally:
-                response.close()
-        except ApiException as error:
-            raise _translate(what, error) from error
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
-            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
 
     async def create(self, manifest: Manifest) -> bool:
         kind, namespace, _ = _identity(manifest)

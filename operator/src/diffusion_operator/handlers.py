@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only module that knows kopf (with __main__, which starts it): start, probe and end of the process, and what wakes a key.
+"""The only module that knows kopf (with __main__, which starts it). Every handler does one thing: take what a watch tells into the store.
 
-kopf runs no handler of ours on any object: it would keep each object's whole body, and tell neither that a watch lives nor what has
-gone while one was deaf. `reconcile/informer.py` watches.
+Only `on.event` handlers: kopf then keeps no annotation and no finalizer on any object, and a deletion never waits for us.
 """
 
 import asyncio
 import os
 import random
 import time
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,8 +20,8 @@ from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GRO
 from diffusion_operator.cluster import KubernetesCluster, Manifest, connect
 from diffusion_operator.errors import WatchStale
 from diffusion_operator.reconcile.dispatch import reconcile
-from diffusion_operator.reconcile.informer import Informer, Scope
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
+from diffusion_operator.reconcile.listing import Listing, Scope
 from diffusion_operator.reconcile.object_store import ObjectStore
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.watched_cluster import CHILD_KINDS, WATCHED, WatchedCluster
@@ -39,7 +39,7 @@ class Process:
         self._store = ObjectStore(self._changed)
         self._tasks: list[asyncio.Task[None]] = []
         self._collectors: tuple[Collector, ...] = ()
-        self.informers: tuple[Informer, ...] = ()
+        self.listings: tuple[Listing, ...] = ()
         self.queue: KeyedQueue | None = None
         self.runtime: Runtime | None = None
 
@@ -47,8 +47,10 @@ class Process:
         """Everything is listed before the first pass; where the CRDs or the rights are missing it fails here, with a clear error."""
         settings = self._settings
         self._cluster = await connect(self._answered)
-        self.informers = tuple(self._informer(self._cluster, scope) for scope in _scopes(settings))
-        versions = [await informer.list() for informer in self.informers]
+        cluster = self._cluster
+        self.listings = tuple(Listing(cluster, self._store, scope, clock=time.monotonic) for scope in _scopes(settings))
+        for listing in self.listings:
+            await listing.list()
         self._workers = HttpWorkerClient(poll_timeout_s=settings.poll_timeout_s, call_timeout_s=settings.call_timeout_s)
         self.runtime = Runtime(
             cluster=WatchedCluster(self._cluster, self._store),
@@ -60,12 +62,11 @@ class Process:
         )
         measured = metrics.measured(self._reconcile, time.monotonic)
         self.queue = KeyedQueue(measured, resync_s=settings.resync_s, parallel=settings.parallel_reconciles, random=random.random)
-        self._collectors = metrics.register(self.runtime, self.queue, self.informers)
+        self._collectors = metrics.register(self.runtime, self.queue, self.listings)
         for kind in (DEPLOYMENT, ADAPTER):
             for namespace, name in self._store.places(kind, ""):
                 self.wake(Key(kind.kind, namespace, name))
-        running = zip(self.informers, versions, strict=True)
-        self._tasks = [asyncio.create_task(informer.run(version), name=f"watch {informer.scope}") for informer, version in running]
+        self._tasks = [asyncio.create_task(one.run(settings.resync_s), name=f"listing {one.scope}") for one in self.listings]
 
     async def stop(self, **_: Any) -> None:
         for task in self._tasks:
@@ -81,12 +82,12 @@ class Process:
             await self._cluster.__aexit__(None, None, None)
 
     async def probe(self, **_: Any) -> dict[str, int]:
-        """Seconds since each watch was heard. One that is dead for minutes though it was opened anew needs another process."""
-        ages = {str(informer.scope): round(informer.age_s) for informer in self.informers}
-        stale = {name: age for name, age in ages.items() if age > self._settings.watch_dead_s}
+        """Seconds that each watch has been deaf. One that is so for minutes, though kopf opened it anew, needs another process."""
+        deaf = {str(one.scope): round(one.deaf_s) for one in self.listings}
+        stale = {name: seconds for name, seconds in deaf.items() if seconds > self._settings.watch_dead_s}
         if stale:
-            raise WatchStale(f"nothing was heard of {', '.join(f'{name} for {age} s' for name, age in stale.items())}")
-        return ages
+            raise WatchStale(f"unheard is what changed of {', '.join(f'{name} for {seconds} s' for name, seconds in stale.items())}")
+        return deaf
 
     def wake(self, key: Key) -> None:
         if self.queue is not None and self.runtime is not None:
@@ -98,8 +99,20 @@ class Process:
             return Result(gone=True)
         return await reconcile(self.runtime, key)
 
-    def _informer(self, cluster: KubernetesCluster, scope: Scope) -> Informer:
-        return Informer(cluster, self._store, scope, silence_s=self._settings.watch_silence_s, clock=time.monotonic)
+    def told_of(self, kind: Kind) -> Callable[..., Awaitable[None]]:
+        """The handler of a kind's events."""
+
+        async def told(event: kopf.RawEvent, **_: Any) -> None:
+            manifest = dict(event["object"])
+            for listing in self.listings:
+                if listing.scope.kind == kind and listing.scope.namespace in ("", manifest["metadata"]["namespace"]):
+                    listing.heard()
+            if event["type"] == "DELETED":
+                self._store.remove(kind, manifest)
+            else:
+                self._store.put(kind, manifest)
+
+        return told
 
     def _changed(self, kind: Kind, manifest: Manifest) -> None:
         """By another hand than ours. An adapter's own key is for its status, its deployment's for what has to be done."""
@@ -143,6 +156,9 @@ def build_registry(process: Process) -> kopf.OperatorRegistry:
     kopf.on.startup(registry=registry, id="start", errors=kopf.ErrorsMode.PERMANENT)(process.start)
     kopf.on.cleanup(registry=registry, id="stop")(process.stop)
     kopf.on.probe(registry=registry, id="watches", errors=kopf.ErrorsMode.PERMANENT)(process.probe)
+    for kind in WATCHED:
+        group, version = kind.group_and_version
+        kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(process.told_of(kind))
     return registry
 
 
@@ -151,12 +167,19 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     result = kopf.OperatorSettings()
     result.networking.connect_timeout = 10
     result.networking.request_timeout = 60
+    result.watching.server_timeout = 600
+    result.watching.client_timeout = 660
+    result.watching.inactivity_timeout = 70  # the API server sends a bookmark about once a minute
+    result.watching.chunk_size = 500
+    for kind in CHILD_KINDS:
+        group, version = kind.group_and_version
+        result.watching.label_selectors[group, version, kind.plural] = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
     # Nothing is ever persisted by kopf in this shape; should a handler appear that does, it stays under our own domain.
     result.persistence.finalizer = f"{GROUP}/operator"
     result.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP, v1=False)
     result.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
     result.posting.enabled = False
     result.peering.standalone = True
-    result.scanning.disabled = True  # it watches nothing, so it needs no right to list CRDs or namespaces
+    result.scanning.disabled = True  # our kinds are there before us, so no right to list CRDs or namespaces is needed
     result.process.ultimate_exiting_timeout = 20
     return result

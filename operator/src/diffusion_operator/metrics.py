@@ -9,8 +9,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from diffusion_operator.api.deployment import DeploymentStatus, GroupState
-from diffusion_operator.reconcile.informer import Informer
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
+from diffusion_operator.reconcile.listing import Listing
 from diffusion_operator.reconcile.runtime import Runtime
 
 REGISTRY = CollectorRegistry()
@@ -83,21 +83,21 @@ class Replicas(Collector):
 
 
 class Watches(Collector):
-    """How long ago the API server said something about each kind, the oldest of its namespaces."""
+    """How long each kind's watch has told nothing of what changed, the longest of its namespaces; 0 where it is well."""
 
-    def __init__(self, informers: Sequence[Informer]) -> None:
-        self._informers = informers
+    def __init__(self, listings: Sequence[Listing]) -> None:
+        self._listings = listings
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
-            "diffusion_operator_watch_age_seconds", "Time since the watch of a kind brought an event or a bookmark.", labels=["kind"]
+            "diffusion_operator_watch_deaf_seconds", "Time since a listing found what the watch of a kind did not tell.", labels=["kind"]
         )
-        ages: dict[str, float] = {}
-        for informer in self._informers:
-            kind = informer.scope.kind.kind
-            ages[kind] = max(ages.get(kind, 0.0), informer.age_s)
-        for kind, age_s in ages.items():
-            family.add_metric([kind], age_s)
+        deaf: dict[str, float] = {}
+        for listing in self._listings:
+            kind = listing.scope.kind.kind
+            deaf[kind] = max(deaf.get(kind, 0.0), listing.deaf_s)
+        for kind, seconds in deaf.items():
+            family.add_metric([kind], seconds)
         yield family
 
 
@@ -112,9 +112,9 @@ class Waiting(Collector):
         yield GaugeMetricFamily("diffusion_operator_queue_age_seconds", "How long the first of them waits.", value=self._queue.oldest_s)
 
 
-def register(runtime: Runtime, queue: KeyedQueue, informers: Sequence[Informer]) -> tuple[Collector, ...]:
+def register(runtime: Runtime, queue: KeyedQueue, listings: Sequence[Listing]) -> tuple[Collector, ...]:
     """What is counted when somebody asks; to be unregistered at the end of the process's life."""
-    collectors = (ObjectsByReason(runtime.ready_reasons), Replicas(runtime.statuses), Watches(informers), Waiting(queue))
+    collectors = (ObjectsByReason(runtime.ready_reasons), Replicas(runtime.statuses), Watches(listings), Waiting(queue))
     for collector in collectors:
         REGISTRY.register(collector)
     return collectors

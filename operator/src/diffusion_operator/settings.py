@@ -40,11 +40,9 @@ class Settings(msgspec.Struct, frozen=True):
     steady_poll_s: float = 10.0
     """Between looks at a deployment in which nothing moves; its pods' events wake it earlier."""
     resync_s: float = 600.0
-    """Everything is looked at and blindly re-applied about this often, for drift that has no watch."""
-    watch_silence_s: float = 90.0
-    """A watch that brings nothing for so long is opened again: the API server marks its place in it each minute."""
-    watch_dead_s: float = 600.0
-    """A kind of which nothing was heard for so long fails the liveness probe."""
+    """Everything is listed, looked at and blindly re-applied about this often, for what no watch told."""
+    watch_dead_s: float = 120.0
+    """A watch that is deaf for so long fails the liveness probe; kopf opens one anew after 70 s in which nothing came."""
     parallel_reconciles: int = 16
     """Bounds the load on the API server after a restart with many objects."""
 

@@ -36,8 +36,8 @@ class ObjectStore:
         self._known: dict[str, dict[Place, _Known]] = {}
         self._names: dict[str, dict[Place, tuple[str, ...]]] = {}
         """By kind and by namespace and deployment."""
-        self._removed: dict[str, None] = {}
-        """UIDs: an answer that is late must not bring an object back."""
+        self._removed: dict[str, int] = {}
+        """Versions by UID: an answer that is late must not bring an object back. One that only lost its labels may come again."""
 
     def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         known = self._known.get(kind.kind, {}).get((namespace, name))
@@ -56,10 +56,12 @@ class ObjectStore:
         for place in sorted(self.places(kind, namespace)):
             yield _decode(self._known[kind.kind][place])
 
-    def put(self, kind: Kind, manifest: Manifest) -> None:
-        """As a watch or a listing brings it."""
-        if self._take(kind, manifest):
+    def put(self, kind: Kind, manifest: Manifest) -> bool:
+        """As a watch or a listing brings it; gives whether it is news."""
+        news = self._take(kind, manifest)
+        if news:
             self._changed(kind, manifest)
+        return news
 
     def learn(self, kind: Kind, manifest: Manifest) -> None:
         """As a write of our own was answered."""
@@ -69,7 +71,7 @@ class ObjectStore:
         """It is gone; nothing happens where another one of its name is known."""
         metadata = manifest["metadata"]
         place, uid = (metadata["namespace"], metadata["name"]), metadata["uid"]
-        self._removed[uid] = None
+        self._removed[uid] = int(metadata["resourceVersion"])
         if len(self._removed) > REMEMBERED_REMOVALS:
             del self._removed[next(iter(self._removed))]
         known = self._known.get(kind.kind, {}).get(place)
@@ -78,11 +80,16 @@ class ObjectStore:
             del self._known[kind.kind][place]
             self._changed(kind, _decode(known))
 
-    def keep_only(self, kind: Kind, before: dict[Place, str], seen: Collection[str]) -> None:
-        """After a whole listing: what was known before it began and is not in it has gone unheard."""
-        for (namespace, name), uid in before.items():
-            if uid not in seen:
-                self.remove(kind, {"metadata": {"namespace": namespace, "name": name, "uid": uid}})
+    def keep_only(self, kind: Kind, before: dict[Place, str], seen: Collection[str], *, version: str) -> bool:
+        """After a whole listing: what was known before it began and is not in it has gone unheard. Gives whether there was any."""
+        news = False
+        for place, uid in before.items():
+            known = self._known.get(kind.kind, {}).get(place)
+            if uid not in seen and known is not None and known.uid == uid:
+                namespace, name = place
+                self.remove(kind, {"metadata": {"namespace": namespace, "name": name, "uid": uid, "resourceVersion": version}})
+                news = True
+        return news
 
     def _take(self, kind: Kind, manifest: Manifest) -> bool:
         """Whether it is news."""
@@ -90,7 +97,7 @@ class ObjectStore:
         place, uid, version = (metadata["namespace"], metadata["name"]), metadata["uid"], int(metadata["resourceVersion"])
         objects = self._known.setdefault(kind.kind, {})
         known = objects.get(place)
-        if uid in self._removed or (known is not None and known.version >= version):
+        if version <= self._removed.get(uid, 0) or (known is not None and known.version >= version):
             return False
         deployment = _deployment(kind, manifest)
         if known is not None and deployment != known.deployment:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A listing finds what the watch did not tell, and tells that it did not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from diffusion_operator.api.names import POD, Kind
+from diffusion_operator.cluster import Page
+from diffusion_operator.errors import ClusterUnavailable
+from diffusion_operator.reconcile.listing import Listing, Scope
+from diffusion_operator.reconcile.object_store import ObjectStore
+
+EVERY_S = 0.01
+
+
+class Pages:
+    """The only part of a cluster that a listing needs."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.down = False
+        self.asked = 0
+
+    async def pages(self, *_: object, **__: object) -> AsyncIterator[Page]:
+        self.asked += 1
+        if self.down:
+            raise ClusterUnavailable("list pods: down")
+        yield Page(items=self.items, version="90")
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.changes: list[str] = []
+        self.cluster = Pages()
+        self.store = ObjectStore(self._changed)
+        self.listing = Listing(self.cluster, self.store, Scope(kind=POD, namespace="n"), clock=lambda: self.now)  # type: ignore[arg-type]
+
+    def _changed(self, kind: Kind, manifest: dict[str, Any]) -> None:
+        self.changes.append(manifest["metadata"]["name"])
+
+    async def run(self) -> None:
+        """Until it has listed twice more."""
+        task, until = asyncio.create_task(self.listing.run(EVERY_S)), self.cluster.asked + 2
+        try:
+            async with asyncio.timeout(5):
+                while self.cluster.asked < until:  # noqa: ASYNC110
+                    await asyncio.sleep(EVERY_S)
+        finally:
+            task.cancel()
+
+
+def pod(name: str, version: int) -> dict[str, Any]:
+    return {"metadata": {"namespace": "n", "name": name, "uid": f"uid-{name}", "resourceVersion": str(version)}}
+
+
+async def test_a_watch_that_tells_everything_is_not_taken_for_deaf() -> None:
+    rig = Rig()
+    rig.store.put(POD, pod("a", 3))
+    rig.cluster.items = [pod("a", 3)]
+    await rig.run()
+    rig.now = 100.0
+    assert (rig.changes, rig.listing.deaf_s) == (["a"], 0.0)
+
+
+async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_deaf_until_it_tells_something() -> None:
+    """RF8"""
+    rig = Rig()
+    rig.store.put(POD, pod("a", 3))
+    rig.store.put(POD, pod("gone", 4))
+    rig.cluster.items = [pod("a", 5)]
+    await rig.run()
+    assert rig.changes[2:] == ["a", "gone"]
+    assert rig.store.get(POD, "n", "gone") is None
+    rig.now = 100.0
+    assert rig.listing.deaf_s == 100.0
+    rig.listing.heard()
+    assert rig.listing.deaf_s == 0.0
+
+
+async def test_an_api_server_that_is_down_is_no_reason_to_stop_listing() -> None:
+    rig = Rig()
+    rig.cluster.down = True
+    await rig.run()
+    rig.cluster.down, rig.cluster.items = False, [pod("a", 3)]
+    await rig.run()
+    assert rig.changes == ["a"]
