@@ -26,7 +26,7 @@ _ITS_OWN_WORDS = (Problem.MODEL_ERROR, Problem.NODE_LOST)
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why a pod is given up. What is not a failure `in_place` is one more; an end in place counts when the kubelet starts it again."""
+    """Why a pod is given up: a failure more, unless it was for ends `in_place`, each of which counts when the kubelet starts it again."""
 
     text: str
     in_place: bool = False
@@ -87,10 +87,11 @@ def _counted(group: Group, recovery: GroupRecovery, now: datetime) -> Group:
     before = group.previous
     known = before if before is not None and before.revision in (None, group.pod.revision) else GroupStatus(group.index, group.state)
     same_pod = known.leader_pod == group.pod.name
-    new = (
-        max(0, group.pod.container.restarts - (known.restarts or 0 if same_pod else 0)) if group.state is not GroupState.TERMINATING else 0
-    )
-    failures = Failures(known.failures or 0, known.failing_since, known.next_restart_time if same_pod else None)
+    failures = Failures(known.failures or 0, known.failing_since)
+    if group.state is GroupState.TERMINATING:
+        return msgspec.structs.replace(group, failures=failures)
+    new = max(0, group.pod.container.restarts - (known.restarts or 0 if same_pod else 0))
+    failures = msgspec.structs.replace(failures, next_restart=known.next_restart_time if same_pod else None)
     window = timedelta(seconds=recovery.window_seconds)
     over = failures.since is not None and now - failures.since >= window
     if over and (group.live or (new and failures.count < recovery.failure_threshold)):
