@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chart's life in a real API server: first install, upgrade, uninstall with objects there, and coming back."""
 
+import base64
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from chart_rendering import CHART, ROOT
+from diffusion_operator.settings import read_operator_keys
 from tools.devcluster import programs
 from tools.devcluster.apiserver import apiserver
 
@@ -84,6 +87,29 @@ def test_a_second_release_leaves_the_crds_to_the_first(helm: Command, kubectl: C
         install(helm, "two")
     install(helm, "two", "--set", "crds.enabled=false")
     assert read(kubectl, "two", "role/diffusion-operator-two")["rules"] == read(kubectl, "one", "role/diffusion-operator-one")["rules"]
+
+
+def test_the_key_is_rotated_by_the_steps_of_the_page(helm: Command, kubectl: Command, kubeconfig: Path, tmp_path: Path) -> None:
+    install(helm, "one")
+    own = tmp_path / "kubeconfig"
+    own.write_text(kubeconfig.read_text())
+    environment = {**os.environ, "KUBECONFIG": str(own), "PATH": f"{programs.kube()}:{os.environ['PATH']}"}
+    first, second = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "security.md").read_text(), flags=re.DOTALL)
+
+    def keys(document: dict[str, Any]) -> tuple[bytes, ...]:
+        path = tmp_path / "key"
+        path.write_bytes(base64.b64decode(document["data"]["key"]))
+        return read_operator_keys(path)
+
+    (old,) = keys(read(kubectl, "one", KEY_SECRET))
+    between = f"kubectl get {KEY_SECRET} --output json > {tmp_path}/between"
+    script = "\n".join(("set -eu", "kubectl config set-context --current --namespace one", first, between, second))
+    subprocess.run(["bash", "-c", script], env=environment, check=True, timeout=60)
+    (new,) = keys(read(kubectl, "one", KEY_SECRET))
+    assert keys(json.loads((tmp_path / "between").read_text())) == (new, old)
+    assert new != old
+    install(helm, "one")
+    assert keys(read(kubectl, "one", KEY_SECRET)) == (new,)
 
 
 # verb, resource, subresource, namespace, allowed?
