@@ -14,6 +14,10 @@ LABEL_REVISION = f"{GROUP}/revision"
 LABEL_ROUTABLE = f"{GROUP}/routable"
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 ANNOTATION_RESTARTED_AT = f"{GROUP}/restartedAt"
+ANNOTATION_APPLIED = f"{GROUP}/applied"
+"""On a child: a hash of what was applied, so that a later process sees what is to be taken away, too."""
+ANNOTATION_SECRET = f"{GROUP}/control-secret"
+"""On the ConfigMap: a hash of the Secret that was applied before it, which can be seen without reading the Secret."""
 
 CONTAINER = "worker"
 DATA_PORT = 8000

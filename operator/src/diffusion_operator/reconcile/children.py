@@ -2,17 +2,32 @@
 """Children that are simply as they should be, applied when they differ from what was applied last: Service, ConfigMap, Secret, and two
 that a spec may do without, NetworkPolicy and PodDisruptionBudget.
 
-The Secret is never read and so not watched: it is applied again at every resync, and while a pod waits for its volumes, because a
-garbage collector that still works on an earlier deployment of this name may have taken it.
+What is watched is compared with what is rendered, so a start of the operator writes nothing that is there. The Secret is never read: the
+ConfigMap tells that it was applied. It is applied again at every resync, and while a pod waits for its volumes, because a garbage
+collector that still works on an earlier deployment of this name may have taken it.
 """
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
+
 from diffusion_operator.api.deployment import BudgetMode, DiffusionDeployment, PolicyMode
-from diffusion_operator.api.names import DISRUPTION_BUDGET, KINDS, LABEL_DEPLOYMENT, NETWORK_POLICY, SECRET, Kind
+from diffusion_operator.api.names import (
+    ANNOTATION_APPLIED,
+    ANNOTATION_SECRET,
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+    KINDS,
+    LABEL_DEPLOYMENT,
+    NETWORK_POLICY,
+    SECRET,
+    Kind,
+    desired_config_name,
+)
 from diffusion_operator.errors import ClusterRefused
 from diffusion_operator.plan.drift import drift
 from diffusion_operator.plan.pods import Pod, is_owned_by
@@ -31,11 +46,11 @@ log = logging.getLogger(__name__)
 async def apply_children(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, manifests: Sequence[dict[str, Any]]
 ) -> None:
-    for manifest in manifests:
+    for manifest in _marked(manifests):
         kind = KINDS[manifest["kind"]]
         if not await _is_applied(runtime, deployment, memory, kind, manifest):
             await runtime.cluster.apply(manifest)
-            memory.applied[kind.kind] = Applied(content=manifest, at=runtime.now())
+            memory.applied[kind.kind] = Applied(content=_mark(manifest), at=runtime.now())
 
 
 async def keep_optional_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory) -> None:
@@ -51,7 +66,7 @@ async def keep_optional_children(runtime: Runtime, deployment: DiffusionDeployme
             memory.refused_children[kind.kind] = str(error)
             continue
         memory.refused_children.pop(kind.kind, None)
-        memory.applied[kind.kind] = Applied(content=manifest, at=runtime.now())
+        memory.applied[kind.kind] = Applied(content=_mark(manifest), at=runtime.now())
 
 
 def doubt_secret(memory: DeploymentMemory, pods: Sequence[Pod], *, now: datetime) -> None:
@@ -59,7 +74,7 @@ def doubt_secret(memory: DeploymentMemory, pods: Sequence[Pod], *, now: datetime
     stuck = any(pod.scheduled and pod.container.waiting_reason == "ContainerCreating" for pod in pods if not pod.terminating)
     last = memory.applied.get(SECRET.kind)
     if stuck and last is not None and now - last.at >= MOUNT_PATIENCE:
-        del memory.applied[SECRET.kind]
+        memory.applied[SECRET.kind] = Applied(content=None, at=now)
 
 
 def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) -> dict[Kind, dict[str, Any] | None]:
@@ -67,26 +82,58 @@ def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) ->
     wanted = spec.control.network_policy is PolicyMode.MANAGED
     budget = spec.pod_disruption_budget is BudgetMode.AUTO
     return {
-        NETWORK_POLICY: network_policy(deployment, operator) if wanted and operator is not None else None,
-        DISRUPTION_BUDGET: disruption_budget(deployment) if budget else None,
+        NETWORK_POLICY: _with_mark(network_policy(deployment, operator)) if wanted and operator is not None else None,
+        DISRUPTION_BUDGET: _with_mark(disruption_budget(deployment)) if budget else None,
     }
+
+
+def _marked(manifests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each with a hash of itself, and the ConfigMap with that of the Secret, which comes before it."""
+    secret = next((_mark(one) for one in manifests if one["kind"] == SECRET.kind), "")
+    return [_with_mark(one, **({ANNOTATION_SECRET: secret} if one["kind"] == CONFIG_MAP.kind else {})) for one in manifests]
+
+
+def _with_mark(manifest: dict[str, Any], **annotations: str) -> dict[str, Any]:
+    metadata = manifest["metadata"]
+    asked = metadata.get("annotations", {}) | annotations
+    return manifest | {"metadata": metadata | {"annotations": asked | {ANNOTATION_APPLIED: _mark(manifest)}}}
+
+
+def _mark(manifest: dict[str, Any] | None) -> str:
+    """Empty where there must be none."""
+    return hashlib.sha256(msgspec.json.encode(manifest, order="deterministic")).hexdigest()[:16] if manifest is not None else ""
 
 
 async def _is_applied(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, kind: Kind, content: dict[str, Any] | None
 ) -> bool:
     """Whether nothing is to be done. Where another hand was at it, that is told before it is put right."""
-    last, doubted = memory.applied.get(kind.kind), kind.kind in memory.doubted
+    last, doubted = memory.applied.get(kind.kind), kind.kind in memory.doubted and kind != SECRET
     memory.doubted.discard(kind.kind)
-    if last is None or last.content != content:
+    if last is not None and last.content != _mark(content):
         return False
-    if not doubted:
-        return runtime.now() - last.at < timedelta(seconds=runtime.settings.resync_s)
-    if content is None:
-        return False
-    if changed := await _changed(runtime, deployment, kind, content):
-        await tell_repaired(runtime, deployment, f"{kind.kind} {content['metadata']['name']} {changed}", about=kind.kind)
-    return not changed
+    if last is not None and not doubted and runtime.now() - last.at < timedelta(seconds=runtime.settings.resync_s):
+        return True
+    if kind == SECRET:
+        applied = last is None and content is not None and await _is_told_of(runtime, deployment, content)
+    elif content is None:
+        applied = not await runtime.cluster.list(kind, deployment.metadata.namespace, labels={LABEL_DEPLOYMENT: deployment.metadata.name})
+    else:
+        changed = await _changed(runtime, deployment, kind, content)
+        applied = not changed
+        if changed and last is not None:  # a process that has just begun does not know whether it was another hand
+            await tell_repaired(runtime, deployment, f"{kind.kind} {content['metadata']['name']} {changed}", about=kind.kind)
+    if applied:
+        memory.applied[kind.kind] = Applied(content=_mark(content), at=runtime.now())
+    return applied
+
+
+async def _is_told_of(runtime: Runtime, deployment: DiffusionDeployment, secret: dict[str, Any]) -> bool:
+    """An earlier process applied this very Secret, and then the ConfigMap."""
+    metadata = deployment.metadata
+    found = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, desired_config_name(metadata.name))
+    told = found["metadata"].get("annotations", {}).get(ANNOTATION_SECRET) if found is not None else None
+    return bool(told == secret["metadata"]["annotations"][ANNOTATION_APPLIED])
 
 
 async def _changed(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind, content: dict[str, Any]) -> str:

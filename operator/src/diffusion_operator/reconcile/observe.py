@@ -9,12 +9,13 @@ import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import ADAPTER, LABEL_DEPLOYMENT, NETWORK_POLICY, POD
+from diffusion_operator.api.names import LABEL_DEPLOYMENT, NETWORK_POLICY, POD
 from diffusion_operator.errors import ControlError, OperatorError
 from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.pods import Pod, is_owned_by, pod_numbers, read_pod
 from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord
+from diffusion_operator.reconcile.repairs import repair_pods
 from diffusion_operator.reconcile.runtime import Runtime
 
 Parsed = TypeVar("Parsed")
@@ -35,6 +36,7 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         runtime.cluster.list(POD, namespace, labels={LABEL_DEPLOYMENT: name}),
         adapters_of(runtime, namespace, name),
     )
+    manifests = await repair_pods(runtime, deployment, memory, manifests)
     pods, foreign = _sort_pods(deployment, manifests)
     memory.forget_pods({pod.uid for pod in pods})
     memory.tokens.forget_others({pod.ip for pod in pods})
@@ -62,12 +64,8 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
 
 async def adapters_of(runtime: Runtime, namespace: str, deployment: str) -> tuple[LoRAAdapter, ...]:
     """Adapters on their way out are gone already: what is no longer declared is removed from what runs."""
-    found = await runtime.cluster.list(ADAPTER, namespace)
-    return tuple(
-        parse(one, LoRAAdapter)
-        for one in found
-        if one["spec"]["deploymentRef"]["name"] == deployment and not one["metadata"].get("deletionTimestamp")
-    )
+    found = await runtime.cluster.adapters_of(namespace, deployment)
+    return tuple(parse(one, LoRAAdapter) for one in found if not one["metadata"].get("deletionTimestamp"))
 
 
 def _sort_pods(deployment: DiffusionDeployment, manifests: Sequence[dict[str, Any]]) -> tuple[tuple[Pod, ...], dict[int, int]]:
