@@ -118,8 +118,21 @@ async def test_a_status_is_replaced_as_a_whole_and_the_spec_is_not_touched(clust
     assert found["status"] == {"replicas": 2}
     assert found["spec"] == before["spec"]
     assert found["metadata"]["generation"] == before["metadata"]["generation"]
-    with pytest.raises(ClusterRefused):
-        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={})
+    await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={})  # gone meanwhile is no failure
+
+
+async def test_any_character_can_be_applied(cluster: KubernetesCluster) -> None:
+    text = "🙂 é \x85 \x00 \ufffe \\ud83d\\ude00"
+    metadata = {"name": "text", "namespace": NAMESPACE}
+    await cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"text": text}})
+    found = await cluster.get(CONFIG_MAP, NAMESPACE, "text")
+    assert found is not None
+    assert found["data"]["text"] == text
+
+
+@pytest.mark.parametrize("name", ["\n", "../pods/x", "a/b", "?watch=true"])
+async def test_a_name_never_leads_to_another_path(cluster: KubernetesCluster, name: str) -> None:
+    assert await cluster.get(DEPLOYMENT, NAMESPACE, name) is None
 
 
 async def test_a_refusal_carries_the_api_servers_own_sentence(cluster: KubernetesCluster) -> None:
