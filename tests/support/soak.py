@@ -3,8 +3,10 @@
 
     python tests/support/soak.py [--requests 10000] [--kill-requests 1000] [--kill-every 20] [--edge-requests 10000]
                                  [--adapter-requests 5000] [--adapter-files 10000] [--sleep-sequences 500]
+                                 [--manifests 5000] [--operator-sequences 500]
                                  [--minutes 60] [--seed 1]
                                  [--part traffic] [--part edge] [--part adapters] [--part adapter-files] [--part sleep]
+                                 [--part manifests] [--part operator]
 
 Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
 request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
@@ -36,6 +38,9 @@ from leftovers import footprint, left_at_end, left_over
 from soak_adapter_files import run_files
 from soak_adapters import run_adapters
 from soak_edge import run_edge
+from soak_operator_manifests import run_manifests
+from soak_operator_process import own_apiserver
+from soak_operator_sequences import run_sequences
 from soak_sleep import run_sleep
 from soak_traffic import Request, pool, traffic
 from worker_process import DIGITS, WorkerProcess
@@ -200,6 +205,8 @@ def main() -> int:
     options.add_argument("--adapter-requests", type=int, default=5_000)
     options.add_argument("--adapter-files", type=int, default=10_000)
     options.add_argument("--sleep-sequences", type=int, default=500)
+    options.add_argument("--manifests", type=int, default=5_000)
+    options.add_argument("--operator-sequences", type=int, default=500)
     options.add_argument("--minutes", type=float, default=60.0, help="For each part.")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--part", action="append", choices=RUNS, help="Only this one; may be given again.")
@@ -254,12 +261,29 @@ def _soak_sleep(asked: argparse.Namespace, folder: Path) -> bool:
     return bool(outcome.wrong)
 
 
+def _soak_manifests(asked: argparse.Namespace, folder: Path) -> bool:
+    with own_apiserver() as kubeconfig:
+        outcome = asyncio.run(run_manifests(folder, kubeconfig, seed=asked.seed, manifests=asked.manifests, limit_s=asked.minutes * 60))
+    print(f"manifests{_cut(outcome.manifests, asked.manifests)}: {outcome.line()}", flush=True)
+    return bool(outcome.wrong)
+
+
+def _soak_operator(asked: argparse.Namespace, folder: Path) -> bool:
+    wanted = asked.operator_sequences
+    with own_apiserver() as kubeconfig:
+        outcome = asyncio.run(run_sequences(folder, kubeconfig, seed=asked.seed, sequences=wanted, limit_s=asked.minutes * 60))
+    print(f"operator{_cut(outcome.sequences, wanted)}: {outcome.line()}", flush=True)
+    return bool(outcome.wrong)
+
+
 RUNS: dict[str, Callable[[argparse.Namespace, Path], bool]] = {
     "traffic": _soak_traffic,
     "edge": _soak_edge,
     "adapters": _soak_adapters,
     "adapter-files": _soak_adapter_files,
     "sleep": _soak_sleep,
+    "manifests": _soak_manifests,
+    "operator": _soak_operator,
 }
 
 
