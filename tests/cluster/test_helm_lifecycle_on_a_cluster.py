@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The release's whole life with a deployment that serves, on a real cluster: upgrade, uninstall, and what people do to objects then.
+
+A namespace of its own, with its own release. Tests run in their order; each says what it leaves.
+"""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from helm_rig import OLDER_WORDS, HelmRig, older_chart, spec_schema
+from tools.demo.installation import RELEASE
+from tools.demo.kubectl import Document
+from tools.demo.stage import stage
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+NAMESPACE = "diffusion-lifecycle"
+NAME, STYLE = "digits", "stripes"
+DD, LORA = f"dd/{NAME}", f"lora/{STYLE}"
+CRD = "crd/diffusiondeployments.diffusion-operator.dev"
+# For a rollout that nobody wants: the operator looks at a deployment every few seconds.
+QUIET_S = 8.0
+GONE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def release(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ClusterRig, HelmRig]]:
+    """An older release with a deployment and an adapter that serve."""
+    with stage(NAMESPACE) as set_up:
+        own, helm = ClusterRig(set_up.kubectl, set_up.images.worker), HelmRig(NAMESPACE, set_up.images)
+        helm.upgrade(older_chart(tmp_path_factory.mktemp("chart")))
+        own.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
+        own.serve(NAME)
+        own.wait(LORA, ADAPTER_READY)
+        yield own, helm
+
+
+def lives(rig: ClusterRig) -> list[tuple[str, int]]:
+    return sorted((pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"]) for pod in rig.pods(NAME))
+
+
+def replicas_schema(rig: ClusterRig) -> Document:
+    found: Document = spec_schema(rig.kubectl.get(CRD))
+    return found
+
+
+def delete_at_once(rig: ClusterRig, *resources: str) -> None:
+    """Objects without finalizers are gone when `kubectl delete` returns, and it returns at once."""
+    rig.kubectl.text("delete", *resources, deadline_s=10)
+    assert not any(rig.exists(resource) for resource in resources)
+
+
+def begin(rig: ClusterRig) -> None:
+    """A deployment with its pod and an adapter, if they are not there; that they serve makes no difference to what follows."""
+    rig.deploy(NAME)
+    rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
+    rig.eventually("its pod", lambda: rig.pods(NAME))
+
+
+def no_pod_is_left(rig: ClusterRig) -> bool:
+    return not rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"]
+
+
+def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothing(release: tuple[ClusterRig, HelmRig]) -> None:
+    """Leaves this version, with the image that works."""
+    rig, helm = release
+    assert replicas_schema(rig)["replicas"]["description"] == OLDER_WORDS and "podDisruptionBudget" not in replicas_schema(rig)
+    before, picture = lives(rig), rig.picture(NAME, STYLE)
+    helm.upgrade(engine_image="registry.invalid/newer:1")
+    assert replicas_schema(rig)["replicas"]["description"] != OLDER_WORDS and "podDisruptionBudget" in replicas_schema(rig)
+    rig.wait(DD, SERVING, deadline_s=30)
+    threading.Event().wait(QUIET_S)
+    assert lives(rig) == before
+    assert rig.picture(NAME, STYLE).png == picture.png
+    helm.upgrade()
+    assert "Succeeded" in helm("test", RELEASE)
+
+
+def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmRig]) -> None:
+    """As `kubectl rollout restart` does with a Deployment's pods. Leaves other pods."""
+    rig, _ = release
+    before = lives(rig)
+    rig.kubectl.text("annotate", DD, "diffusion-operator.dev/restartedAt=2026-01-01T00:00:00Z")
+    rig.eventually(
+        "another pod alone", lambda: len(rig.pods(NAME)) == 1 and rig.pods(NAME)[0]["metadata"]["uid"] != before[0][0], deadline_s=START_S
+    )
+    rig.wait(DD, SERVING)
+    after = lives(rig)
+    rig.picture(NAME, STYLE)
+    threading.Event().wait(QUIET_S)
+    assert lives(rig) == after
+
+
+def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: tuple[ClusterRig, HelmRig]) -> None:
+    """Leaves no operator, and the deployment and its pod."""
+    rig, helm = release
+    before, picture = lives(rig), rig.picture(NAME, STYLE)
+    helm.uninstall()
+    rig.eventually("the operator is gone", lambda: not rig.kubectl.get("pods", "-l", "app.kubernetes.io/component=operator")["items"])
+    assert rig.picture(NAME, STYLE).png == picture.png
+    rig.deploy("unborn")
+    delete_at_once(rig, "dd/unborn", LORA)
+    assert rig.picture(NAME).png and lives(rig) == before
+
+
+def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig, HelmRig]) -> None:
+    """What was deleted meanwhile is taken out of the worker. Leaves the operator back."""
+    rig, helm = release
+    before = lives(rig)
+    helm.upgrade()
+    rig.wait(DD, SERVING, deadline_s=60)
+    rig.eventually("the worker forgot the adapter", lambda: not rig.state(NAME)["adapters"])
+    threading.Event().wait(QUIET_S)
+    assert lives(rig) == before
+    rig.picture(NAME)
+
+
+@pytest.mark.parametrize("operator", ["up", "down", "uninstalled"])
+def test_a_deletion_never_waits_for_the_operator(release: tuple[ClusterRig, HelmRig], operator: str) -> None:
+    """Up, scaled to none, uninstalled: the objects are gone at once, and the pods by the garbage collector."""
+    rig, helm = release
+    begin(rig)
+    if operator == "down":
+        rig.kubectl.text("scale", f"deployment/{RELEASE}", "--replicas=0")
+    if operator == "uninstalled":
+        helm.uninstall()
+    delete_at_once(rig, DD, LORA)
+    rig.eventually("not a pod is left", lambda: no_pod_is_left(rig), deadline_s=GONE_S)
+    for kind in ("services", "configmaps", "secrets"):
+        assert not rig.kubectl.get(kind, "-l", f"diffusion-operator.dev/deployment={NAME}")["items"], kind
+    if operator == "down":
+        rig.kubectl.text("scale", f"deployment/{RELEASE}", "--replicas=1")
+
+
+def test_a_namespace_is_gone_with_all_that_was_in_it(release: tuple[ClusterRig, HelmRig]) -> None:
+    """While the operator, its deployment and an adapter are at work in it."""
+    rig, helm = release
+    helm.upgrade()
+    begin(rig)
+    rig.kubectl.text("delete", "namespace", NAMESPACE, "--wait=false")
+    rig.eventually("it is gone", lambda: not rig.exists(f"namespace/{NAMESPACE}"), deadline_s=2 * GONE_S)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helm as a platform engineer runs it, on the operator's release in a rig's namespace, and a chart that is older than ours."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.demo.errors import DemoFailed
+from tools.demo.installation import CHART, RELEASE, Images
+from tools.devcluster import cluster, programs
+
+DEADLINE_S = 120
+OLDER = "0.0.9"
+# A description that the older chart's CRD has, so that one sees which of the two is in the cluster.
+OLDER_WORDS = "How many replicas it had in version 0.0.9."
+
+
+class HelmRig:
+    """The release in one namespace."""
+
+    def __init__(self, namespace: str, images: Images) -> None:
+        self.namespace = namespace
+        self.images = images
+
+    def __call__(self, *words: str) -> str:
+        argv = [str(programs.helm()), *words, "--namespace", self.namespace]
+        environment = {**os.environ, "KUBECONFIG": str(cluster.provider().kubeconfig())}
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S + 30, env=environment, check=False)
+        if done.returncode != 0:
+            raise DemoFailed(f"helm {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def upgrade(self, chart: Path = CHART, **settings: str) -> str:
+        """`helm upgrade --install`, with the operator's pod ready at its end; `engine_image` is the value `engine.image`."""
+        repository, _, tag = self.images.operator.rpartition(":")
+        chosen = {"image.repository": repository, "image.tag": tag, "engine.image": self.images.worker}
+        chosen |= {name.replace("_", "."): value for name, value in settings.items()}
+        values = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
+        return self("upgrade", "--install", RELEASE, str(chart), "--take-ownership", "--wait", "--timeout", f"{DEADLINE_S}s", *values)
+
+    def uninstall(self) -> None:
+        self("uninstall", RELEASE, "--wait", "--timeout", f"{DEADLINE_S}s")
+
+
+def older_chart(folder: Path) -> Path:
+    """Ours as an older version of it could have been: without a field of the spec, and with another description in its CRD."""
+    chart = folder / "older"
+    shutil.copytree(CHART, chart)  # symbolic links become files
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump(about | {"version": OLDER, "appVersion": OLDER}))
+    file = chart / "files" / "crds" / "diffusiondeployments.yaml"
+    crd = yaml.safe_load(file.read_text())
+    spec = spec_schema(crd)
+    spec["replicas"]["description"] = OLDER_WORDS
+    del spec["podDisruptionBudget"]
+    file.write_text(yaml.safe_dump(crd))
+    return chart
+
+
+def spec_schema(crd: dict[str, Any]) -> dict[str, Any]:
+    """The properties of the spec."""
+    properties: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    return properties
