@@ -152,6 +152,10 @@ def test_a_stuck_rollout_makes_no_surge_but_what_is_missing() -> None:
     assert come(planned(old(0), status=stuck_since(31), replicas=2, rollout=SURGE)) == [1]
 
 
+def test_a_stuck_rollout_that_is_scaled_to_nothing_leaves_nothing() -> None:
+    assert gone(planned(old(0), new(1), status=stuck_since(31, served=1), replicas=0, rollout=SURGE)) == [0, 1]
+
+
 def test_a_stuck_rollout_says_what_it_waits_for_and_what_to_do() -> None:
     image = {"ready": False, "container": Container(waiting_reason="ImagePullBackOff", waiting_message='Back-off pulling image "x"')}
     plan = planned(old(0), pod(1, 1, **image), status=stuck_since(31), replicas=2)
