@@ -136,6 +136,48 @@ async def test_children_are_made_repaired_and_scaled_and_nothing_is_written_to_t
         assert ("diffusion-operator", None) not in managers, "the operator never writes spec or metadata"
 
 
+async def test_rf28_what_another_hand_did_is_told_and_what_the_operator_does_is_not(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the defaults that a real API server fills in."""
+
+    async def repairs() -> list[str]:
+        return sorted(event["note"] for event in await namespace.list("events.events.k8s.io") if event["reason"] == "Repaired")
+
+    async def patch(kind: str, name: str, **change: Any) -> None:
+        await namespace.kubectl("patch", kind, name, "--type=merge", "-p", json.dumps(change))
+
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        await namespace.create(deployment(replicas=2))
+        await eventually(lambda: _count(namespace, "pods", 2))
+        await eventually(lambda: namespace.get("pdb", "d"))
+        await patch("dd", "d", spec={"service": {"port": 8080}, "sleep": {"policy": "Asleep"}, "replicas": 3})
+        await eventually(lambda: _count(namespace, "pods", 3))
+        await patch("dd", "d", spec={"service": {"port": 80}, "sleep": {"policy": "AlwaysAwake"}, "replicas": 2})
+        await eventually(lambda: _count(namespace, "pods", 2))
+        await namespace.kubectl("annotate", "service", "d", "somebody.example/else=1")
+        assert await repairs() == []
+
+        await patch("service", "d", spec={"selector": {"app": "mine"}})
+        await namespace.kubectl("delete", "pdb", "d")
+        await namespace.kubectl("label", "pod", "d-0-0", "diffusion-operator.dev/deployment-")
+        told = await eventually(lambda: _if_many(repairs(), 3))
+        assert told == [
+            "PodDisruptionBudget d was deleted, or lost its labels by another hand",
+            "Service d was changed: spec.selector by another hand",
+            "labels of pod d-0-0 were changed by another hand",
+        ]
+        assert "app" not in (await namespace.get("service", "d"))["spec"]["selector"]
+        await namespace.kubectl("delete", "pod", "d-1-0", "--force", "--grace-period=0")
+        assert "pod d-1-0 was deleted by another hand" in await eventually(lambda: _if_many(repairs(), 4))
+        assert sorted(pod["metadata"]["name"] for pod in await namespace.list("pods")) == ["d-0-0", "d-1-1"]
+
+
+async def _if_many(look: Awaitable[list[str]], count: int) -> list[str] | None:
+    found = await look
+    return found if len(found) >= count else None
+
+
 async def test_an_adapter_has_a_true_status_before_its_deployment_with_it_and_after_it(
     kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
