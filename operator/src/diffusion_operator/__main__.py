@@ -9,6 +9,7 @@ import kopf
 
 from diffusion_operator.errors import SettingsError
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
+from diffusion_operator.logs import ObjectFields
 from diffusion_operator.metrics import serve_metrics
 from diffusion_operator.settings import Settings, operator_pods, read_operator_keys
 
@@ -62,9 +63,7 @@ def run(
         metrics_port=metrics_port,
         liveness_port=liveness_port,
     )
-    kopf.configure(log_format=kopf.LogFormat.JSON if log_format == "json" else kopf.LogFormat.FULL)
-    for chatty in ("aiohttp.access", "kopf.objects"):  # a line for each probe, and one for each watch event
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    configure_logs(log_format)
     if metrics_port is not None:
         serve_metrics(metrics_port)
     kopf.run(
@@ -75,6 +74,15 @@ def run(
         clusterwide=all_namespaces,
         liveness_endpoint=f"http://0.0.0.0:{liveness_port}/healthz",
     )
+
+
+def configure_logs(log_format: str) -> None:
+    """`plain` or `json`, for the whole process."""
+    kopf.configure(log_format=kopf.LogFormat.JSON if log_format == "json" else kopf.LogFormat.FULL)
+    for chatty in ("aiohttp.access", "kopf.objects"):  # a line for each probe, and one for each watch event
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(ObjectFields())
 
 
 if __name__ == "__main__":

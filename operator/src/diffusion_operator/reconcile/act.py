@@ -105,13 +105,15 @@ async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Se
 
 async def _call(runtime: Runtime, memory: DeploymentMemory, call: WorkerAction) -> None:
     begun, error = runtime.clock(), None
+    fields = {"operation": call.operation_id}
     try:
         await memory.tokens.call(call.worker.ip, lambda token: _send(runtime, call, token=token))
-        log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip)
+        log.info("control call operation=%s worker=%s", call.operation_id, call.worker.ip, extra=fields)
     except ControlError as refused:
         error = refused
         level = logging.INFO if error.code in RACES else logging.WARNING
-        log.log(level, "control call failed operation=%s worker=%s code=%s error=%s", call.operation_id, call.worker.ip, error.code, error)
+        what = "control call failed operation=%s worker=%s code=%s error=%s"
+        log.log(level, what, call.operation_id, call.worker.ip, error.code, error, extra=fields)
     seconds = (runtime.clock() - begun).total_seconds()
     runtime.meter.called(_VERBS[type(call)], error.code if error is not None else "OK", seconds)
     _remember(memory, call, error, now=runtime.now())
