@@ -14,6 +14,7 @@ from diffusion_operator.api.names import (
     LABEL_DEPLOYMENT,
     LABEL_ROUTABLE,
     POD,
+    SECRET,
     SERVICE,
     Kind,
 )
@@ -167,3 +168,30 @@ async def test_who_edits_all_the_time_is_told_of_once_a_minute() -> None:
     found = rig.cluster.find(SERVICE, "d")
     assert found is not None
     assert found["spec"]["type"] == "ClusterIP"
+
+
+async def without_its_secret() -> Rig:
+    """As in a cluster nobody hears of it: Secrets are not watched."""
+    rig = await serving(1)
+    heard, rig.cluster.on_change = rig.cluster.on_change, lambda change, manifest: None
+    rig.cluster.remove(SECRET, "d-control")
+    rig.cluster.on_change = heard
+    await rig.run(30)
+    assert rig.cluster.names(SECRET) == []
+    return rig
+
+
+async def test_rf27_a_secret_of_ours_that_is_gone_comes_back_where_a_pod_waits_for_it() -> None:
+    rig = await without_its_secret()
+    rig.cluster.remove(POD, "d-0-0")
+    await rig.run()
+    rig.cluster.waiting("d-0-1", "ContainerCreating")
+    await rig.run(60)
+    assert rig.cluster.names(SECRET) == ["d-control"]
+
+
+async def test_rf27_a_secret_of_ours_that_is_gone_comes_back_in_time_without_anybody_waiting() -> None:
+    rig = await without_its_secret()
+    await rig.run(rig.runtime.settings.resync_s + 60)
+    assert rig.cluster.names(SECRET) == ["d-control"]
+    assert rig.condition("Ready") == ("True", "Serving"), "what runs has mounted it"
