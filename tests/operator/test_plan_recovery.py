@@ -69,6 +69,7 @@ LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, boo
     ("RF13: and stays so when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, None, False),
     ("RF13: restarts of long ago are no loop", pod(**down(9)), recorded(restarts=9), None, None, False),
     ("RF13: what was given up and starts in place is counted once", pod(**up(4)), recorded(3, restarts=3, next_in_s=9), 4, 9, False),
+    ("RF13: also when it ends once more then", pod(0, 1, **down(10)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 6, None, False),
     ("RF13: another template forgets", pod(0, 1), recorded(5, revision="old"), None, None, False),
     ("RF13: a live replica forgets when the window is over", pod(), recorded(5, age_s=3600), None, None, False),
     ("RF13: and not before", pod(), recorded(5, age_s=3599), 5, None, False),
