@@ -4,10 +4,8 @@
 Bucket and hub are a fake in a pod, with a certificate of its own authority; the claim lies in the node's /tmp.
 """
 
-import base64
 import hashlib
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,102 +16,42 @@ from PIL import Image
 import digit_judge
 import store_server
 from cluster_rig import ADAPTER_READY, SERVING, ClusterRig
-from tools.demo.kubectl import Document, Wanted
-from tools.devcluster.certs import Authority
+from cluster_store import (
+    ACCESS_KEY,
+    STORE,
+    TRUST,
+    apply,
+    claim_on_the_node,
+    host_of,
+    remove_store,
+    secret,
+    start_store,
+    worker_environment,
+)
+from tools.demo.kubectl import Wanted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-NAME, STORE, KEYS, CLAIM = "styled", "store", "store-keys", "styles"
+NAME, KEYS, CLAIM = "styled", "store-keys", "styles"
 DD = f"dd/{NAME}"
-TRUST, TLS = "store-ca", "store-tls"
-ACCESS_KEY = "AKTESTS"
 ON_CLAIM = "diffusion-operator-tests"
 FOLDER = f"/claim/{ON_CLAIM}"
-SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 WEIGHTS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "loras" / "stripes" / "adapter_model.safetensors"
-
-
-def host_of(rig: ClusterRig) -> str:
-    return f"{STORE}.{rig.kubectl.namespace}.svc"
-
-
-def apply(rig: ClusterRig, *documents: Document) -> None:
-    rig.kubectl.text("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
-
-
-def secret(name: str, **data: bytes) -> Document:
-    encoded = {key.replace("_", "."): base64.b64encode(value).decode() for key, value in data.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": encoded}
-
-
-def store_pod(image: str) -> Document:
-    """The bucket and the hub; and what fills the claim, which is written to nowhere else."""
-    script = "/script/store_server.py"
-    fill = f"cp -r /models/digits /models/loras/frame {FOLDER}"
-    serve = f"exec python3 {script} /models/loras /tls/tls.crt /tls/tls.key {ACCESS_KEY}"
-    container = {
-        "name": STORE,
-        "image": image,
-        "command": ["sh", "-c", f"rm -rf {FOLDER} && mkdir {FOLDER} && {fill} && {serve}"],
-        "readinessProbe": {"tcpSocket": {"port": store_server.PORT}, "periodSeconds": 1},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("script", "tls", "claim")],
-    }
-    volumes: list[Document] = [
-        {"name": "script", "configMap": {"name": STORE}},
-        {"name": "tls", "secret": {"secretName": TLS, "defaultMode": 0o440}},
-        {"name": "claim", "persistentVolumeClaim": {"claimName": CLAIM}},
-    ]
-    security = {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
-    spec = {"containers": [container], "volumes": volumes, "securityContext": security, "terminationGracePeriodSeconds": 0}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": STORE, "labels": {"app": STORE}}, "spec": spec}
-
-
-def claim_on_the_node(namespace: str) -> list[Document]:
-    """Bound to each other by name, so that it needs no provisioner. /tmp is where a pod without root may write on any node."""
-    size, names = {"storage": "1Gi"}, {"name": CLAIM, "namespace": namespace}
-    volume = {
-        "capacity": size, "accessModes": ["ReadWriteMany"], "hostPath": {"path": "/tmp"}, "storageClassName": "",
-        "persistentVolumeReclaimPolicy": "Retain", "claimRef": names,
-    }  # fmt: skip
-    claim = {"accessModes": ["ReadWriteMany"], "storageClassName": "", "volumeName": CLAIM, "resources": {"requests": size}}
-    return [
-        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": CLAIM}, "spec": volume},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": claim},
-    ]
 
 
 @pytest.fixture(scope="module")
 def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
     """A deployment that may use two Secrets and one claim; the Secret with the keys is not there yet."""
-    authority = Authority(tmp_path_factory.mktemp("store"))
-    host = host_of(rig)
-    authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host}",))
-    files = {name: authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}
-    ports = [{"port": 443, "targetPort": store_server.PORT}]
-    apply(
-        rig,
-        *claim_on_the_node(rig.kubectl.namespace),
-        secret(TRUST, ca_crt=files["ca.crt"]),
-        secret(TLS, tls_crt=files["server.crt"], tls_key=files["server.key"]),
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": STORE},
-            "data": {"store_server.py": Path(store_server.__file__).read_text()},
-        },
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": STORE}, "spec": {"selector": {"app": STORE}, "ports": ports}},
-        store_pod(rig.worker_image),
-    )
-    environment = {"SSL_CERT_FILE": f"{SECRETS_DIR}/{TRUST}/ca.crt", "HF_ENDPOINT": f"https://{host}"}
-    rig.kubectl.text("wait", f"pod/{STORE}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
+    apply(rig, *claim_on_the_node(rig.kubectl.namespace, CLAIM))
+    fill = f"rm -rf {FOLDER} && mkdir {FOLDER} && cp -r /models/digits /models/loras/frame {FOLDER}"
+    start_store(rig, tmp_path_factory.mktemp("store"), served="/models/loras", claim=CLAIM, first=fill)
     rig.deploy(
         NAME,
         model={
             "source": {"pvc": {"claimName": CLAIM, "path": f"{ON_CLAIM}/digits"}},
             "cache": {"emptyDir": {"sizeLimit": "1Gi"}},
         },
-        engine={"env": [{"name": name, "value": value} for name, value in environment.items()]},
+        engine={"env": worker_environment(rig)},
         lora={"secrets": [KEYS, TRUST], "claims": [CLAIM]},
     )
     rig.wait(DD, SERVING)
@@ -121,8 +59,8 @@ def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) 
     rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
     rig.kubectl.text("delete", "lora", "--all", deadline_s=10)
     rig.kubectl.text("exec", STORE, "--", "rm", "-rf", FOLDER)
-    mine = [f"{kind}/{STORE}" for kind in ("pod", "service", "configmap")] + [f"secret/{name}" for name in (TRUST, TLS, KEYS)]
-    rig.kubectl.text("delete", *mine, "--ignore-not-found", deadline_s=30)
+    remove_store(rig)
+    rig.kubectl.text("delete", f"secret/{KEYS}", "--ignore-not-found", deadline_s=30)
     rig.eventually("no pod has the claim", lambda: not rig.pods(NAME))
     rig.kubectl.text("delete", f"pvc/{CLAIM}", f"pv/{CLAIM}", deadline_s=60)
 

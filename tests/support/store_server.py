@@ -6,12 +6,16 @@ A fake as far as a fetch of one file goes: it checks no signature. Arguments: fo
 
 import http.server
 import json
+import re
 import ssl
 import sys
 from pathlib import Path
 
 PORT = 9000
+RESOLVE = re.compile(r"/resolve/[0-9a-f]{40}")
 COMMIT = "c" * 40
+# What a test writes there is the commit that every branch is at from then on; nothing in it, and the hub has no repository any more.
+MAIN = Path("/tmp/main")
 
 
 class FakeStore(http.server.BaseHTTPRequestHandler):
@@ -24,7 +28,7 @@ class FakeStore(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with a file, from the offset that is asked for."""
         path, _, query = self.path.partition("?")
-        content = self._repository(path) if path.startswith("/api/models/") else self._read(path.replace(f"/resolve/{COMMIT}", ""))
+        content = self._repository(path) if path.startswith("/api/models/") else self._read(RESOLVE.sub("", path))
         if self.access_key not in query and self.access_key not in self.headers.get("Authorization", ""):
             self._answer(403, b"")
         elif content is None:
@@ -40,10 +44,14 @@ class FakeStore(http.server.BaseHTTPRequestHandler):
         return file.read_bytes() if ".." not in path and file.is_file() else None
 
     def _repository(self, path: str) -> bytes | None:
-        """What the repository `OWNER/FOLDER` has, at its only commit."""
-        owner, name = path.split("/")[3:5]
-        files = [{"rfilename": file.name, "size": file.stat().st_size, "blobId": "b" * 40} for file in (self.folder / name).glob("*")]
-        return json.dumps({"id": f"{owner}/{name}", "sha": COMMIT, "siblings": files}).encode() if files else None
+        """What the repository `OWNER/FOLDER` has; at every commit the same."""
+        owner, name, *revision = (part for part in path.split("/")[3:] if part != "revision")
+        main = MAIN.read_text().strip() if MAIN.exists() else COMMIT
+        top = self.folder / name
+        found = [file for file in top.rglob("*") if file.is_file()] if main else []
+        files = [{"rfilename": str(file.relative_to(top)), "size": file.stat().st_size, "blobId": "b" * 40} for file in found]
+        commit = revision[0] if revision and len(revision[0]) == len(COMMIT) else main
+        return json.dumps({"id": f"{owner}/{name}", "sha": commit, "siblings": files}).encode() if files else None
 
     def _answer(self, status: int, body: bytes, content_range: str = "") -> None:
         self.send_response(status)

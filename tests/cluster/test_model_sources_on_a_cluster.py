@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of a hub on a real cluster, with a token in a Secret and a cache on a claim that two pods share: pinned, restarted, taken away.
+
+The hub is a fake in a pod, with a certificate of its own authority; the cache lies in a folder of the node's /tmp.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+import store_server
+from cluster_rig import SERVING, ClusterRig
+from cluster_store import (
+    ACCESS_KEY,
+    STORE,
+    TRUST,
+    apply,
+    claim_on_the_node,
+    remove_store,
+    secret,
+    start_store,
+    worker_environment,
+)
+from tools.demo.kubectl import Document, Wanted
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+NAME, TOKEN, SCRATCH, CACHE = "fetched", "hub-token", "scratch", "model-cache"
+DD = f"dd/{NAME}"
+FOLDER = "diffusion-operator-model-cache"
+SOURCE = {"huggingFace": {"repo": "org/digits", "tokenSecretRef": {"name": TOKEN}}}
+
+
+def move_branch(rig: ClusterRig, commit: str) -> None:
+    """The branch is at this commit from now on; at none, and the repository is gone."""
+    rig.kubectl.text("exec", STORE, "--", "sh", "-c", f"echo {commit} > {store_server.MAIN}")
+
+
+def model_of(rig: ClusterRig, pod: str) -> Document:
+    return dict(rig.state_of(pod)["model"])
+
+
+@pytest.fixture(scope="module")
+def fetched(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
+    """One replica that serves a model of the hub."""
+    namespace = rig.kubectl.namespace
+    apply(
+        rig,
+        *claim_on_the_node(namespace, SCRATCH),
+        *claim_on_the_node(namespace, CACHE, f"/tmp/{FOLDER}"),
+        secret(TOKEN, token=ACCESS_KEY.encode()),
+    )
+    empty = f"rm -rf /claim/{FOLDER} && mkdir /claim/{FOLDER}"
+    start_store(rig, tmp_path_factory.mktemp("store"), served="/models", claim=SCRATCH, first=empty)
+    rig.deploy(
+        NAME,
+        model={"source": SOURCE, "cache": {"claim": {"claimName": CACHE}}},
+        engine={"env": worker_environment(rig)},
+        lora={"secrets": [TRUST]},
+    )
+    rig.wait(DD, SERVING)
+    yield rig
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+    rig.eventually("no pod has the claim", lambda: not rig.pods(NAME))
+    rig.kubectl.text("exec", STORE, "--", "rm", "-rf", f"/claim/{FOLDER}")
+    remove_store(rig)
+    rig.kubectl.text("delete", f"secret/{TOKEN}", "--ignore-not-found", deadline_s=30)
+    rig.kubectl.text("delete", *(f"{kind}/{name}" for kind in ("pvc", "pv") for name in (SCRATCH, CACHE)), deadline_s=60)
+
+
+def test_the_commit_is_pinned_and_the_second_replica_has_it_though_the_branch_moved(fetched: ClusterRig) -> None:
+    rig = fetched
+    rig.wait(DD, Wanted("ModelResolved", "True", ["Resolved"]), deadline_s=30)
+    model = rig.kubectl.get(DD)["status"]["model"]
+    assert (model["revision"], model["source"]) == (store_server.COMMIT, "hf://org/digits@main")
+    [told] = rig.events(NAME, "ModelResolved")
+    assert told.startswith(f"hf://org/digits@main is {store_server.COMMIT}")
+    assert store_server.COMMIT in rig.kubectl.text("get", DD, "-o", "wide")
+
+    move_branch(rig, "d" * 40)
+    rig.kubectl.patch(DD, {"spec": {"replicas": 2}})
+    rig.eventually("two serve", lambda: rig.kubectl.get(DD)["status"].get("availableReplicas") == 2, deadline_s=120)
+    assert {model_of(rig, pod["metadata"]["name"])["revision"] for pod in rig.pods(NAME)} == {store_server.COMMIT}
+    rig.wait(DD, Wanted("ModelResolved", "True", ["Resolved"]), deadline_s=30)
+
+
+def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(fetched: ClusterRig) -> None:
+    """RF12, and RF28 for the pod that another hand deletes."""
+    rig = fetched
+    rig.kubectl.patch(DD, {"spec": {"replicas": 1}})
+    rig.eventually("one is left", lambda: len(rig.pods(NAME)) == 1)
+    move_branch(rig, "")
+    (before,) = rig.pods(NAME)
+    rig.kubectl.text("delete", "pod", before["metadata"]["name"], "--wait=false", deadline_s=10)
+    rig.eventually("another pod", lambda: [pod for pod in rig.pods(NAME) if pod["metadata"]["uid"] != before["metadata"]["uid"]])
+    rig.wait(DD, SERVING)
+    assert model_of(rig, rig.pod(NAME))["revision"] == store_server.COMMIT
+    assert f"pod {before['metadata']['name']} was deleted by another hand" in rig.events(NAME, "Repaired")
+    assert rig.picture(NAME).png
