@@ -11,7 +11,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import adapter_loading, adapters, broadcast, cold_request, joining, loading, mixed_sizes, overhead, server, sleep, wake
+from benchmarks import (
+    adapter_loading,
+    adapters,
+    broadcast,
+    cold_request,
+    joining,
+    loading,
+    mixed_sizes,
+    operator_scale,
+    overhead,
+    server,
+    sleep,
+    wake,
+)
 from benchmarks.result import Measured
 
 GOALS: dict[str, Callable[[], Measured]] = {
@@ -26,6 +39,7 @@ GOALS: dict[str, Callable[[], Measured]] = {
     "P9": broadcast.measure,
     "P10": server.measure,
     "P11": cold_request.measure,
+    "P12": operator_scale.measure,
 }
 OUTPUT = Path("bench-output")
 

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kopf operator as its tutorial writes one: on creation it makes the same children as ours and says so in the status.
+
+`kopf run -n NAMESPACE benchmarks/kopf_twin.py`. P12 is measured beside it.
+"""
+
+from typing import Any
+
+import kopf
+
+from benchmarks.operator_children import children
+from diffusion_operator.api.names import DEPLOYMENT, GROUP, VERSION
+from diffusion_operator.cluster import KubernetesCluster, connect
+
+
+@kopf.on.startup()  # type: ignore[untyped-decorator]
+async def start(memo: kopf.Memo, **_: Any) -> None:
+    """One client for all."""
+    memo.cluster = await connect()
+
+
+@kopf.on.create(GROUP, VERSION, DEPLOYMENT.plural)  # type: ignore[untyped-decorator]
+async def create(memo: kopf.Memo, body: kopf.Body, patch: kopf.Patch, **_: Any) -> None:
+    """Once for each object."""
+    cluster: KubernetesCluster = memo.cluster
+    for manifest in children(dict(body)):
+        await cluster.create(manifest)
+    patch.status["replicas"] = 1
+
+
+@kopf.on.cleanup()  # type: ignore[untyped-decorator]
+async def stop(memo: kopf.Memo, **_: Any) -> None:
+    """The client's connections."""
+    await memo.cluster.__aexit__(None, None, None)

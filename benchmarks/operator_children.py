@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deployment as P12 applies it, and its children as the operator makes them."""
+
+from typing import Any
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, DISRUPTION_BUDGET, NETWORK_POLICY, POD, SECRET, SERVICE, Kind
+from diffusion_operator.plan.revision import template_of
+from diffusion_operator.reconcile.observe import parse
+from diffusion_operator.render.control_secret import control_secret
+from diffusion_operator.render.desired_config import desired_config
+from diffusion_operator.render.disruption_budget import disruption_budget
+from diffusion_operator.render.network_policy import network_policy
+from diffusion_operator.render.pod import pod
+from diffusion_operator.render.service import service
+from diffusion_operator.settings import OperatorPods
+
+IMAGE = "worker:1"
+KEY = b"k" * 32
+OPERATOR_PODS = OperatorPods(namespace="operators", labels={"app": "operator"})
+CHILD_KINDS: tuple[Kind, ...] = (SECRET, CONFIG_MAP, SERVICE, NETWORK_POLICY, DISRUPTION_BUDGET, POD)
+
+
+def deployment(name: str, namespace: str) -> dict[str, Any]:
+    """One replica that asks for no GPU."""
+    metadata = {"name": name, "namespace": namespace}
+    spec = {"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}, "replicas": 1}
+    return {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "metadata": metadata, "spec": spec}
+
+
+def children(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a deployment as it was read from the API server, in the operator's order."""
+    owner = parse(manifest, DiffusionDeployment)
+    template = template_of(owner, default_image=IMAGE)
+    own = [control_secret(owner, key=KEY), desired_config(owner, ()), service(owner)]
+    guards = [network_policy(owner, OPERATOR_PODS), disruption_budget(owner)]
+    return [*own, *guards, pod(owner, template, index=0, incarnation=0)]
