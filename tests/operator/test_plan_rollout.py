@@ -200,6 +200,14 @@ def test_the_policy_of_sleep_during_a_rollout(sleep: dict[str, Any], states: dic
     assert [type(call) for call in plan.calls] == calls
 
 
+@pytest.mark.parametrize(("minutes", "calls"), [(1, []), (31, [SleepWorker])], ids=["goes on", "RF26: stuck"])
+def test_a_stuck_rollout_keeps_nobody_awake(minutes: float, calls: list[type]) -> None:
+    idle = says(WorkerPhase.READY, policy=SleepPolicy.ON_IDLE, state_age_seconds=999.0)
+    sleep = {"policy": "OnIdle", "idleSeconds": 10}
+    plan = planned(old(0), coming(1), states={0: idle, 1: STARTING}, status=stuck_since(minutes), replicas=2, sleep=sleep)
+    assert [type(call) for call in plan.calls] == calls
+
+
 @pytest.mark.parametrize(
     ("rollout", "serving", "enough"), [({}, 3, True), ({}, 2, False), (SURGE, 3, False), ({"maxUnavailable": 3}, 1, True)]
 )
