@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node that is lost with a replica on it, and comes back: RF4, on two nodes of a real cluster."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cluster_clients import Clients
+from cluster_faults import need_own_node, service_address
+from cluster_rig import PROMPT, SERVING, START_S, ClusterRig
+from tools.demo.kubectl import Document, condition
+from tools.demo.pictures import Request
+from tools.devcluster.node import joined
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+NAME = "spread"
+DD = f"dd/{NAME}"
+REQUEST = Request(PROMPT, 1, NAME, steps=8)
+# Kubernetes calls a silent node NotReady after fifty seconds; then its pods may stay so long.
+SILENCE_S = 90.0
+TOLERATED_S = 5
+SCHEDULING = {
+    "topologySpread": [{"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "tolerations": [
+        {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATED_S}
+        for what in ("unreachable", "not-ready")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def second(rig: ClusterRig) -> Iterator[str]:
+    """The name of the second node."""
+    need_own_node()
+    with joined.second_node() as name:
+        yield name
+        rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+        rig.eventually("the pods are gone", lambda: not rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"])
+
+
+def on_node(rig: ClusterRig, node: str) -> Document:
+    """The replica there."""
+    (pod,) = [pod for pod in rig.pods(NAME) if pod["spec"].get("nodeName") == node]
+    return pod
+
+
+def node_ready(rig: ClusterRig, node: str) -> bool:
+    found = condition(rig.kubectl.get(f"node/{node}"), "Ready")
+    return found is not None and found["status"] == "True"
+
+
+def routable(rig: ClusterRig, pod: Document) -> bool:
+    found = rig.kubectl.get(f"pod/{pod['metadata']['name']}")
+    return bool(found["metadata"]["labels"].get("diffusion-operator.dev/routable") == "true")
+
+
+def test_a_lost_node_takes_its_replica_out_of_service_and_another_takes_its_place_once(rig: ClusterRig, second: str) -> None:
+    rig.serve(NAME, replicas=2, scheduling=SCHEDULING)
+    lost = on_node(rig, second)
+    right = rig.picture(NAME)
+    with joined.unplugged():
+        rig.eventually("the node is NotReady", lambda: not node_ready(rig, second), deadline_s=SILENCE_S)
+        rig.eventually("unrouted", lambda: not routable(rig, lost), deadline_s=15)
+        with Clients(lambda: service_address(rig.kubectl, NAME), right, REQUEST) as asking:
+            rig.eventually("a replacement, and all serve", lambda: replaced(rig, lost), deadline_s=START_S)
+        assert asking.answered > 5 and not asking.lost and not asking.refused, asking.told()
+        stuck = rig.kubectl.get(f"pod/{lost['metadata']['name']}")
+        assert stuck["metadata"]["uid"] == lost["metadata"]["uid"], "nobody but its kubelet may say that it ended"
+    rig.eventually("the node is back", lambda: node_ready(rig, second), deadline_s=60)
+    rig.eventually("the late pod ends", lambda: not rig.exists(f"pod/{lost['metadata']['name']}"), deadline_s=90)
+    rig.wait(DD, SERVING)
+    assert indexes(rig) == ["0", "1"]
+
+
+def replaced(rig: ClusterRig, lost: Document) -> bool:
+    """Whether there are two replicas without it, and both serve."""
+    uids = {pod["metadata"]["uid"] for pod in rig.pods(NAME)}
+    return lost["metadata"]["uid"] not in uids and indexes(rig) == ["0", "1"] and SERVING.holds(rig.kubectl.get(DD))
+
+
+def indexes(rig: ClusterRig) -> list[str]:
+    return sorted(pod["metadata"]["labels"]["diffusion-operator.dev/group-index"] for pod in rig.pods(NAME))
