@@ -75,6 +75,7 @@ class KeyedQueue:
         self._random = random
         self._lines: dict[Key, _Line] = {}
         self._due: deque[Key] = deque()
+        self._time: Callable[[], float] = time.monotonic  # until there is a loop, whose own it is then
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -90,7 +91,7 @@ class KeyedQueue:
         first = next(iter(tuple(self._due)), None)
         line = self._lines.get(first) if first is not None else None
         due_at = line.due_at if line is not None else None
-        return max(0.0, time.monotonic() - due_at) if due_at is not None else 0.0
+        return self._time() - due_at if due_at is not None else 0.0
 
     def wake(self, key: Key) -> None:
         line = self._lines.get(key)
@@ -118,7 +119,8 @@ class KeyedQueue:
         line.timer = asyncio.get_running_loop().call_later(delay_s, self._is_due, key, line)
 
     def _is_due(self, key: Key, line: _Line) -> None:
-        line.timer, line.due_at = None, time.monotonic()
+        self._time = asyncio.get_running_loop().time
+        line.timer, line.due_at = None, self._time()
         self._due.append(key)
         self._begin()
 
