@@ -34,7 +34,7 @@ SPEC: dict[str, Any] = {
     "engine": {"maxBatchSize": 4, "batchWindowMilliseconds": 5, "exact": True, "promptCacheSize": 4, "vaeTiling": True},
     "parallelism": {"ranksPerReplica": 2, "sequence": 2},
     "lora": {"maxLoaded": 2, "maxRank": 16, "onMissing": "Load", "targetModules": ["to_q", "to_k", "to_v", "to_out.0"]},
-    "startup": {"timeoutSeconds": 200, "warmup": {"steps": 2, "sizes": ["64x64"]}},
+    "startup": {"timeoutSeconds": 900, "warmup": {"steps": 2, "sizes": ["64x64"]}},
     "service": {"apiKeySecret": {"name": "keys", "key": "pictures"}},
     "requests": {
         "defaults": {"steps": 3, "guidanceScale": "2.5", "size": "64x64"},
