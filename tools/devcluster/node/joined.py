@@ -88,6 +88,9 @@ def end() -> None:
     namespace.end_processes(_MARK, deadline_s=GONE_S)
     for process in processes.load(node.state / _NOTE):
         process.stop()
+    for network in (config.SECOND_LINK_NETWORK, node.pods):
+        with contextlib.suppress(CommandFailed):  # there is none, or no cable to the first node any more
+            run_quiet(["ip", "route", "delete", network, "dev", config.MACHINE_LINK], env=namespace.environment())
     namespace.remove_cgroups(lambda: namespace.cgroups_named(node.cgroup.lstrip("/")), time.monotonic() + GONE_S)
     for folder in (node.run, node.state, node.containerd_root):
         shutil.rmtree(folder, ignore_errors=True)
