@@ -2,7 +2,7 @@
 """A listing finds what the watch did not tell, and tells that it did not."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from diffusion_operator.api.names import POD, Kind
@@ -21,12 +21,14 @@ class Pages:
         self.items: list[dict[str, Any]] = []
         self.down = False
         self.asked = 0
+        self.meanwhile: Callable[[], None] = lambda: None
 
     async def pages(self, *_: object, **__: object) -> AsyncIterator[Page]:
         self.asked += 1
         if self.down:
             raise ClusterUnavailable("list pods: down")
         yield Page(items=self.items, version="90")
+        self.meanwhile()
 
 
 class Rig:
@@ -77,6 +79,15 @@ async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_deaf_until
     assert rig.listing.deaf_s == 100.0
     rig.listing.heard()
     assert rig.listing.deaf_s == 0.0
+
+
+async def test_a_watch_that_tells_a_change_while_the_listing_still_runs_is_not_deaf() -> None:
+    """RF8"""
+    rig = Rig()
+    rig.cluster.items, rig.cluster.meanwhile = [pod("a", 5)], rig.listing.heard
+    await rig.run()
+    rig.now = 100.0
+    assert (rig.changes, rig.listing.deaf_s) == (["a"], 0.0)
 
 
 async def test_an_api_server_that_is_down_is_no_reason_to_stop_listing() -> None:

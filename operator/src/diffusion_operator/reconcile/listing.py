@@ -38,6 +38,7 @@ class Listing:
         self._store = store
         self._clock = clock
         self._deaf_since: float | None = None
+        self._told = 0
         self.scope = scope
 
     @property
@@ -47,6 +48,7 @@ class Listing:
 
     def heard(self) -> None:
         """The watch told something."""
+        self._told += 1
         self._deaf_since = None
 
     async def list(self) -> bool:
@@ -64,10 +66,11 @@ class Listing:
         """For ever."""
         while True:
             await asyncio.sleep(every_s)
+            told = self._told
             try:
                 news = await self.list()
             except OperatorError as error:
                 log.warning("listing failed kind=%s error=%s", self.scope, error)
                 continue
-            if news and self._deaf_since is None:
+            if news and self._deaf_since is None and told == self._told:  # else both told it, the listing a moment earlier
                 self._deaf_since = self._clock()  # the watch may be a moment late, and then tells it
