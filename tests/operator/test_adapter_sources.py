@@ -37,6 +37,8 @@ def test_sources_have_the_same_identity_where_they_are_the_same_content() -> Non
         return identity(AdapterSource(s3=S3Source(uri="s3://b/x.safetensors", **more)))
 
     assert http("https://h/x?signature=1") == http("https://h/x?signature=2") == "https://h/x#sha256:" + "a" * 64
+    assert http("https://user:word@h/x#part") == http("https://h/x")
+    assert http("https://[/x") == "https://[/x#sha256:" + "a" * 64, "an address that is none stops nobody else's adapters"
     assert http("https://h/x") != http("https://h/y") != http("https://h/y", "b" * 64)
     assert s3() == s3(credentials_secret_ref=SecretRef(name="keys")) != s3(endpoint="https://minio:9000")
     assert identity(AdapterSource(pvc=PvcSource(claim_name="c", path="x"))) == "pvc://c/x"

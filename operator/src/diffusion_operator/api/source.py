@@ -4,8 +4,6 @@
 The operator fetches nothing and reads no user's Secret: it hands these on, mounts what they name, and compares them by `identity`.
 """
 
-from urllib.parse import urlsplit
-
 import msgspec
 
 
@@ -84,8 +82,10 @@ def identity(source: ModelSource | AdapterSource) -> str:
     if source.pvc is not None:
         return f"pvc://{source.pvc.claim_name}/{source.pvc.path}"
     if isinstance(source, AdapterSource) and source.http is not None:
-        parts = urlsplit(source.http.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}#sha256:{source.http.sha256}"
+        # Not by urlsplit, which raises for some: an address that is none is the worker's to refuse.
+        scheme, _, rest = source.http.url.partition("?")[0].partition("#")[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}#sha256:{source.http.sha256}"
     return source.path or ""
 
 
