@@ -6,7 +6,7 @@
                                  [--manifests 5000] [--operator-sequences 500]
                                  [--minutes 60] [--seed 1]
                                  [--part traffic] [--part edge] [--part adapters] [--part adapter-files] [--part sleep]
-                                 [--part manifests] [--part operator]
+                                 [--part manifests] [--part operator] [--part node]
 
 Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
 request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
@@ -38,6 +38,7 @@ from leftovers import footprint, left_at_end, left_over
 from soak_adapter_files import run_files
 from soak_adapters import run_adapters
 from soak_edge import run_edge
+from soak_node import run_node
 from soak_operator_manifests import run_manifests
 from soak_operator_process import own_apiserver
 from soak_operator_sequences import run_sequences
@@ -211,7 +212,7 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--part", action="append", choices=RUNS, help="Only this one; may be given again.")
     asked = options.parse_args()
-    parts = asked.part or RUNS
+    parts = asked.part or [part for part in RUNS if part not in ON_DEMAND]
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
     folder.mkdir()
     try:
@@ -261,6 +262,12 @@ def _soak_sleep(asked: argparse.Namespace, folder: Path) -> bool:
     return bool(outcome.wrong)
 
 
+def _soak_node(asked: argparse.Namespace, folder: Path) -> bool:
+    outcome = run_node(seed=asked.seed, limit_s=asked.minutes * 60)
+    print(f"node: {outcome.line()}", flush=True)
+    return bool(outcome.wrong or outcome.lost)
+
+
 def _soak_manifests(asked: argparse.Namespace, folder: Path) -> bool:
     with own_apiserver() as kubeconfig:
         outcome = asyncio.run(run_manifests(folder, kubeconfig, seed=asked.seed, manifests=asked.manifests, limit_s=asked.minutes * 60))
@@ -284,7 +291,10 @@ RUNS: dict[str, Callable[[argparse.Namespace, Path], bool]] = {
     "sleep": _soak_sleep,
     "manifests": _soak_manifests,
     "operator": _soak_operator,
+    "node": _soak_node,
 }
+# What needs a cluster of its own.
+ON_DEMAND = frozenset({"node"})
 
 
 def _cut(asked: int, wanted: int) -> str:
