@@ -27,7 +27,7 @@ STEPS = (4, 10)
 PAUSE_S = 1.0
 OPERATOR_LIVES_S = (0.5, 3.0)
 LEAST_DEATHS = 3  # of a round
-DIE_WITHIN = 60  # places
+DIE_WITHIN = 600  # places: the first few hundred after a start are applies of children
 TRUE_WITHIN_S = 90.0
 
 
