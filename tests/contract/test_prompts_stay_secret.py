@@ -48,7 +48,9 @@ def ask_for_much(worker: WorkerProcess) -> None:
 def lose_a_rank(worker: WorkerProcess) -> None:
     """While a request runs, which is made again."""
     answers: list[int] = []
-    asking = threading.Thread(target=lambda: answers.append(worker.images(prompt=f"a digit, {SECRET}", num_inference_steps=200, seed=2).status_code))
+    asking = threading.Thread(
+        target=lambda: answers.append(worker.images(prompt=f"a digit, {SECRET}", num_inference_steps=200, seed=2).status_code)
+    )
     asking.start()
     worker.wait_for(lambda: worker.state()["inFlight"], what="a request that runs")
     os.kill(worker.rank_pids()[0], signal.SIGKILL)
