@@ -19,6 +19,7 @@ from diffusion_operator import metrics
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, Kind
 from diffusion_operator.cluster import KubernetesCluster, Manifest, connect
 from diffusion_operator.errors import WatchStale
+from diffusion_operator.kopf_storage import NoDiffBase, NoProgress
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.reconcile.listing import Listing, Scope
@@ -174,10 +175,9 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     for kind in CHILD_KINDS:
         group, version = kind.group_and_version
         result.watching.label_selectors[group, version, kind.plural] = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
-    # Nothing is ever persisted by kopf in this shape; should a handler appear that does, it stays under our own domain.
-    result.persistence.finalizer = f"{GROUP}/operator"
-    result.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP, v1=False)
-    result.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+    result.persistence.finalizer = f"{GROUP}/operator"  # none is ever set in this shape
+    result.persistence.progress_storage = NoProgress()
+    result.persistence.diffbase_storage = NoDiffBase()
     result.posting.enabled = False
     result.peering.standalone = True
     result.scanning.disabled = True  # our kinds are there before us, so no right to list CRDs or namespaces is needed

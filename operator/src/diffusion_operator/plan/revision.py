@@ -6,6 +6,7 @@ when the operator's default image was pinned in the status, so a new default nev
 operator that knows more fields: what has its default is left out of the hash.
 """
 
+import functools
 import hashlib
 from typing import Any
 
@@ -55,12 +56,16 @@ def _said(value: Any) -> Any:
     """A struct as its fields that do not have their default; anything else as it is."""
     if not isinstance(value, msgspec.Struct):
         return [_said(one) for one in value] if isinstance(value, tuple) else value
-    fields = msgspec.structs.fields(value)
-    return {field.encode_name: _said(found) for field in fields if (found := getattr(value, field.name)) != _default(field)}
+    return {encoded: _said(found) for name, encoded, default in _fields(type(value)) if (found := getattr(value, name)) != default}
 
 
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+@functools.cache
+def _fields(struct: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
+    """Name, name in JSON and default of each."""
+    return tuple(
+        (field.name, field.encode_name, field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default)
+        for field in msgspec.structs.fields(struct)
+    )
 
 
 def hash_of(value: object) -> str:
