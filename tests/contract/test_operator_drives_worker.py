@@ -13,7 +13,8 @@ import pytest
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DiffusionDeployment, DrainMode
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import DrainMode
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase
 from diffusion_operator.errors import ControlUnreachable

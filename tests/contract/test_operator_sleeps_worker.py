@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx2
 import pytest
 
-from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.worker_state import Operation, WorkerPhase, WorkerState
 from diffusion_operator.plan.attempts import RACES
 from fake_rank_group import WEIGHTS_BYTES

@@ -12,7 +12,8 @@ from diffusion_operator.api import source as operator_source
 from diffusion_operator.api import worker_state
 from diffusion_operator.api.adapter import AdapterFormat, AdapterSpec, Component
 from diffusion_operator.api.adapter_load import AdapterLoad, adapter_load, format_of
-from diffusion_operator.api.deployment import DiffusionDeployment, OnMissing
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import OnMissing
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, WorkerAddress
 from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, FINAL, RELOAD_LOOP, SOURCE_REASONS

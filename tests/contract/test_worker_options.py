@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from diffusion_operator.api import deployment as operator_api
-from diffusion_operator.api.deployment import DeploymentSpec, DiffusionDeployment
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import DeploymentSpec
 from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
 from diffusion_operator.plan.revision import template_of
 from diffusion_operator.render.pod import pod

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from diffusion_operator.api.adapter import AdapterSpec, AdapterStatus
-from diffusion_operator.api.deployment import DeploymentSpec, DeploymentStatus
+from diffusion_operator.api.deployment_spec import DeploymentSpec
+from diffusion_operator.api.deployment_status import DeploymentStatus
 
 CRDS = Path(__file__).resolve().parents[2] / "crds"
 Schema = dict[str, Any]

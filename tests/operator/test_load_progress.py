@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_operator.api.deployment import LoadStatus
+from diffusion_operator.api.deployment_status import LoadStatus
 from diffusion_operator.api.names import CONTAINER
 from diffusion_operator.api.worker_state import LoadReport, WorkerPhase
 from diffusion_operator.plan.groups import read_group

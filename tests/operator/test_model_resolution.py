@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffusion_operator.api.deployment import ModelStatus
+from diffusion_operator.api.deployment_status import ModelStatus
 from diffusion_operator.api.meta import ConditionStatus
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT, CONFIG_MAP, DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import LoadReport, ModelReport, WireError, WorkerPhase

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.meta import Condition, ConditionStatus, settle_conditions, verdict
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.meta import condition_of
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.plan.actions import DeletePod, SetRoutable

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffusion_operator.api.deployment import SleepPolicy
+from diffusion_operator.api.deployment_spec import SleepPolicy
 from diffusion_operator.api.meta import condition_of
 from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
 from diffusion_operator.plan.actions import CreatePod, DeletePod, SleepWorker, WakeWorker

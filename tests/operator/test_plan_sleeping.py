@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.worker_state import (
     AdapterRecord,
     HeldReport,

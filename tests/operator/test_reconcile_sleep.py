@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from diffusion_operator.api.deployment import SleepPolicy
+from diffusion_operator.api.deployment_spec import SleepPolicy
 from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ClusterUnavailable

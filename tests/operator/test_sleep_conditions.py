@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from diffusion_operator.api.deployment import DeploymentStatus, SleepLevel
+from diffusion_operator.api.deployment_spec import SleepLevel
+from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.worker_state import Operation, WireError, WorkerPhase, WorkerState
 from plan_builders import made, planned, pod, says
 

@@ -4,7 +4,7 @@
 import msgspec
 import pytest
 
-from diffusion_operator.api.deployment import FailureStatus, GroupState, GroupStatus, OperationStatus
+from diffusion_operator.api.deployment_status import FailureStatus, GroupState, GroupStatus, OperationStatus
 from diffusion_operator.api.worker_state import LossReport, WireError, WorkerPhase
 from diffusion_operator.plan.pods import Container, Exit
 from diffusion_operator.plan.status_size import GROUPS_BYTES, GROUPS_SHOWN, fitted

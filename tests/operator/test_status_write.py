@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from diffusion_operator.api.deployment import AdaptersStatus, DeploymentStatus, GroupState, GroupStatus, LoadStatus
+from diffusion_operator.api.deployment_status import AdaptersStatus, DeploymentStatus, GroupState, GroupStatus, LoadStatus
 from diffusion_operator.api.meta import Condition, ConditionStatus
 from diffusion_operator.reconcile.status_write import worth_writing
 from fake_cluster import EPOCH

@@ -6,7 +6,7 @@ from datetime import timedelta
 import msgspec
 import pytest
 
-from diffusion_operator.api.deployment import DeploymentStatus, HeldStatus
+from diffusion_operator.api.deployment_status import DeploymentStatus, HeldStatus
 from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
 from diffusion_operator.reconcile.status_write import worth_writing
 from plan_builders import NOW, planned, pod, says

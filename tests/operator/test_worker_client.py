@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.errors import ControlRefused, ControlUnreachable

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.names import (
     ADAPTER,
     CONFIG_MAP,

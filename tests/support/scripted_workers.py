@@ -12,7 +12,7 @@ import msgspec
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
 from diffusion_operator.api.source import identity
 from diffusion_operator.api.worker_state import (
     AdapterRecord,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from diffusion_operator.api.deployment import DeploymentStatus, GroupState
+from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.reconcile.listing import Listing
 from diffusion_operator.reconcile.runtime import Runtime

@@ -11,7 +11,7 @@ from functools import cached_property
 import msgspec
 
 from diffusion_operator.api.adapter import Residency
-from diffusion_operator.api.deployment import SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
 from diffusion_operator.api.source import AdapterSource
 
 

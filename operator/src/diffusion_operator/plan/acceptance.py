@@ -12,7 +12,8 @@ import msgspec
 
 from diffusion_operator.api.adapter import AdapterFormat, LoRAAdapter, Residency, ResolvedStatus
 from diffusion_operator.api.adapter_load import AdapterLoad, adapter_load
-from diffusion_operator.api.deployment import DiffusionDeployment, Lora
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import Lora
 from diffusion_operator.api.meta import ConditionStatus, condition_of
 from diffusion_operator.api.source import AdapterSource, claim_of, identity, secret_of
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError

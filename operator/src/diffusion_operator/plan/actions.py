@@ -4,7 +4,7 @@
 import msgspec
 
 from diffusion_operator.api.adapter_load import AdapterLoad
-from diffusion_operator.api.deployment import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.plan.observed import AttemptKey
 
 

@@ -2,7 +2,7 @@
 """The conditions of a LoRAAdapter. What they claim was reported by a replica; a message names the replica it is about."""
 
 from diffusion_operator.api.adapter import InstanceState, LoRAAdapter, ResolvedStatus
-from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters import AdapterView

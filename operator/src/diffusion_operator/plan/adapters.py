@@ -12,7 +12,8 @@ from datetime import datetime
 import msgspec
 
 from diffusion_operator.api.adapter import InstanceState, Residency, UsageStatus
-from diffusion_operator.api.deployment import AdaptersStatus, GroupState, Lora, OnMissing
+from diffusion_operator.api.deployment_spec import Lora, OnMissing
+from diffusion_operator.api.deployment_status import AdaptersStatus, GroupState
 from diffusion_operator.api.worker_state import AdapterRecord, WireError
 from diffusion_operator.plan.acceptance import Decision, DesiredAdapter, Holders, decide_all, overruled
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter

@@ -4,7 +4,8 @@
 from collections.abc import Iterator, Sequence
 
 from diffusion_operator.api.adapter import InstanceState
-from diffusion_operator.api.deployment import ColdMode, DeploymentSpec, GroupState, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import ColdMode, DeploymentSpec, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.control_security import control_secured
 from diffusion_operator.plan.groups import Group, Problem

@@ -6,7 +6,7 @@ Every control port takes a token, so there is no reason for one without. Whether
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentSpec, PolicyMode
+from diffusion_operator.api.deployment_spec import DeploymentSpec, PolicyMode
 from diffusion_operator.api.meta import Verdict, verdict
 
 

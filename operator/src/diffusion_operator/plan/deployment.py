@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentStatus, GroupState
+from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters

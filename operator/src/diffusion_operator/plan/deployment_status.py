@@ -4,14 +4,8 @@
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from diffusion_operator.api.deployment import (
-    DeploymentStatus,
-    DiffusionDeployment,
-    EndpointsStatus,
-    GroupState,
-    GroupStatus,
-    OperationStatus,
-)
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_status import DeploymentStatus, EndpointsStatus, GroupState, GroupStatus, OperationStatus
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
 from diffusion_operator.plan.actions import CreatePod

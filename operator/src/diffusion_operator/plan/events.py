@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from diffusion_operator.api.adapter import AdapterStatus, InstanceState, InstanceStatus, LoRAAdapter
-from diffusion_operator.api.deployment import DeploymentStatus, GroupState, GroupStatus, OperationStatus
+from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState, GroupStatus, OperationStatus
 from diffusion_operator.api.meta import ConditionStatus, condition_of, reason_of
 from diffusion_operator.api.worker_state import NO_FAILURES
 

@@ -10,16 +10,9 @@ from enum import StrEnum
 
 import msgspec
 
-from diffusion_operator.api.deployment import (
-    DiffusionDeployment,
-    DrainMode,
-    FailureStatus,
-    GroupState,
-    GroupStatus,
-    Quantity,
-    Sleep,
-    SleepPolicy,
-)
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import DrainMode, Quantity, Sleep, SleepPolicy
+from diffusion_operator.api.deployment_status import FailureStatus, GroupState, GroupStatus
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.plan.model_codes import code_in
 from diffusion_operator.plan.observed import Observed, Poll

@@ -8,7 +8,8 @@ would let the last replica sleep between two requests of a busy client, so a req
 import math
 from collections.abc import Sequence
 
-from diffusion_operator.api.deployment import DeploymentSpec, GroupState, Sleep
+from diffusion_operator.api.deployment_spec import DeploymentSpec, Sleep
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.plan.groups import Group
 

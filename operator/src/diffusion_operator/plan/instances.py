@@ -12,7 +12,8 @@ from datetime import datetime
 import msgspec
 
 from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus
-from diffusion_operator.api.deployment import GroupState, Lora
+from diffusion_operator.api.deployment_spec import Lora
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, WorkerAddress

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a replica is that is not ready yet: by its pod until the worker answers, then by what that says. Nothing is guessed."""
 
-from diffusion_operator.api.deployment import GroupState, LoadStatus
+from diffusion_operator.api.deployment_status import GroupState, LoadStatus
 from diffusion_operator.plan.groups import IMAGE_REASONS, Group
 
 

@@ -14,7 +14,8 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.deployment import DiffusionDeployment, GroupState, ModelStatus
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_status import GroupState, ModelStatus
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
 from diffusion_operator.api.source import ModelSource, identity

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from diffusion_operator.api.adapter import InstanceState
-from diffusion_operator.api.deployment import GroupState, SleepPolicy
+from diffusion_operator.api.deployment_spec import SleepPolicy
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.worker_state import RecordState
 from diffusion_operator.plan.adapters import AdapterPlan
 from diffusion_operator.plan.groups import Group

@@ -15,7 +15,8 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentSpec, GroupRecovery, GroupState, GroupStatus
+from diffusion_operator.api.deployment_spec import DeploymentSpec, GroupRecovery
+from diffusion_operator.api.deployment_status import GroupState, GroupStatus
 from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.plan.groups import CRASH_LOOP_RESTARTS, STARTUP_ERROR_EXIT, Failures, Group, Problem
 

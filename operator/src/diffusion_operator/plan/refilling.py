@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from diffusion_operator.api.adapter import Residency
-from diffusion_operator.api.deployment import GroupState, Lora, OnMissing
+from diffusion_operator.api.deployment_spec import Lora, OnMissing
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.worker_state import RecordState, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter

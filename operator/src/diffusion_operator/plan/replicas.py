@@ -9,7 +9,7 @@ from datetime import datetime
 
 import msgspec
 
-from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.plan.actions import CreatePod, DeletePod
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Observed

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from diffusion_operator.api.deployment import DiffusionDeployment, Lora
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import Lora
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
 
 

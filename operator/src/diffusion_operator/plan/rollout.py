@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentSpec, DeploymentStatus, GroupState, Rollout, RolloutStatus, RolloutType
+from diffusion_operator.api.deployment_spec import DeploymentSpec, Rollout, RolloutType
+from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState, RolloutStatus
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.pods import Pod
 from diffusion_operator.plan.victims import victims_first

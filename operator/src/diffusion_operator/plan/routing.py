@@ -7,7 +7,7 @@ than a refused connection. A replica that is about to be removed never does.
 
 from collections.abc import Collection, Sequence
 
-from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.plan.actions import SetRoutable
 from diffusion_operator.plan.groups import Group
 

@@ -3,7 +3,8 @@
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentSpec, GroupState, SleepPolicy
+from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.plan.adapters import AdapterPlan
 from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.groups import Group

@@ -10,7 +10,8 @@ import hashlib
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
-from diffusion_operator.api.deployment import DeploymentSpec, DrainMode, GroupState, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import DeploymentSpec, DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
 from diffusion_operator.plan.actions import SleepWorker, WakeWorker
 from diffusion_operator.plan.groups import Group

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from diffusion_operator.api.deployment import FailureStatus, GroupStatus, OperationStatus
+from diffusion_operator.api.deployment_status import FailureStatus, GroupStatus, OperationStatus
 
 GROUPS_SHOWN = 64  # as the schema has it
 GROUPS_BYTES = 256 << 10

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from diffusion_operator.api.deployment import DeploymentSpec, HeldStatus, SleepPolicy
+from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
+from diffusion_operator.api.deployment_status import HeldStatus
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.idleness import next_sleep_in_s
 

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from diffusion_operator.api.deployment import GroupState
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.plan.groups import Group
 
 _STATES = (GroupState.FAILED, GroupState.PENDING, GroupState.STARTING, GroupState.ASLEEP, GroupState.SLEEPING)

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from diffusion_operator.api.deployment import BudgetMode, DiffusionDeployment, PolicyMode
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import BudgetMode, PolicyMode
 from diffusion_operator.api.names import (
     ANNOTATION_APPLIED,
     ANNOTATION_SECRET,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass over a DiffusionDeployment: observe, plan, act, write the status once."""
 
-from diffusion_operator.api.deployment import DeploymentStatus, DiffusionDeployment
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.plan.actions import CreatePod

@@ -7,7 +7,8 @@ What this process did itself it remembers; after a restart it knows of nothing a
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion_operator.api.deployment import DiffusionDeployment, GroupState
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_status import GroupState
 from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_REVISION, POD
 from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.deployment import DeploymentPlan

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
-from diffusion_operator.api.deployment import DeploymentStatus
+from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from diffusion_operator.api.deployment import DeploymentStatus
+from diffusion_operator.api.deployment_status import DeploymentStatus
 
 PROGRESS_INTERVAL = timedelta(seconds=5)
 TRAFFIC_INTERVAL = timedelta(seconds=15)

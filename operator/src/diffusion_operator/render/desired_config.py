@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from diffusion_operator.api.deployment import DiffusionDeployment, ModelStatus
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_status import ModelStatus
 from diffusion_operator.api.names import DESIRED_KEY, desired_config_name
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.render import Manifest

@@ -3,7 +3,8 @@
 
 import math
 
-from diffusion_operator.api.deployment import DeploymentSpec, DiffusionDeployment
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import DeploymentSpec
 from diffusion_operator.api.names import (
     CONTAINER,
     CONTROL_PORT,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from diffusion_operator.api.deployment import Cache, DeploymentSpec, DiffusionDeployment, ServiceSpec
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import Cache, DeploymentSpec, ServiceSpec
 from diffusion_operator.api.names import (
     API_KEY_DIR,
     CACHE_DIR,

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from diffusion_operator.api.deployment import ApiKeySecret, Cache, Compile, DeploymentSpec, DiffusionDeployment, Lora, Model
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import ApiKeySecret, Cache, Compile, DeploymentSpec, Lora, Model
 from diffusion_operator.api.names import (
     API_KEY_DIR,
     CACHE_DIR,

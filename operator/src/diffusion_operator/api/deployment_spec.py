@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spec of a DiffusionDeployment, field for field as crds/diffusiondeployments.yaml has it (a test holds them together).
+
+Defaults stand here and in the schema; in a cluster the schema's are the ones that act.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from diffusion_operator.api.scheduling import Scheduling
+from diffusion_operator.api.source import ModelSource
+
+
+class _Spec(msgspec.Struct, frozen=True, rename="camel"):
+    pass
+
+
+class Dtype(StrEnum):
+    AUTO = "Auto"
+    BFLOAT16 = "BFloat16"
+    FLOAT16 = "Float16"
+    FLOAT32 = "Float32"
+
+
+class PullPolicy(StrEnum):
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+class SleepPolicy(StrEnum):
+    ALWAYS_AWAKE = "AlwaysAwake"
+    ASLEEP = "Asleep"
+    ON_IDLE = "OnIdle"
+
+
+class SleepLevel(StrEnum):
+    HOST_MEMORY = "HostMemory"
+    DISCARD = "Discard"
+
+
+class ColdMode(StrEnum):
+    HOLD = "Hold"
+    REJECT = "Reject"
+
+
+class DrainMode(StrEnum):
+    WAIT = "Wait"
+    ABORT = "Abort"
+
+
+class ServiceType(StrEnum):
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+class LoadFormat(StrEnum):
+    DEFAULT = "Default"
+    CUSTOM_PIPELINE = "CustomPipeline"
+    DUMMY = "Dummy"
+
+
+class Compile(StrEnum):
+    DISABLED = "Disabled"
+    DEFAULT = "Default"
+    MAX_AUTOTUNE = "MaxAutotune"
+
+
+class Offload(StrEnum):
+    NONE = "None"
+    MODEL = "Model"
+    GROUP = "Group"
+
+
+class Quantization(StrEnum):
+    NONE = "None"
+    INT8 = "Int8"
+    FP8 = "FP8"
+    NF4 = "NF4"
+
+
+class StepCache(StrEnum):
+    NONE = "None"
+    FIRST_BLOCK = "FirstBlock"
+    TAYLOR_SEER = "TaylorSeer"
+    MAG_CACHE = "MagCache"
+
+
+class RolloutType(StrEnum):
+    ROLLING_UPDATE = "RollingUpdate"
+    RECREATE = "Recreate"
+
+
+class PolicyMode(StrEnum):
+    """Whether the operator makes a NetworkPolicy."""
+
+    MANAGED = "Managed"
+    NONE = "None"
+
+
+class BudgetMode(StrEnum):
+    """Whether the operator makes a PodDisruptionBudget."""
+
+    AUTO = "Auto"
+    NONE = "None"
+
+
+Quantity = int | str
+
+
+class CacheClaim(_Spec, frozen=True):
+    claim_name: str
+
+
+class CacheFolder(_Spec, frozen=True):
+    size_limit: Quantity | None = None
+
+
+class Cache(_Spec, frozen=True):
+    """A union; the schema demands exactly one."""
+
+    claim: CacheClaim | None = None
+    empty_dir: CacheFolder | None = None
+
+
+class Model(_Spec, frozen=True):
+    source: ModelSource
+    pipeline: str = "Auto"
+    dtype: Dtype = Dtype.AUTO
+    cache: Cache = Cache(empty_dir=CacheFolder())
+
+
+class EnvVar(_Spec, frozen=True):
+    name: str
+    value: str = ""
+
+
+class PullSecret(_Spec, frozen=True):
+    name: str
+
+
+class Engine(_Spec, frozen=True):
+    image: str | None = None
+    pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    pull_secrets: tuple[PullSecret, ...] = ()
+    max_batch_size: int = 8
+    batch_window_milliseconds: int = 0
+    exact: bool = False
+    prompt_cache_size: int = 32
+    vae_tiling: bool = False
+    load_format: LoadFormat = LoadFormat.DEFAULT
+    compile: Compile = Compile.DISABLED
+    offload: Offload = Offload.NONE
+    quantization: Quantization = Quantization.NONE
+    step_cache: StepCache = StepCache.NONE
+    env: tuple[EnvVar, ...] = ()
+
+
+class Parallelism(_Spec, frozen=True):
+    ranks_per_replica: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    shard: int = 1
+
+
+class DeviceClaim(_Spec, frozen=True):
+    """By dynamic resource allocation; the schema demands exactly one of a claim and a template."""
+
+    name: str
+    resource_claim_name: str | None = None
+    resource_claim_template_name: str | None = None
+    request: str | None = None
+
+
+class Resources(_Spec, frozen=True):
+    gpu_resource_name: str | None = None
+    requests: dict[str, Quantity] = {}
+    limits: dict[str, Quantity] = {}
+    claims: tuple[DeviceClaim, ...] = ()
+    shared_memory: Quantity = "8Gi"
+
+
+class OnMissing(StrEnum):
+    """What becomes of a request for an adapter that is known but not in memory."""
+
+    REJECT = "Reject"
+    LOAD = "Load"
+
+
+class Lora(_Spec, frozen=True):
+    """`max_cached` and `max_per_request` have no default in the schema: theirs depend on `max_loaded`."""
+
+    enabled: bool = True
+    max_loaded: int = 4
+    max_cached: int | None = None
+    max_rank: int = 64
+    target_modules: tuple[str, ...] = ()
+    max_per_request: int | None = None
+    on_missing: OnMissing = OnMissing.REJECT
+    drain_timeout_seconds: int = 120
+    load_timeout_seconds: int = 120
+    secrets: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Adapters that running requests use at once."""
+        return self.max_loaded if self.enabled else 0
+
+    @property
+    def mounted_secrets(self) -> tuple[str, ...]:
+        """What adapters may use."""
+        return self.secrets if self.enabled else ()
+
+    @property
+    def mounted_claims(self) -> tuple[str, ...]:
+        """What adapters may lie on."""
+        return self.claims if self.enabled else ()
+
+    @property
+    def cached(self) -> int:
+        """Adapters in host memory."""
+        return self.max_cached if self.max_cached is not None else max(16, self.max_loaded)
+
+    @property
+    def per_request(self) -> int:
+        """Adapters that one request may mix."""
+        return max(1, min(self.max_per_request or 4, self.slots))
+
+
+class Sleep(_Spec, frozen=True):
+    policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    level: SleepLevel = SleepLevel.HOST_MEMORY
+    idle_seconds: int = 300
+    min_awake: int = 0
+    min_awake_seconds: int = 60
+    drain: DrainMode = DrainMode.WAIT
+    drain_timeout_seconds: int = 300
+    wake_timeout_seconds: int = 120
+
+
+class ColdRequests(_Spec, frozen=True):
+    """What becomes of requests while no replica is awake."""
+
+    mode: ColdMode = ColdMode.HOLD
+    max_held: int = 64
+    hold_timeout_seconds: int = 300
+
+
+class Warmup(_Spec, frozen=True):
+    enabled: bool = True
+    steps: int = 1
+    sizes: tuple[str, ...] = ()
+
+
+class Startup(_Spec, frozen=True):
+    timeout_seconds: int = 1800
+    warmup: Warmup = Warmup()
+
+
+class ApiKeySecret(_Spec, frozen=True):
+    name: str
+    key: str = "apiKey"
+
+
+class ServiceSpec(_Spec, frozen=True):
+    type: ServiceType = ServiceType.CLUSTER_IP
+    port: int = 80
+    annotations: dict[str, str] = {}
+    api_key_secret: ApiKeySecret | None = None
+
+
+class RequestDefaults(_Spec, frozen=True):
+    """What requests get that do not say; None is the pipeline's own."""
+
+    steps: int | None = None
+    guidance_scale: str | None = None
+    size: str | None = None
+
+
+class RequestLimits(_Spec, frozen=True):
+    max_steps: int = 200
+    max_pixels: int = 4_194_304
+    max_images: int = 8
+
+
+class Requests(_Spec, frozen=True):
+    defaults: RequestDefaults = RequestDefaults()
+    limits: RequestLimits = RequestLimits()
+
+
+class Rollout(_Spec, frozen=True):
+    """`max_surge` and `max_unavailable` have no default in the schema, because they belong to one type only."""
+
+    type: RolloutType = RolloutType.ROLLING_UPDATE
+    max_surge: int | None = None
+    max_unavailable: int | None = None
+    progress_deadline_seconds: int = 1800
+
+
+class GroupRecovery(_Spec, frozen=True):
+    backoff_seconds: int = 10
+    backoff_max_seconds: int = 300
+    failure_threshold: int = 5
+    window_seconds: int = 3600
+
+
+class Control(_Spec, frozen=True):
+    network_policy: PolicyMode = PolicyMode.MANAGED
+
+
+class PodMetadata(_Spec, frozen=True):
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class DeploymentSpec(_Spec, frozen=True):
+    model: Model
+    served_name: str | None = None
+    engine: Engine = Engine()
+    replicas: int = 1
+    parallelism: Parallelism = Parallelism()
+    resources: Resources = Resources()
+    lora: Lora = Lora()
+    sleep: Sleep = Sleep()
+    cold_requests: ColdRequests = ColdRequests()
+    startup: Startup = Startup()
+    service: ServiceSpec = ServiceSpec()
+    requests: Requests = Requests()
+    rollout: Rollout = Rollout()
+    group_recovery: GroupRecovery = GroupRecovery()
+    control: Control = Control()
+    scheduling: Scheduling = Scheduling()
+    pod_metadata: PodMetadata = PodMetadata()
+    pod_disruption_budget: BudgetMode = BudgetMode.AUTO
+    suspend: bool = False
+
+    @property
+    def wanted_replicas(self) -> int:
+        """Suspending leaves `replicas` alone, which an autoscaler may own."""
+        return 0 if self.suspend else self.replicas
