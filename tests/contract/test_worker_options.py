@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from diffusion_operator.api import deployment as operator_api
+from diffusion_operator.api import deployment_spec as operator_api
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DeploymentSpec
 from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
