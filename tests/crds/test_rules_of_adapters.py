@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rule of a LoRAAdapter by one accepted and one refused document, judged by a real API server."""
 
-import copy
 from typing import Any
 
 import pytest
 
-from kind_api import Api, Document, lora, rule_messages
+from kind_api import Api, Document, check_creation, check_transition, lora, rules_without_a_row
 
 pytestmark = pytest.mark.apiserver
 
@@ -84,8 +83,7 @@ CREATIONS = [
 
 @pytest.mark.parametrize(("accepted", "refused", "message"), [row[1:] for row in CREATIONS], ids=[row[0] for row in CREATIONS])
 def test_a_rule_accepts_one_document_and_refuses_another(api: Api, accepted: Document, refused: Document, message: str) -> None:
-    api.create(accepted)
-    assert message in api.refusal(lambda: api.create(refused))
+    check_creation(api, accepted, refused, message)
 
 
 UPDATES = [
@@ -104,16 +102,8 @@ UPDATES = [
 def test_a_transition_rule_accepts_one_change_and_refuses_another(
     api: Api, before: Document, accepted: Document, refused: Document, message: str
 ) -> None:
-    document = copy.deepcopy(before)
-    document["metadata"]["name"] = "transition"
-    api.create(document, dry_run=False)
-    try:
-        api.patch(document, accepted)
-        assert message in api.refusal(lambda: api.patch(document, refused))
-    finally:
-        api.delete(document)
+    check_transition(api, before, accepted, refused, message)
 
 
 def test_every_rule_has_a_row() -> None:
-    parts = [row[-1] for row in (*CREATIONS, *UPDATES)]
-    assert [message for message in rule_messages("loraadapters") if not any(part in message for part in parts)] == []
+    assert rules_without_a_row("loraadapters", (*CREATIONS, *UPDATES)) == []

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of both kinds, and a real API server that judges them: without a kubectl for each, which takes a quarter of a second."""
 
+import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,30 @@ class Api:
             act()
         assert caught.value.status in (400, 422)
         return str(json.loads(caught.value.body)["message"])
+
+
+def check_creation(api: Api, accepted: Document, refused: Document, message: str) -> None:
+    """One document is taken, and another refused with these words."""
+    api.create(accepted)
+    assert message in api.refusal(lambda: api.create(refused))
+
+
+def check_transition(api: Api, before: Document, accepted: Document, refused: Document, message: str) -> None:
+    """One change of a document's spec is taken, and another refused with these words."""
+    document = copy.deepcopy(before)
+    document["metadata"]["name"] = "transition"
+    api.create(document, dry_run=False)
+    try:
+        api.patch(document, accepted)
+        assert message in api.refusal(lambda: api.patch(document, refused))
+    finally:
+        api.delete(document)
+
+
+def rules_without_a_row(plural: str, rows: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Messages of rules of which no row has a part as its last member."""
+    parts = [row[-1] for row in rows]
+    return [message for message in rule_messages(plural) if not any(part in message for part in parts)]
 
 
 def _where(document: Document) -> tuple[str, str, str, str]:
