@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster with our images and our chart in it, once a session; ended afterwards if it was not running before."""
+"""A cluster with our images and our chart in it, once a session; ended afterwards if it was not running before.
+
+At the end its audit log must show that the operator was refused nothing; after all of the tests here also, that it has no right it did
+not use.
+"""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
+from cluster_audit import all_selected, check_rights
 from cluster_rig import ClusterRig
 from tools.demo.stage import stage
 
@@ -12,8 +19,10 @@ NAMESPACE = "diffusion-tests"
 
 
 @pytest.fixture(scope="session")
-def rig() -> Iterator[ClusterRig]:
+def rig(request: pytest.FixtureRequest) -> Iterator[ClusterRig]:
     """The operator in a namespace of its own."""
+    began = datetime.now(UTC)
     with stage(NAMESPACE) as set_up:
         set_up.kubectl.text("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
         yield ClusterRig(set_up.kubectl, set_up.images.worker)
+        check_rights(set_up.kubectl, since=began, whole=all_selected(request.session, Path(__file__).parent))

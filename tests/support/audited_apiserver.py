@@ -26,13 +26,6 @@ from tools.devcluster.apiserver import apiserver
 DEADLINE_S = 40.0
 STOP_TIMEOUT_S = 30.0
 RIGHTS = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
-POLICY = """
-apiVersion: audit.k8s.io/v1
-kind: Policy
-rules:
-- {level: Metadata, userGroups: ["system:serviceaccounts"], omitStages: [RequestReceived]}
-- {level: None}
-"""
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -179,5 +172,5 @@ def granted(role: Document) -> set[Right]:
 
 @contextmanager
 def audited_apiserver(chart: Chart) -> Iterator[AuditedApiserver]:
-    with apiserver(audit_policy=POLICY, admission=["OwnerReferencesPermissionEnforcement"]) as kubeconfig:
+    with apiserver(audited=True, admission=["OwnerReferencesPermissionEnforcement"]) as kubeconfig:
         yield AuditedApiserver(kubeconfig, chart)

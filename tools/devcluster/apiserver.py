@@ -28,17 +28,31 @@ from .progress import step
 
 READY_DEADLINE_S = 60.0
 ATTEMPTS = 3  # a free port may be taken by another between our look and etcd's
+# What service accounts ask for, those of Kubernetes itself aside; and by whomever, when rights are given and taken.
+AUDIT_POLICY = """
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- level: Metadata
+  verbs: [create, delete, deletecollection]
+  resources: [{group: rbac.authorization.k8s.io, resources: [rolebindings]}]
+- {level: None, userGroups: ["system:serviceaccounts:kube-system"]}
+- {level: Metadata, userGroups: ["system:serviceaccounts"]}
+- {level: None}
+"""
+AUDIT_FILES_MB = 50  # of which there are two: the tests of a whole cluster write some
 
 
 @contextmanager
-def apiserver(*, audit_policy: str | None = None, admission: Sequence[str] = ()) -> Iterator[Path]:
+def apiserver(*, audited: bool = False, admission: Sequence[str] = ()) -> Iterator[Path]:
     """Runs an API server for as long as the block lasts and gives its kubeconfig. The kernel ends it with the calling thread, too.
 
-    With an audit policy (YAML) it notes requests in `audit.log` beside the kubeconfig, a JSON object a line. `admission` names plugins
-    that are not on by default.
+    An audited one notes requests in `audit.log` beside the kubeconfig, a JSON object a line. `admission` names plugins that are not on by
+    default.
     """
     with tempfile.TemporaryDirectory(prefix="devcluster-apiserver-") as folder:
-        running = _start_somehow(Path(folder), dies_with_us=True, flags=_flags(Path(folder), audit_policy, admission))
+        running = _start_somehow(Path(folder), dies_with_us=True, flags=_flags(Path(folder), admission, audited=audited))
         try:
             yield Path(folder) / "kubeconfig"
         finally:
@@ -68,13 +82,19 @@ def _running(folder: Path) -> bool:
     return bool(noted) and all(p.alive() for p in noted) and (folder / "kubeconfig").exists()
 
 
-def _flags(folder: Path, audit_policy: str | None, admission: Sequence[str]) -> list[str]:
+def _flags(folder: Path, admission: Sequence[str], *, audited: bool) -> list[str]:
     flags = [f"--enable-admission-plugins={','.join(admission)}"] if admission else []
-    if audit_policy is not None:
+    if audited:
         policy = folder / "audit-policy.yaml"
-        policy.write_text(audit_policy)
-        flags += [f"--audit-policy-file={policy}", f"--audit-log-path={folder / 'audit.log'}"]
+        policy.write_text(AUDIT_POLICY)
+        flags += audit_flags(policy, folder / "audit.log")
     return flags
+
+
+def audit_flags(policy: Path, log: Path) -> list[str]:
+    """The policy's file holds AUDIT_POLICY."""
+    bounds = [f"--audit-log-maxsize={AUDIT_FILES_MB}", "--audit-log-maxbackup=1"]
+    return [f"--audit-policy-file={policy}", f"--audit-log-path={log}", *bounds]
 
 
 def _start_somehow(folder: Path, *, dies_with_us: bool, flags: Sequence[str]) -> list[Process]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from ..apiserver import AUDIT_POLICY
 from ..certs import Authority
 from ..paths import HERE, NODE_RUN, NODE_STATE, cache_dir
 
@@ -83,6 +84,8 @@ def second_node() -> Node:
 
 
 CONF, LOGS, CNI, CONTAINERD_SOCKET = first_node().conf, first_node().logs, first_node().cni, first_node().containerd_socket
+AUDIT_POLICY_FILE = CONF / "audit-policy.yaml"
+AUDIT_LOG = LOGS / "audit.log"
 
 _ACCOUNTS = {
     "apiserver-kubelet": ("kube-apiserver-kubelet-client", "system:masters"),
@@ -129,8 +132,8 @@ def write_node(authority: Authority, node: Node, *, debian: Path, pause_image: s
 
 def files(node: Node, *, debian: Path, pause_image: str) -> dict[Path, str]:
     """The configuration files of a node and their text; JSON where a program takes YAML."""
-    registry = {node.conf / "registry.json": json.dumps(_registry())} if node == first_node() else {}
-    return registry | {
+    only_first = {node.conf / "registry.json": json.dumps(_registry()), AUDIT_POLICY_FILE: AUDIT_POLICY} if node == first_node() else {}
+    return only_first | {
         node.conf / "containerd.toml": _containerd(node, debian, pause_image),
         node.conf / "registries" / "localhost" / "hosts.toml": _hosts(),
         node.cni / "10-bridge.conflist": json.dumps(_bridge(node)),

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..apiserver import etcd_command
+from ..apiserver import audit_flags, etcd_command
 from ..paths import NODE_STATE
-from .config import CERTS, CONF, NODE_IP, SERVICE_NETWORK, Node, first_node
+from .config import AUDIT_LOG, AUDIT_POLICY_FILE, CERTS, CONF, NODE_IP, SERVICE_NETWORK, Node, first_node
 
 Command = list[str | Path]
 
@@ -28,7 +28,7 @@ def containerd(node: Node, debian: Path) -> Command:
 
 
 def apiserver(kube: Path) -> dict[str, Command]:
-    """The API server, with what aggregation and the kubelet's authentication need."""
+    """The API server, with what aggregation and the kubelet's authentication need, and a log of what accounts ask for."""
     return {
         "kube-apiserver": [
             kube / "kube-apiserver",
@@ -57,6 +57,7 @@ def apiserver(kube: Path) -> dict[str, Command]:
             "--requestheader-extra-headers-prefix=X-Remote-Extra-",
             f"--proxy-client-cert-file={CERTS}/front-proxy.crt",
             f"--proxy-client-key-file={CERTS}/front-proxy.key",
+            *audit_flags(AUDIT_POLICY_FILE, AUDIT_LOG),
         ]
     }
 
