@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from diffusion_worker.engine.documents import EngineState
 from diffusion_worker.engine.results import Timings
 from diffusion_worker.errors import ErrorCode, Fault
-from diffusion_worker.messages import ErrorReport
+from diffusion_worker.messages import ErrorReport, MemoryReport
+from fake_rank import FakeRank
 from fake_rank_group import FakeRankGroup
 from server_edge import Edge, serving_edge
 
@@ -95,6 +96,61 @@ async def test_every_phase_of_a_picture_is_a_histogram_and_its_memory_too(edge: 
     assert set(Timings.__struct_fields__) == {key[1] for key in found if key[0] == "phase_seconds_count"} | {"total"}
     assert found["picture_peak_bytes_count",] == 2 and found["picture_peak_bytes_sum",] > 0
     assert found["encoding_seconds_count",] >= 2
+
+
+async def test_what_runs_and_what_waits_for_a_place_is_told() -> None:
+    async with serving_edge(max_batch_size=1) as edge:
+        edge.ranks.stepping.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(3):
+                tasks.create_task(edge.images(prompt="p"))
+
+            async def full() -> bool:
+                found = await metrics(edge)
+                return (found["requests_in_flight",], found["requests_queued",]) == (1, 2)
+
+            await edge.wait_for(full)
+            edge.ranks.stepping.set()
+        found = await metrics(edge)
+    assert (found["requests_in_flight",], found["requests_queued",]) == (0, 0)
+
+
+async def test_a_pause_the_version_and_the_age_of_the_state_are_told(edge: Edge) -> None:
+    found = await metrics(edge)
+    assert (found["paused",], found["info", edge.engine.version], found["state_age_seconds",] > 0) == (0, 1, True)
+    await edge.operate("pause")
+    assert (await metrics(edge))["paused",] == 1
+    await edge.operate("resume")
+    assert (await metrics(edge))["paused",] == 0
+
+
+async def test_the_threads_that_encode_are_told_with_what_waits_for_them(edge: Edge) -> None:
+    await edge.images(prompt="p")
+    found = await metrics(edge)
+    assert found["encoding_threads",] >= 1
+    assert (found["encoding_pending",], found["encoding_wait_seconds_count",]) == (0, found["encoding_seconds_count",])
+
+
+async def test_the_memory_of_every_rank_is_told_by_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = MemoryReport(
+        weights_bytes=11,
+        weights_resident_bytes=12,
+        mirror_memory_bytes=13,
+        adapter_slots_resident_bytes=14,
+        adapter_host_bytes=15,
+        cache_bytes=16,
+    )
+    monkeypatch.setattr(FakeRank, "memory", lambda self: report)
+    async with serving_edge(ranks=2) as edge:
+        found = await metrics(edge)
+    names = ("weights", "weights_resident", "mirror_memory", "adapter_slots_resident", "adapter_host", "cache")
+    assert [[found[f"rank_{name}_bytes", rank] for name in names] for rank in "01"] == [[11, 12, 13, 14, 15, 16]] * 2
+
+
+async def test_frames_that_are_no_message_are_counted_by_the_end_that_dropped_them(edge: Edge) -> None:
+    edge.ranks.dropped_frames = (2, 3)
+    found = await metrics(edge)
+    assert (found["frames_dropped_total", "server"], found["frames_dropped_total", "ranks"]) == (2, 3)
 
 
 async def test_buckets_of_a_histogram_never_fall_and_end_with_all(edge: Edge) -> None:

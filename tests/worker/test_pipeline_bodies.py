@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion_worker.config import LoadFormat, RequestLimits
-from diffusion_worker.engine.admission import GenerationParams, check
+from diffusion_worker.config import LoadFormat, RequestDefaults, RequestLimits
+from diffusion_worker.engine.admission import GenerationParams, check, with_defaults
 from diffusion_worker.errors import ConfigError, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.pipeline import describe, load_pipeline, make_body
@@ -227,6 +227,23 @@ def test_the_defaults_of_a_request_that_says_nothing_are_told() -> None:
     assert (len(rig.denoiser_calls()), rig.model.default_frames) == (rig.model.default_steps, None)
     wan = describe(BUILDERS["WanPipeline"](), torch.float32, 0)
     assert (wan.default_height, wan.default_width, wan.default_frames, wan.default_steps) == (480, 832, 81, 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [("ZImagePipeline", 1024), ("QwenImage21Pipeline", 1024), ("PRXPipeline", 512), ("FluxPipeline", 256)]
+)
+def test_the_size_that_only_the_call_of_a_class_says_is_told(name: str, side: int) -> None:
+    told = describe(BUILDERS[name](), torch.float32, 0)
+    assert (told.default_height, told.default_width) == (side, side)
+
+
+def test_no_step_over_the_limit_runs_where_a_request_says_nothing() -> None:
+    rig = RunnerRig()
+    limits = RequestLimits(max_steps=2)
+    assert rig.model.default_steps is not None and rig.model.default_steps > limits.max_steps
+    asked = with_defaults(GenerationParams(prompt="a red digit seven"), RequestDefaults(), limits, rig.model)
+    rig.run(request("silent", steps=asked.steps))
+    assert len(rig.denoiser_calls()) == limits.max_steps
 
 
 @pytest.mark.parametrize(

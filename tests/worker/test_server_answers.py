@@ -16,10 +16,10 @@ from openai.types.image_generate_params import ImageGenerateParamsStreaming
 from PIL import Image
 
 from diffusion_worker.config import RequestDefaults, RequestLimits, StepCache
-from diffusion_worker.messages import RequestSpec
+from diffusion_worker.messages import ModelInfo, Recipe, RequestSpec
 from diffusion_worker.server.image_schemas import REFUSED, ImagesRequest
 from diffusion_worker.server.pieces import PIECE_BYTES, PiecedResponse, cut, json_with_file
-from fake_rank_group import FAKE_STAGES, fake_digest, fake_pixels
+from fake_rank_group import FAKE_STAGES, FakeRankGroup, fake_digest, fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image
 
@@ -228,6 +228,30 @@ async def test_a_request_over_a_limit_of_the_options_is_refused_with_the_limit(b
     assert (refused.status_code, refused.json()["details"]) == (400, {"field": field})
     assert limit in refused.json()["message"]
     assert fits.status_code == 200
+
+
+OWN_DEFAULTS = ModelInfo("P", "float32", size_multiple=8, weights_bytes=1, default_width=64, default_height=48, default_steps=50)
+
+
+@pytest.mark.parametrize(("max_steps", "made"), [(20, 20), (50, 50), (200, 50)])
+async def test_a_request_that_says_no_steps_never_gets_more_than_the_limit(max_steps: int, made: int) -> None:
+    async with serving_edge(model=OWN_DEFAULTS, limits=RequestLimits(max_steps=max_steps)) as edge:
+        [item] = (await edge.images(prompt="p", seed=1, size="32x32")).json()["data"]
+        card = (await edge.data.get("/v1/models/digits")).json()
+    spec = RequestSpec(request_id="", prompt="p", seed=1, steps=made, width=32, height=32)
+    assert decode_image(item["b64_json"]).tobytes() == fake_pixels(spec), "so many were asked of the ranks"
+    assert (item["provenance"]["steps"], card["defaults"]["num_inference_steps"]) == (made, made)
+
+
+async def test_a_recipe_of_more_steps_than_the_limit_is_refused() -> None:
+    group = FakeRankGroup()
+    group.adapter_recipes["/loras/stripes"] = Recipe(steps=8)
+    edge = Edge(group, limits=RequestLimits(max_steps=7))
+    await edge.engine.start()
+    await edge.put_adapter("stripes", "/loras/stripes")
+    refused = await edge.images(prompt="p", model="stripes")
+    assert (refused.status_code, refused.json()["details"]) == (400, {"field": "num_inference_steps"})
+    await edge.engine.terminate()
 
 
 # Large answers

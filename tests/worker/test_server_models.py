@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diffusion_worker.config import RequestDefaults, RequestLimits
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.messages import Task
+from diffusion_worker.messages import ModelInfo, Task
 from fake_rank_group import FakeRankGroup, fake_digest
 from server_edge import Edge, serving_edge
 
@@ -98,6 +98,33 @@ async def test_a_default_size_that_the_model_cannot_make_is_an_error_at_start() 
     with pytest.raises(ConfigError, match=r"--default-size 60x64: size: expected width and height that are multiples of 8"):
         await edge.engine.start()
     await edge.engine.terminate()
+
+
+OWN_SIZE = ModelInfo("P", "float32", size_multiple=8, weights_bytes=1, default_width=64, default_height=48)
+
+
+async def test_a_model_whose_own_size_is_over_the_limit_does_not_start_without_a_default_size() -> None:
+    group = FakeRankGroup()
+    group.model = OWN_SIZE
+    edge = Edge(group, limits=RequestLimits(max_pixels=64 * 48 - 1))
+    says = r"--max-pixels: expected at least 3072 for the model's own size 64x48, or a --default-size, found 3071"
+    with pytest.raises(ConfigError, match=says):
+        await edge.engine.start()
+    await edge.engine.terminate()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (OWN_SIZE, {"limits": RequestLimits(max_pixels=64 * 48)}),
+        (OWN_SIZE, {"limits": RequestLimits(max_pixels=4096 // 4), "defaults": RequestDefaults(width=32, height=32)}),
+        (msgspec.structs.replace(OWN_SIZE, tasks=[Task.EDIT]), {"limits": RequestLimits(max_pixels=64)}),
+    ],
+    ids=["it is at the limit", "a smaller default is given", "edits take the size of their picture"],
+)
+async def test_a_model_whose_own_size_nobody_gets_over_the_limit_starts(model: ModelInfo, settings: dict[str, Any]) -> None:
+    async with serving_edge(model=model, **settings) as edge:
+        assert (await card(edge))["state"] == "ready"
 
 
 async def test_an_adapter_has_a_card_with_its_parent_and_its_content(edge: Edge) -> None:

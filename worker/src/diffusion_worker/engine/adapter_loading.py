@@ -210,7 +210,7 @@ class AdapterLoader:
                 self._waking.load_when_serving()
             else:
                 self._outcomes.succeeded(adapter, load, loaded)
-                self.loads.durations.observe(time.monotonic() - started)
+                self.loads.took(adapter, time.monotonic() - started)
         self._table.move()
 
     async def _brought(self, adapter: Adapter, load: Load) -> LoadedLoRA | None:

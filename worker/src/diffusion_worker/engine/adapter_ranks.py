@@ -40,6 +40,11 @@ class AdapterLoads:
         self.fetched_bytes = 0
         self.evictions = 0
 
+    def took(self, adapter: Adapter, seconds: float) -> None:
+        """A load of it has succeeded."""
+        adapter.load_s = seconds
+        self.durations.observe(seconds)
+
 
 class AdapterRanks:
     """The calls to the ranks, and what they mean for the table."""

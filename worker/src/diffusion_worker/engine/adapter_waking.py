@@ -170,7 +170,7 @@ class AdapterWaking:
             raise
         else:
             self._outcomes.succeeded(adapter, load, loaded)
-            self._loads.durations.observe(time.monotonic() - started)
+            self._loads.took(adapter, time.monotonic() - started)
 
     async def _when_serving(self) -> None:
         while self._life.state not in (EngineState.READY, EngineState.DRAINING):
@@ -185,7 +185,7 @@ class AdapterWaking:
         try:
             await self._tell.add(adapter, timeout_s=timeout_s)
             self._loads.codes["OK"] += 1
-            self._loads.durations.observe(time.monotonic() - started)
+            self._loads.took(adapter, time.monotonic() - started)
         except RequestError as error:
             log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
             self._tell.undo(adapter)

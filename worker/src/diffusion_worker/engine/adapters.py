@@ -76,6 +76,8 @@ class Adapter:
         self.loaded: LoadedLoRA | None = None
         # By rank, what each tells of it when all is well: recorded at the load, compared after every wake.
         self.kept: list[str] = []
+        # Of the last load that succeeded.
+        self.load_s: float | None = None
         # When a wake last found that to be otherwise.
         self.found_wrong_s: float | None = None
         self.fetched: Fetched | None = None
@@ -199,4 +201,5 @@ class Adapter:
             requests_total=self.usage.requests,
             last_request_age_seconds=None if last_s is None else round(time.monotonic() - last_s, 3),
             verification_failed=self.found_wrong_s is not None and time.monotonic() - self.found_wrong_s < TELL_WRONG_S,
+            load_seconds=None if self.load_s is None else round(self.load_s, 6),
         )

@@ -78,17 +78,27 @@ def only_inpaints(model: ModelInfo) -> bool:
 
 
 def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> GenerationParams:
-    """The request with what the worker's options say where it says nothing. An edit without a size takes that of its picture."""
+    """The request with what it gets where it says nothing: what the worker's options say, or as much as they let the model take.
+
+    An edit without a size takes that of its picture.
+    """
     height, width = params.height, params.width
     if height is None and width is None:
         height, width = size_of_edit(params.images[0], limits, model) if params.images else (defaults.height, defaults.width)
     return msgspec.structs.replace(
         params,
-        steps=defaults.steps if params.steps is None else params.steps,
+        steps=usual_steps(defaults, limits, model) if params.steps is None else params.steps,
         guidance_scale=defaults.guidance_scale if params.guidance_scale is None else params.guidance_scale,
         height=height,
         width=width,
     )
+
+
+def usual_steps(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> int | None:
+    """Steps of a request that does not say; None where only the pipeline knows. Never over the limit: fewer are a picture as well."""
+    if defaults.steps is not None or model.default_steps is None:
+        return defaults.steps
+    return min(model.default_steps, limits.max_steps)
 
 
 def size_of_edit(picture: InputPicture, limits: RequestLimits, model: ModelInfo) -> tuple[int, int]:
@@ -134,10 +144,22 @@ def check_form(params: GenerationParams, limits: RequestLimits) -> None:
 
 def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> None:
     """Whether the loaded model can make what requests get by default; raises ConfigError with the option's name."""
+    if defaults.width is None or defaults.height is None:
+        _check_own_size(limits, model)
+        return
     try:
         check_size(GenerationParams(prompt="", width=defaults.width, height=defaults.height), limits, model)
     except RequestError as error:
         raise ConfigError(f"--default-size {defaults.width}x{defaults.height}: {error.message}") from None
+
+
+def _check_own_size(limits: RequestLimits, model: ModelInfo) -> None:
+    """Unlike fewer steps, a smaller size is nothing to choose for a model: many make poor pictures of what they were not trained for."""
+    width, height = model.default_width or 0, model.default_height or 0
+    # An edit takes the size of its picture.
+    if Task.GENERATE in model.tasks and width * height > limits.max_pixels:
+        expected = f"at least {width * height} for the model's own size {width}x{height}, or a --default-size"
+        raise ConfigError(f"--max-pixels: expected {expected}, found {limits.max_pixels}")
 
 
 def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -> None:

@@ -169,7 +169,7 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     """One adapter; `refs` counts the requests that use it, `requests_total` those that did since it is known here.
 
     `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. `verification_failed` tells for ten minutes that a wake
-    found it wrong. What is null is not known yet.
+    found it wrong. `load_seconds` is the time of its last load that succeeded, the fetch included. What is null is not known yet.
     """
 
     name: str
@@ -197,6 +197,7 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     requests_total: int = 0
     last_request_age_seconds: float | None = None
     verification_failed: bool = False
+    load_seconds: float | None = None
 
 
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):

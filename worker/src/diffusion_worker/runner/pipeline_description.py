@@ -22,6 +22,7 @@ from diffusion_worker.runner.step_support import inner_classes, source_of, why_i
 SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 PROCESSORS = ("image_processor", "video_processor")
+WITHOUT_HEIGHT = re.compile(r"^ +height = height or (\w+)$", re.MULTILINE)
 # What a pipeline's result is called, and what that makes it.
 KINDS = {
     "images": "image", "image": "image", "rgb": "image",
@@ -59,7 +60,7 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
     if impossible := why_impossible(type(pipeline)):
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")
     takes = inputs_of(pipeline)
-    side = _default_side(pipeline)
+    side = _written_side(pipeline, takes) or _default_side(pipeline)
     return ModelInfo(
         pipeline=type(pipeline).__name__,
         dtype=str(dtype).removeprefix("torch."),
@@ -104,6 +105,15 @@ def _returned(pipeline_class: Any) -> Iterator[str]:
 def blocks_of(pipeline_class: Any) -> Any:
     """The blocks a modular pipeline class has by default."""
     return getattr(diffusers, pipeline_class.default_blocks_name)()
+
+
+def _written_side(pipeline: Any, takes: Mapping[str, Any]) -> int | None:
+    """In pixels, of a class that says in its call alone what it makes without a height: a number, another argument, or its resolution."""
+    for written in WITHOUT_HEIGHT.findall(source_of(type(pipeline).__call__)):
+        said = pipeline.config.get("default_sample_size") if written == "default_resolution" else takes.get(written)
+        if side := _number(int(written) if written.isdecimal() else said):
+            return side
+    return None
 
 
 def _default_side(pipeline: Any) -> int | None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from diffusion_worker.engine.admission import usual_steps
 from diffusion_worker.engine.documents import AdapterDocument, AdapterState, EngineState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.messages import ModelInfo, Task
@@ -132,6 +133,6 @@ def _defaults(engine: Engine, model: ModelInfo | None) -> DefaultsCard:
     width, height = (told.width, told.height) if told.width or model is None else (model.default_width, model.default_height)
     return DefaultsCard(
         size=f"{width}x{height}" if width and height else None,
-        num_inference_steps=told.steps or (model.default_steps if model else None),
+        num_inference_steps=told.steps if model is None else usual_steps(told, engine.config.limits, model),
         guidance_scale=told.guidance_scale if told.guidance_scale is not None or model is None else model.default_guidance_scale,
     )
