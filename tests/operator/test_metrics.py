@@ -2,14 +2,18 @@
 """What the operator counts: objects by the reason of Ready, with no object's name in a label, and how long they wait."""
 
 import asyncio
+import contextlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from diffusion_operator.api.names import ADAPTER
-from diffusion_operator.metrics import REGISTRY, ObjectsByReason, Waiting, register
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
+from diffusion_operator.errors import ClusterUnavailable
+from diffusion_operator.metrics import REGISTRY, ObjectsByReason, Waiting, Watches, measured, register
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from operator_rig import Rig, adapter, serving
 
@@ -50,9 +54,35 @@ async def test_every_metric_of_the_operator_has_its_line_in_the_docs() -> None:
     finally:
         for collector in collectors:
             REGISTRY.unregister(collector)
-    names = set(re.findall(r"^# TYPE diffusion_operator_(\w+) ", text, re.MULTILINE)) - {"reconcile_seconds_created"}
-    assert {"queue_age_seconds", "watch_deaf_seconds", "groups", "held_requests", "objects"} <= names
-    assert [name for name in sorted(names) if not re.search(rf"`{name.removesuffix('_created')}[`{{]", page)] == []
+    # The client library adds when each series began.
+    names = {name for name in re.findall(r"^# TYPE diffusion_operator_(\w+) ", text, re.MULTILINE) if not name.endswith("_created")}
+    lines = [line.partition(":")[0] for line in page.splitlines() if line.startswith("- `")]
+    assert {name for line in lines for name in re.findall(r"`(\w+)(?:\{[\w,]+\})?`", line)} == names
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome"), [(Result(), "ok"), (Result(gone=True), "gone"), (ClusterUnavailable("connection refused"), "error")]
+)
+async def test_a_pass_is_counted_with_its_time_by_kind_and_outcome(result: Result | ClusterUnavailable, outcome: str) -> None:
+    async def reconcile(key: Key) -> Result:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def samples() -> list[float]:
+        labels = {"kind": f"Test{outcome}", "outcome": outcome}
+        return [REGISTRY.get_sample_value(f"diffusion_operator_reconcile_seconds_{end}", labels) or 0.0 for end in ("count", "sum")]
+
+    with contextlib.suppress(ClusterUnavailable):
+        await measured(reconcile, iter((10.0, 12.5)).__next__)(Key(f"Test{outcome}", "n", "a"))
+    assert samples() == [1, 2.5]
+
+
+def test_the_deafness_of_a_kind_is_that_of_its_worst_namespace() -> None:
+    watched = [(DEPLOYMENT, 0.0), (POD, 2.0), (POD, 95.0), (POD, 0.0)]
+    listings: Any = [SimpleNamespace(scope=SimpleNamespace(kind=kind), deaf_s=deaf_s) for kind, deaf_s in watched]
+    [family] = Watches(listings).collect()
+    assert [(one.labels["kind"], one.value) for one in family.samples] == [("DiffusionDeployment", 0.0), ("Pod", 95.0)]
 
 
 @pytest.mark.looptime

@@ -47,6 +47,16 @@ def test_the_echo_of_an_own_write_is_no_news(store: ObjectStore, changes: Change
     assert changes.seen == ["p", "p"]
 
 
+def test_an_answer_without_a_version_tells_nothing(store: ObjectStore) -> None:
+    """A real API server gives one to a deletion that another one was faster than."""
+    known = made(version=1)
+    store.put(POD, known)
+    gone = made(version=2, status={"phase": "Failed"})
+    del gone["metadata"]["resourceVersion"]
+    store.learn(POD, gone)
+    assert store.get(POD, "n", "p") == known | {"apiVersion": POD.api_version, "kind": POD.kind, "spec": {"nodeName": "", "containers": []}}
+
+
 def test_an_older_version_never_wins(store: ObjectStore) -> None:
     store.learn(SERVICE, made(version=10, spec={"type": "NodePort"}))
     store.put(SERVICE, made(version=9, spec={"type": "ClusterIP"}))

@@ -158,9 +158,10 @@ async def test_rf28_what_another_hand_did_is_told_and_what_the_operator_does_is_
         await namespace.kubectl("annotate", "service", "d", "somebody.example/else=1")
         assert await repairs() == []
 
+        await namespace.kubectl("label", "pod", "d-0-0", "diffusion-operator.dev/deployment-")
+        await eventually(lambda: _if_many(repairs(), 1))
         await patch("service", "d", spec={"selector": {"app": "mine"}})
         await namespace.kubectl("delete", "pdb", "d")
-        await namespace.kubectl("label", "pod", "d-0-0", "diffusion-operator.dev/deployment-")
         told = await eventually(lambda: _if_many(repairs(), 3))
         assert told == [
             "PodDisruptionBudget d was deleted, or lost its labels by another hand",

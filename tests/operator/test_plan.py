@@ -17,7 +17,7 @@ from diffusion_operator.plan.observed import Attempt, Observed, Poll
 from diffusion_operator.plan.pods import Container, Exit, Pod, pod_numbers
 from diffusion_operator.plan.revision import template_of
 from fake_cluster import EPOCH
-from plan_builders import READY, REVISION, made, planned, pod, says
+from plan_builders import NOW, READY, REVISION, made, planned, pod, says
 
 
 def waits(reason: str) -> Container:
@@ -176,6 +176,30 @@ REVISIONS = [
 @pytest.mark.parametrize(("spec", "changes"), [row[1:] for row in REVISIONS], ids=[row[0] for row in REVISIONS])
 def test_the_revision_changes_with_what_a_pod_is_made_of(spec: dict[str, Any], changes: bool) -> None:
     assert (template_of(made(**spec), default_image="worker:1").revision != REVISION) is changes
+
+
+PINNED = {"engineImage": "pinned:1", "updateRevision": REVISION}
+OTHER = template_of(made(), default_image="other:1").revision
+IMAGES = [
+    ("the operator's default where nothing runs and nothing is pinned", [], {}, "worker:2"),
+    ("the pinned one where nothing runs", [], PINNED, "pinned:1"),
+    ("that of a pod", [pod(revision=OTHER, image="other:1")], PINNED, "other:1"),
+    ("that of the oldest pod", [pod(0, image="worker:1", created_at=NOW), pod(1, revision=OTHER, image="other:1")], {}, "other:1"),
+    ("not that of a pod of another spec", [pod(revision="old-1", image="other:1")], {}, "worker:2"),
+    ("not that of a pod that goes", [pod(revision=OTHER, image="other:1", terminating=True)], {}, "worker:2"),
+    ("not one that somebody gave a pod", [pod(revision=OTHER, image="mine:1")], {}, "worker:2"),
+]
+
+
+@pytest.mark.parametrize(("pods", "status", "image"), [row[1:] for row in IMAGES], ids=[row[0] for row in IMAGES])
+def test_the_image_where_the_spec_names_none_is(pods: list[Pod], status: dict[str, Any], image: str) -> None:
+    assert template_of(made(status), default_image="worker:2", pods=pods).image == image
+
+
+def test_two_operators_with_different_defaults_agree_on_the_pods_that_either_made() -> None:
+    pods = [pod(0, image="worker:1"), pod(1, revision=OTHER, image="other:1", created_at=NOW)]
+    templates = {template_of(made(), default_image=default, pods=pods) for default in ("worker:1", "other:1")}
+    assert {template.image for template in templates} == {"worker:1"} and len(templates) == 1
 
 
 def test_a_revision_is_a_label_value() -> None:

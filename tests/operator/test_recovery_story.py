@@ -60,6 +60,7 @@ async def test_rf13_a_loop_gets_a_new_pod_after_a_pause_and_then_no_more() -> No
     await rig.run(10)
     assert rig.condition("Ready") == ("True", "Serving")
     assert "failures" not in rig.status()["groups"][0]
+    assert rig.status()["groups"][0]["lastFailure"]["exitCode"] == 70, "what was wrong is told over pods and templates"
 
 
 async def test_rf13_a_model_that_cannot_be_loaded_is_left_to_the_kubelet() -> None:

@@ -5,7 +5,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT, DEPLOYMENT, LABEL_REVISION, POD
@@ -187,7 +187,7 @@ EDIT = st.one_of(
 
 
 @seed(8)
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, database=None)
 @given(edits=st.lists(EDIT, max_size=8), surge=st.integers(0, 2), unavailable=st.integers(0, 2))
 def test_any_edits_end_with_what_the_spec_says(edits: list[tuple[str, int]], surge: int, unavailable: int) -> None:
     asyncio.run(_edited(edits, surge=surge, unavailable=max(unavailable, int(surge == 0))))

@@ -49,6 +49,8 @@ class Container:
     ip: str
     runner: web.AppRunner
     restarts: int = 0
+    token: str = ""
+    """That it asks callers for; empty: it takes any."""
 
 
 class FakeKubelet:
@@ -64,7 +66,9 @@ class FakeKubelet:
         """By UID of the pod."""
         self.wrong: list[str] = []
         self.pods_made: Counter[str] = Counter()
-        """By the deployment's UID and the pod's name."""
+        """By the deployment's UID and the pod's name; more than one only where somebody deleted a pod that nobody had seen."""
+        self.refused = 0
+        """Calls with another token than the container's."""
         self._task: asyncio.Task[None] | None = None
         self._seen: set[str] = set()
 
@@ -93,8 +97,11 @@ class FakeKubelet:
 
     async def _look(self) -> None:
         pods = (await self._client.send("GET", f"/api/v1/pods{OURS}"))[1]["items"]
-        for uid in self.containers.keys() - {pod["metadata"]["uid"] for pod in pods}:
+        there = {pod["metadata"]["uid"]: pod for pod in pods}
+        for uid in self.containers.keys() - there.keys():
             await self._end(uid)  # deleted by force
+        self.pods_made.update(_identity(pod) for uid, pod in there.items() if uid not in self._seen)
+        self._seen |= there.keys()
         self._watch_for_twins(pods)
         await asyncio.gather(*(self._tend(pod) for pod in pods))
 
@@ -206,6 +213,9 @@ def _runner(kubelet: FakeKubelet) -> web.AppRunner:
         container = kubelet.at(transport.get_extra_info("sockname")[0]) if transport is not None else None
         if container is None:
             raise web.HTTPServiceUnavailable
+        if container.token and request.headers.get("Authorization") != f"Bearer {container.token}":
+            kubelet.refused += 1
+            raise web.HTTPUnauthorized
         try:
             return web.json_response(body=msgspec.json.encode(await _do(request, container)))
         except ControlRefused as error:
@@ -240,6 +250,10 @@ async def _do(request: web.Request, container: Container) -> Any:
     else:
         worker.remove(path.rpartition("/")[2])
     return {}
+
+
+def _identity(pod: Any) -> str:
+    return f"{pod['metadata']['ownerReferences'][0]['uid']} {pod['metadata']['name']}"
 
 
 def _error(code: str) -> Any:

@@ -2,8 +2,9 @@
 """The program `diffusion-operator`, which can be told where to die and which counts what it does.
 
 The two ports are wrapped where the process makes them; all else is the real program. `OPERATOR_UNDER_TEST` in the environment is a
-JSON object: `dieAt`, the number of the place to die at, `controlPort`, where workers listen. Among the metrics are how often each
-kind of action was begun, how much is kept of objects, and the most passes that one object had.
+JSON object: `dieAt`, the number of the place to die at; `diedAt`, a file of the kinds of places where it died before: it dies at each
+that is not in it and lives again, always as a process of its own; `controlPort`, where workers listen; `settings`, other values of
+them. Among the metrics are how often each kind of action was begun, how much is kept of objects, and the most passes that one object had.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily
@@ -29,7 +31,32 @@ def _die(place: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-POINTS = FaultPoints(_die, at=TOLD.get("dieAt"))
+class DyingOnce(FaultPoints):
+    """At each kind of place, over all lives: before or after, what is done, and to which kind of object or by which call.
+
+    Where one life died another one begins, without the imports, which take most of the time of a start.
+    """
+
+    def __init__(self, died_at: Path) -> None:
+        super().__init__(_die)
+        self._died_at = died_at
+
+    def live(self) -> None:
+        """Returns in each life."""
+        while life := os.fork():
+            os.waitpid(life, 0)
+
+    def reach(self, place: str) -> None:
+        """The file is written before the end, so that the next life gets further."""
+        super().reach(place)
+        kind = " ".join(place.split()[:3])
+        if kind not in self._died_at.read_text().splitlines():
+            with self._died_at.open("a") as file:
+                file.write(f"{kind}\n")
+            _die(place)
+
+
+POINTS = DyingOnce(Path(TOLD["diedAt"])) if "diedAt" in TOLD else FaultPoints(_die, at=TOLD.get("dieAt"))
 
 
 class CountingProcess(handlers.Process):
@@ -77,8 +104,12 @@ def _wrap_ports() -> None:
 
 
 if __name__ == "__main__":
+    if isinstance(POINTS, DyingOnce):
+        POINTS.live()
     _wrap_ports()
     import diffusion_operator.__main__ as program
 
     program.Process = CountingProcess  # type: ignore[misc]
+    made = program.Settings
+    program.Settings = lambda **given: made(**given | TOLD.get("settings", {}))  # type: ignore[misc,assignment]
     main()

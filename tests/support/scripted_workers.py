@@ -286,6 +286,7 @@ class ScriptedWorker:
                 ranks_loaded=0 if error else 1,
                 ranks_total=1,
                 error=error,
+                load_seconds=None if error else len(self.loads) / 2,
             ),
             load,
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator as a process of its own: started, killed, looked into by its metrics and its log."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,29 +37,39 @@ def own_apiserver() -> Iterator[Path]:
 class OperatorProcess:
     """One at a time; all of its lives write to one log."""
 
-    def __init__(self, folder: Path, kubeconfig: Path, *, control_port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, kubeconfig: Path, *, control_port: int | None = None, image: str = "worker:1", **settings: float
+    ) -> None:
+        """`image`: the default for workers; `settings`: of the process, where they shall be other than its own."""
         self._folder = folder
         self._kubeconfig = kubeconfig
         self._control_port = control_port
+        self._image = image
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._metrics_port = self._liveness_port = 0
         self.log = folder / "operator.log"
         self.log.touch()
-        (folder / "key").write_text("k" * 32)
+        self.key = "k" * 32
+        (folder / "key").write_text(self.key)
 
-    def start(self, *, die_at: int | None = None) -> None:
-        """Watching every namespace. Does not wait; `wait_ready` does."""
+    def start(self, *, die_at: int | None = None, died_at: Path | None = None) -> None:
+        """Watching every namespace. Does not wait; `wait_ready` does.
+
+        With `died_at`, a file, it dies at each kind of place that is not in it, and lives again.
+        """
         self._metrics_port, self._liveness_port = _free_port(), _free_port()
-        told = {"dieAt": die_at, "controlPort": self._control_port}
+        told = {"dieAt": die_at, "controlPort": self._control_port, "settings": self._settings}
+        told |= {"diedAt": str(died_at)} if died_at is not None else {}
         command = [
-            *(sys.executable, str(HERE / "operator_process.py"), "run", "--engine-image=worker:1", "--all-namespaces"),
+            *(sys.executable, str(HERE / "operator_process.py"), "run", f"--engine-image={self._image}", "--all-namespaces"),
             *(f"--operator-key-file={self._folder / 'key'}", f"--metrics-port={self._metrics_port}"),
             *(f"--liveness-port={self._liveness_port}", "--log-format=plain"),
         ]
         told = {name: value for name, value in told.items() if value is not None}
         environment = os.environ | {"KUBECONFIG": str(self._kubeconfig), "OPERATOR_UNDER_TEST": json.dumps(told)}
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     @property
     def pid(self) -> int:
@@ -82,10 +94,19 @@ class OperatorProcess:
                 time.sleep(0.05)
         raise AssertionError(f"the operator was not ready within {READY_WITHIN_S:g} s")
 
+    def health(self) -> int:
+        """The status of its liveness probe."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._liveness_port}/healthz", timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
     def kill(self) -> None:
-        """With SIGKILL, if it lives."""
+        """With SIGKILL, if it lives, and what it forked."""
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(10)
 
     def stop(self) -> None:
@@ -113,6 +134,18 @@ class OperatorProcess:
         found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
         assert found is not None
         return int(found[1]) * 1024
+
+    def descriptors(self) -> int:
+        """Open ones: files and sockets."""
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def rotate(self, key: str) -> None:
+        """A new key before the one that it has, and a start anew: what the page on security says."""
+        (self._folder / "key").write_text(f"{key}\n{self.key}\n")
+        self.key = key
+        self.stop()
+        self.start()
+        self.wait_ready()
 
     def complaints(self) -> list[str]:
         """Lines of the log that no input should cause."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import quote
+from urllib.request import getproxies
 
 import aiohttp
 import msgspec
@@ -173,7 +174,7 @@ class KubernetesCluster:
         what = f"{method} {kind.plural} {namespace}/{name or '*'}"
         try:
             response = await self._client.request(method, path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S, **request)
-            content: Manifest = await response.json()
+            content: Manifest = await response.json(loads=msgspec.json.decode)
         except ApiException as error:
             raise _translate(what, error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -199,6 +200,8 @@ async def connect(answered: Answered = _ignore) -> KubernetesCluster:
         # The library reads KUBECONFIG when it is imported; we read it when it counts.
         await config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
     configuration.connection_pool_maxsize = POOL_SIZE
+    # To ask the environment for a proxy anew costs two hops to a thread, for every request.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     return KubernetesCluster(configuration, answered)
 
 

@@ -123,16 +123,24 @@ class Process:
         elif kind == ADAPTER:
             self.wake(adapter_key(namespace, name))
             self.wake(deployment_key(namespace, manifest["spec"]["deploymentRef"]["name"]))
-        elif (deployment := manifest["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)) and self.runtime is not None:
-            self.runtime.child_changed(namespace, deployment, kind.kind)
+        elif self.runtime is not None:
+            for deployment in _deployments(manifest):
+                self.runtime.child_changed(namespace, deployment, kind.kind)
 
     def _answered(self, kind: Kind, manifest: Manifest) -> None:
         """By a write of ours, whose event will be no news. What we do to pods is looked at again; what we apply is as it should be."""
         if kind in WATCHED:
             self._store.learn(kind, manifest)
-        deployment = manifest["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
-        if kind == POD and deployment:
-            self.wake(deployment_key(manifest["metadata"]["namespace"], deployment))
+        if kind == POD:
+            for deployment in _deployments(manifest):
+                self.wake(deployment_key(manifest["metadata"]["namespace"], deployment))
+
+
+def _deployments(child: Manifest) -> set[str]:
+    """By its label and by its owner: somebody may have changed either."""
+    label = child["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
+    owners = {one["name"] for one in child["metadata"].get("ownerReferences", ()) if one["kind"] == DEPLOYMENT.kind}
+    return owners | {label} if label else owners
 
 
 def _scopes(settings: Settings) -> list[Scope]:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the operator's process. Labels are bounded: no object names. docs/metrics.md explains each."""
 
-from collections import Counter
+import collections
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState
+from diffusion_operator.plan.happenings import Happened
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.reconcile.listing import Listing
 from diffusion_operator.reconcile.runtime import Runtime
@@ -19,8 +20,12 @@ RECONCILE_SECONDS = Histogram(
 )
 
 
+# From host memory to minutes: a load from a cache takes tenths of a second, a wake that reads a large model's files, or a fetch, minutes.
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
 class PrometheusMeter:
-    """Durations that the reconciles hand over (`Meter`)."""
+    """What the reconciles hand over (`Meter`)."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Histogram(
@@ -29,20 +34,42 @@ class PrometheusMeter:
             ["verb", "code"],
             registry=registry,
         )
-        # A wake from host memory takes a tenth of a second, one that reads a large model's files minutes.
         self._wakes = Histogram(
             "diffusion_operator_wake_seconds",
             "Time of a wake that succeeded, also one by a request.",
             ["level"],
             registry=registry,
-            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+            buckets=SECONDS,
         )
+        self._loads = Histogram(
+            "diffusion_operator_adapter_load_seconds",
+            "Time of a load of an adapter on a replica, the fetch included.",
+            registry=registry,
+            buckets=SECONDS,
+        )
+        self._loaded_bytes = Counter("diffusion_operator_adapter_loaded_bytes", "Size of the adapters that were loaded.", registry=registry)
+        self._evictions = Counter(
+            "diffusion_operator_adapter_evictions", "Adapters that left a replica's memory for others.", registry=registry
+        )
+        failures = Counter(
+            "diffusion_operator_verification_failures", "What a wake found to be not what it was.", ["what"], registry=registry
+        )
+        # There from the start, so that an alert sees the first one.
+        self._wrong_wakes, self._wrong_adapters = (failures.labels(what=what) for what in ("wake", "adapter"))
 
     def called(self, verb: str, code: str, seconds: float) -> None:
         self._calls.labels(verb=verb, code=code).observe(seconds)
 
     def woke(self, level: str, seconds: float) -> None:
         self._wakes.labels(level=level).observe(seconds)
+
+    def seen(self, happened: Happened) -> None:
+        for load in happened.loads:
+            self._loads.observe(load.seconds)
+            self._loaded_bytes.inc(load.size_bytes)
+        self._evictions.inc(happened.evictions)
+        self._wrong_wakes.inc(happened.wrong_wakes)
+        self._wrong_adapters.inc(happened.wrong_adapters)
 
 
 METER = PrometheusMeter(REGISTRY)
@@ -59,7 +86,7 @@ class ObjectsByReason(Collector):
         family = GaugeMetricFamily(
             "diffusion_operator_objects", "Objects by the reason of their Ready condition.", labels=["kind", "reason"]
         )
-        for (kind, reason), count in sorted(Counter((key.kind, reason) for key, reason in list(self._reasons.items())).items()):
+        for (kind, reason), count in sorted(collections.Counter((key.kind, reason) for key, reason in list(self._reasons.items())).items()):
             family.add_metric([kind, reason], count)
         yield family
 
@@ -74,7 +101,7 @@ class Replicas(Collector):
         """In the thread of the metrics server, as above. Every state is there, as 0."""
         statuses = list(self._statuses.values())
         groups = GaugeMetricFamily("diffusion_operator_groups", "Replicas by state.", labels=["state"])
-        counts = Counter(group.state for status in statuses for group in status.groups)
+        counts = collections.Counter(group.state for status in statuses for group in status.groups)
         for state in GroupState:
             groups.add_metric([state.value], counts[state])
         yield groups

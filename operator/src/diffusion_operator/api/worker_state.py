@@ -132,6 +132,8 @@ class AdapterRecord(_Wire, frozen=True):
     last_request_age_seconds: float | None = None
     verification_failed: bool = False
     """A wake within the last ten minutes found it wrong; it was loaded again before anything was made with it."""
+    load_seconds: float | None = None
+    """Of its last load that succeeded, the fetch included."""
 
 
 class LossReport(_Wire, frozen=True):

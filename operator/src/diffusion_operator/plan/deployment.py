@@ -47,7 +47,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
 
 def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     deployment = observed.deployment
-    template = template_of(deployment, default_image=observed.default_image)
+    template = template_of(deployment, default_image=observed.default_image, pods=observed.pods)
     seen = with_failures(observe_groups(observed), deployment.spec, now)
     adapters = plan_adapters(observed, seen, now, revision=template.revision)
     groups = adapters.groups

@@ -32,7 +32,7 @@ def deployment_status(
     """`groups` has the terminating ones too, `situation` only what counts; `made` are asked for in this pass."""
     name, namespace, before = deployment.metadata.name, deployment.metadata.namespace, deployment.status
     count = situation.count
-    shown, truncated = fitted((*(group_status(group) for group in groups), *_between_pods(before, groups, made, template)))
+    shown, truncated = fitted((*(group_status(group) for group in groups), *_between_pods(before, groups, made)))
     updated = sum(group.pod.revision == template.revision for group in situation.groups)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
@@ -65,13 +65,12 @@ def deployment_status(
     )
 
 
-def _between_pods(
-    before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod], template: Template
-) -> Iterator[GroupStatus]:
-    """What is known of the failures of a replica whose pod is gone and whose next one is not there yet."""
+def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod]) -> Iterator[GroupStatus]:
+    """What is known of the failures of a replica whose pod is gone and whose next one is not there yet. With another template they do
+    not count, and the last one is still told."""
     present, coming = {group.index for group in groups}, {action.index for action in made}
     for known in before.groups:
-        if known.index in coming - present and known.failures and known.revision == template.revision:
+        if known.index in coming - present and (known.failures or known.last_failure):
             yield GroupStatus(
                 index=known.index,
                 state=GroupState.PENDING,

@@ -40,6 +40,7 @@ class Pod(msgspec.Struct, frozen=True):
     incarnation: int
     created_at: datetime
     revision: str = ""
+    image: str = ""
     terminating: bool = False
     finished: bool = False
     """Phase Failed or Succeeded: evicted or refused by the node; the kubelet will not start it again."""
@@ -80,6 +81,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         incarnation=incarnation,
         created_at=_time(metadata["creationTimestamp"]),
         revision=labels.get(LABEL_REVISION, ""),
+        image=next((one["image"] for one in spec.get("containers", ()) if one["name"] == CONTAINER), ""),
         terminating=bool(metadata.get("deletionTimestamp")),
         finished=status.get("phase") in ("Failed", "Succeeded"),
         finished_message=_sentence(status.get("reason"), status.get("message")),

@@ -2,12 +2,13 @@
 """The revision of a replica's template: which spec fields a running pod was made from.
 
 A revision is `<hash of the spec's part>-<hash of the image>`. The first half tells whether the spec still asks for what it asked
-when the operator's default image was pinned in the status, so a new default never replaces running pods by itself. Nor does an
-operator that knows more fields: what has its default is left out of the hash.
+when the operator's default image was taken, so a new default never replaces running pods by itself. Nor does an operator that knows
+more fields: what has its default is left out of the hash. Two operators with different defaults at once agree by the oldest pod.
 """
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import Lora
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
+from diffusion_operator.plan.pods import Pod
 
 
 class Template(msgspec.Struct, frozen=True):
@@ -22,10 +24,20 @@ class Template(msgspec.Struct, frozen=True):
     image: str
 
 
-def template_of(deployment: DiffusionDeployment, *, default_image: str) -> Template:
+def template_of(deployment: DiffusionDeployment, *, default_image: str, pods: Sequence[Pod] = ()) -> Template:
     spec_hash = hash_of(_pod_fields(deployment))
-    image = deployment.spec.engine.image or _pinned_image(deployment, spec_hash) or default_image
-    return Template(revision=f"{spec_hash}-{hash_of(image)}", image=image)
+    image = deployment.spec.engine.image or _running_image(pods, spec_hash) or _pinned_image(deployment, spec_hash) or default_image
+    return Template(revision=_revision(spec_hash, image), image=image)
+
+
+def _revision(spec_hash: str, image: str) -> str:
+    return f"{spec_hash}-{hash_of(image)}"
+
+
+def _running_image(pods: Sequence[Pod], spec_hash: str) -> str | None:
+    """Not that of a pod whose image somebody changed: its revision is of another."""
+    made = [pod for pod in pods if not pod.terminating and pod.revision == _revision(spec_hash, pod.image)]
+    return min(made, key=lambda pod: (pod.created_at, pod.name)).image if made else None
 
 
 def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None:

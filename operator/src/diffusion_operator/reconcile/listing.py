@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything into the store: before the first pass, and then now and again, for what kopf's watches did not tell.
 
-kopf opens a watch anew where nothing comes, not even a bookmark, but it names only what is there: what has gone while it was deaf
-nobody hears of. And a watch that is dead for good would not be noticed at all: what a listing finds that should have been told shows it.
+kopf opens a watch anew where nothing comes, not even a bookmark, and goes on where it was; but where the API server has forgotten what
+happened since, it names only what is there: what has gone meanwhile nobody hears of. And a watch that is dead for good would not be
+noticed at all: what a listing finds that should have been told shows it.
 """
 
 import asyncio

@@ -64,8 +64,9 @@ class ObjectStore:
         return news
 
     def learn(self, kind: Kind, manifest: Manifest) -> None:
-        """As a write of our own was answered."""
-        self._take(kind, manifest)
+        """As a write of our own was answered. A deletion that meets another one is answered without a version, and tells nothing new."""
+        if manifest["metadata"].get("resourceVersion"):
+            self._take(kind, manifest)
 
     def remove(self, kind: Kind, manifest: Manifest) -> None:
         """It is gone; nothing happens where another one of its name is known."""
@@ -126,7 +127,9 @@ def _encode(kind: Kind, manifest: Manifest) -> bytes:
     metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
     kept = manifest | {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata}
     if kind == POD:
-        kept["spec"] = {name: value for name, value in manifest.get("spec", {}).items() if name == "nodeName"}
+        spec = manifest.get("spec", {})
+        containers = [{"name": one["name"], "image": one["image"]} for one in spec.get("containers", ())]
+        kept["spec"] = {"nodeName": spec.get("nodeName", ""), "containers": containers}
     return zlib.compress(msgspec.json.encode(kept), _FAST)
 
 

@@ -12,6 +12,7 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import LABEL_DEPLOYMENT, NETWORK_POLICY, POD
 from diffusion_operator.errors import ControlError, OperatorError
 from diffusion_operator.plan.control_security import PolicyOutcome
+from diffusion_operator.plan.happenings import happened
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.pods import Pod, is_owned_by, pod_numbers, read_pod
 from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord
@@ -93,6 +94,10 @@ async def _poll(runtime: Runtime, memory: DeploymentMemory, pod: Pod) -> None:
     if record is None or record.restarts != pod.container.restarts:
         record = memory.polls[pod.uid] = PollRecord(restarts=pod.container.restarts)
     try:
-        record.succeeded(await memory.tokens.call(pod.ip, lambda token: runtime.workers.state(pod.ip, token=token)))
+        state = await memory.tokens.call(pod.ip, lambda token: runtime.workers.state(pod.ip, token=token))
     except ControlError as error:
         record.failed(str(error), runtime.now())
+    else:
+        # Here, and not with the plan's actions: a pass that fails after its looks must lose none of what they told.
+        runtime.meter.seen(happened(record.state, state))
+        record.succeeded(state)

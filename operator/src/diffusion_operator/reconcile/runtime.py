@@ -10,6 +10,7 @@ from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
+from diffusion_operator.plan.happenings import Happened
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.memory import DeploymentMemory
@@ -18,13 +19,16 @@ from diffusion_operator.worker_client import WorkerClient
 
 
 class Meter(Protocol):
-    """Where durations are counted; in the process it is the metrics server's."""
+    """Where what happens is counted; in the process it is the metrics server's."""
 
     def called(self, verb: str, code: str, seconds: float) -> None:
         """A call to a worker's control port is over: `OK`, or the error's code."""
 
     def woke(self, level: str, seconds: float) -> None:
         """A replica has woken up from a level of sleep."""
+
+    def seen(self, happened: Happened) -> None:
+        """What happened on a replica since the last look at it."""
 
 
 @dataclass
