@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real workers that tests share: a start costs ten seconds of importing torch. Tests that break a worker start their own."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from worker_process import DIGITS, WorkerProcess
 def bad_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders that are no adapter for the digits model, by what is wrong with them."""
     return make_bad_adapters(tmp_path_factory.mktemp("bad-adapters"), like=DIGITS / "loras" / "stripes")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder for a worker's temporary files. The path of a socket has room for 107 characters, and `tmp_path` may be long."""
+    with tempfile.TemporaryDirectory(prefix="worker-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -149,6 +149,28 @@ async def test_the_least_used_goes_from_memory_for_a_new_one_and_is_known_on(edg
     assert (document.ranks_loaded, document.digest) == (0, fake_digest("/b"))
 
 
+async def test_the_time_of_a_load_is_told_until_there_is_another_one(edge: Edge) -> None:
+    def told(name: str) -> float | None:
+        [document] = records(edge.engine, name)
+        return document.load_seconds
+
+    times = edge.engine.adapter_loads.durations
+    await put(edge, "a")
+    first = told("a")
+    assert first is not None and first == pytest.approx(times.total_s, abs=1e-6)
+    await put(edge, "a", scale=0.5)
+    assert told("a") == first, "that was no load"
+    await put(edge, "b", "c")
+    assert (states(edge)["a"], told("a")) == ("Cached", first)
+    before_s = times.total_s
+    await put(edge, "a")
+    again = told("a")
+    assert (states(edge)["a"], again) == ("Loaded", pytest.approx(times.total_s - before_s, abs=1e-6)) and again != first
+    edge.ranks.die("rank 1 was ended by SIGKILL")
+    await edge.wait_state(generation=2, state="ready")
+    assert told("a") not in (first, again), "the new ranks have loaded it anew"
+
+
 async def test_a_request_for_an_evicted_adapter_is_refused_with_a_time_to_come_back(edge: Edge) -> None:
     await put(edge, "a", "b", "c")
     error = await refusal(edge, "a")

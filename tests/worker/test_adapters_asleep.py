@@ -354,7 +354,7 @@ async def test_a_load_that_takes_too_long_does_not_cost_the_wake(edge: Edge) -> 
     await put(edge, "a")
     await sleep(edge, SleepLevel.DISCARD)
     edge.ranks.hanging.add("add_lora")
-    await wake(edge, deadline_seconds=0.4)
+    await wake(edge, deadline_seconds=2.0)
     problem = record(edge, "a").error
     assert (states(edge), problem and problem.code, edge.ranks.generation) == ([("a", "Failed")], "Timeout", 1)
     assert await made_with(edge) == []
@@ -494,7 +494,7 @@ async def test_a_source_of_the_file_that_stalls_does_not_cost_the_wake(tmp_path:
         edge.fetcher.arriving.clear()
         stalling = DesiredAdapter("b", Source(hugging_face=HuggingFaceSource("org/b")))
         write(path, wanted("a"), stalling)
-        await wake(edge, deadline_seconds=0.4)
+        await wake(edge, deadline_seconds=2.0)
         assert (states(edge), edge.ranks.generation) == ([("a", "Loaded"), ("b", "Fetching")], 1)
         edge.fetcher.arriving.set()
         await edge.wait_for(lambda: _has(edge, ("b", "Loaded")))

@@ -24,7 +24,7 @@ def in_one_slab(sizes: list[int], *, gap: int = 0, padding: int = 0) -> list[tor
 
 
 @given(size=st.integers(1, 3 * BLOCK_BYTES), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_flipped_bit_is_seen(size: int, data: st.DataObject) -> None:
     at, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
     [tensor] = in_one_slab([size])

@@ -200,7 +200,7 @@ def test_a_pin_goes_with_its_adapter() -> None:
 CALLS = st.lists(st.tuples(st.sampled_from(["add", "activate", "deactivate", "remove", "pin", "unpin", "touch"]), st.integers(1, 5)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(CALLS, st.frozensets(st.integers(1, 5), max_size=2))
 def test_whatever_is_called_slots_hold_what_is_active_and_none_in_use_or_pinned_goes(
     calls: list[tuple[str, int]], in_use: frozenset[int]

@@ -235,7 +235,7 @@ def test_an_error_is_known_by_what_it_was_raised_from() -> None:
 
 @pytest.mark.parametrize("decode", [decode_to_rank, decode_to_server])
 @given(frame=st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_a_message_or_a_decode_error(decode: Any, frame: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         decode(frame)
@@ -245,7 +245,7 @@ TICK = encode(Tick(3, [RequestSpec(request_id="a", prompt="p", seed=1)], ["b"], 
 
 
 @given(cut=st.integers(0, len(TICK) - 1), at=st.integers(0, len(TICK) - 1), byte=st.integers(0, 255))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_message_that_is_cut_or_changed_is_a_message_or_a_decode_error(cut: int, at: int, byte: int) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_to_rank(TICK[:cut])
@@ -274,7 +274,7 @@ def broadcaster(tmp_path: Path) -> Iterator[tuple[Any, RankEnd]]:
 
 
 @given(frames=st.lists(st.binary(max_size=40), max_size=5))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_rank_drops_what_is_no_message_and_acts_on_the_next_one(broadcaster: tuple[Any, RankEnd], frames: list[bytes]) -> None:
     sender, rank = broadcaster
     before, told = rank.dropped, []

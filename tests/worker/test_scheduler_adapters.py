@@ -204,7 +204,7 @@ def test_slots_are_never_exceeded_and_all_requests_finish(actions: list[Any], sl
     assert (ranks.scheduler.waiting, ranks.scheduler.running, ranks.scheduler.active_adapters) == (0, 0, 0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(adapters_of_one, min_size=1, max_size=6), adapters_of_one, st.integers(2, 3))
 def test_a_request_joins_within_a_bound_that_others_of_its_class_cannot_move(others: list[list[int]], mine: list[int], slots: int) -> None:
     stream = [(STEP_S * n, spec(f"{kind}-{n}", *adapters)) for n in range(100) for kind, adapters in enumerate(others)]

@@ -126,7 +126,7 @@ def test_nobody_is_lost_advanced_twice_or_overtaken_in_its_class_and_the_batch_i
     assert (ranks.scheduler.waiting, ranks.scheduler.running, ranks.scheduler.in_flight) == (0, 0, 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.floats(0, 2), requests), min_size=1, max_size=10),
     st.sampled_from(SIDES),

@@ -47,8 +47,8 @@ def test_a_rank_killed_once_too_often_ends_the_worker_with_70_the_reason_and_an_
         wait_until_gone(worker, pids)
 
 
-def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_of_a_picture(tmp_path: Path) -> None:
-    env = {"TMPDIR": str(tmp_path)}
+def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_of_a_picture(short_path: Path) -> None:
+    env = {"TMPDIR": str(short_path)}
     with WorkerProcess(ranks=2, env=env) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
         worker.wait_ready()
         pids = worker.rank_pids() + descendants(worker.pid)
@@ -59,7 +59,7 @@ def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_
         wait_until_gone(worker, pids)
         assert running.result(10) is None
         # Not what torch keeps for itself there.
-        assert [path for path in tmp_path.iterdir() if path.name.startswith(("diffusion-worker", "pymp"))] == []
+        assert [path for path in short_path.iterdir() if path.name.startswith(("diffusion-worker", "pymp"))] == []
 
 
 def test_a_terminated_worker_finishes_its_picture_and_leaves_no_process() -> None:

@@ -78,7 +78,9 @@ async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anyth
     await rig.sleep()
     rig.ranks.spoil_adapter(1, min(rig.ranks.registered))
     calls = len(rig.ranks.calls)
+    took = {one.name: one.load_seconds for one in rig.document.adapters}
     assert (await rig.wake()).error is None
+    assert [one.name for one in rig.document.adapters if one.load_seconds != took[one.name]] == ["style"]
     assert [call for call in rig.ranks.calls[calls:] if "lora" in call] == ["remove_lora", "add_lora"]
     assert (rig.adapters(), rig.document.generation) == ({"style": "Loaded", "other": "Loaded"}, 1)
     assert rig.engine.adapter_loads.codes["VerificationFailed"] == 1

@@ -31,8 +31,8 @@ def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:
 
 
 @pytest.mark.slow
-async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_picture(tmp_path: Path) -> None:
-    soak, killed = await run_both(tmp_path, seed=1, requests=80, kill_requests=30, kill_every_s=4.0, limit_s=60, pictures=12)
+async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_picture(short_path: Path) -> None:
+    soak, killed = await run_both(short_path, seed=1, requests=80, kill_requests=30, kill_every_s=4.0, limit_s=60, pictures=12)
     assert (soak.wrong, killed.wrong) == ([], [])
     assert soak.answered > 10 and soak.refused_as_they_should > 1
     assert killed.answered > 5 and killed.restarts > 0
@@ -54,16 +54,16 @@ async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_
 
 
 @pytest.mark.slow
-async def test_requests_over_changing_adapters_get_the_pictures_of_theirs(tmp_path: Path) -> None:
-    outcome = await run_adapters(tmp_path, seed=1, requests=100, limit_s=60, names=20)
+async def test_requests_over_changing_adapters_get_the_pictures_of_theirs(short_path: Path) -> None:
+    outcome = await run_adapters(short_path, seed=1, requests=100, limit_s=60, names=20)
     assert outcome.wrong == []
     assert sum(outcome.pictures.values()) > 80 and len(outcome.pictures) == 4
     assert outcome.evictions > 10 and len(outcome.churn) == 3
 
 
 @pytest.mark.slow
-def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(tmp_path: Path) -> None:
-    outcome = run_sleep(tmp_path, run_seed=1, sequences=8, limit_s=120)
+def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(short_path: Path) -> None:
+    outcome = run_sleep(short_path, run_seed=1, sequences=8, limit_s=120)
     assert outcome.wrong == []
     assert outcome.sequences == 8
     assert outcome.pictures > 40 and outcome.states["ready"] > 3
