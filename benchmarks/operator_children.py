@@ -13,10 +13,11 @@ from diffusion_operator.render.disruption_budget import disruption_budget
 from diffusion_operator.render.network_policy import network_policy
 from diffusion_operator.render.pod import pod
 from diffusion_operator.render.service import service
-from diffusion_operator.settings import OperatorPods
+from diffusion_operator.settings import OperatorPods, Settings
 
 IMAGE = "worker:1"
 KEY = b"k" * 32
+AT_ONCE = Settings(engine_image=IMAGE, operator_key=KEY).parallel_reconciles
 OPERATOR_PODS = OperatorPods(namespace="operators", labels={"app": "operator"})
 CHILD_KINDS: tuple[Kind, ...] = (SECRET, CONFIG_MAP, SERVICE, NETWORK_POLICY, DISRUPTION_BUDGET, POD)
 
