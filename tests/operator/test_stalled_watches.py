@@ -150,6 +150,7 @@ async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent
         ends = time.monotonic() + SILENT_S
         await client.patch(DEPLOYMENT, names[0], "d", {"spec": {"replicas": 2}})
         await client.delete(ADAPTER, names[0], "a")
+        deleted = (await client.list(DEPLOYMENT, names[1]))[0]["metadata"]["uid"]
         await client.delete(DEPLOYMENT, names[1], "d")
         while time.monotonic() < ends:
             assert await health(operator) == 200, "a restart would help nobody"
@@ -165,4 +166,5 @@ async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent
         assert operator.passes() - passes < 300
         assert complaints(operator) == []
     assert kubelet.wrong == []
-    assert set(kubelet.pods_made.values()) == {1}
+    # Its own may be made again when they were collected already, by an operator that has not heard of its end.
+    assert {pod: count for pod, count in kubelet.pods_made.items() if count > 1 and not pod.startswith(deleted)} == {}

@@ -103,9 +103,21 @@ async def test_a_repository_that_is_no_model_ends_the_start(hub: HubServer, tmp_
 @pytest.mark.slow
 async def test_a_model_that_cannot_be_had_in_the_time_of_a_start_ends_it(hub: HubServer, tmp_path: Path) -> None:
     hub.token = "another"
-    async with starting(tmp_path, "hf://org/tiny", startup_timeout_s=2.0) as (_, start, _):
+    async with starting(tmp_path, "hf://org/tiny", startup_timeout_s=5.0) as (_, start, _):
         with pytest.raises(ConfigError, match="SourceUnauthorized"):
             await start
+
+
+@pytest.mark.slow
+async def test_a_last_try_that_is_cut_short_does_not_hide_why_the_one_before_failed(hub: HubServer, tmp_path: Path) -> None:
+    hub.push("org/tiny", {name: Served(content, gate_after=0) for name, content in SMALL.items()})
+    source = '{"huggingFace": {"repo": "org/tiny", "tokenSecretRef": {"name": "hub"}}}'
+    async with starting(tmp_path, source, startup_timeout_s=5.0) as (engine, start, _):
+        await until(lambda: engine.state_document().failure)
+        SourceRig(tmp_path).secret("hub", token="t")
+        with pytest.raises(ConfigError, match="SecretMissing"):
+            await start
+        assert hub.at_gate.is_set()
 
 
 @pytest.mark.slow

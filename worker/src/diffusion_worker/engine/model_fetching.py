@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diffusion_worker.config import WorkerConfig, read_model_index
 from diffusion_worker.engine.documents import DesiredModel, Problem
-from diffusion_worker.errors import ConfigError, RequestError
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched, Fetcher
 from diffusion_worker.sources.parsing import parse_source
 from diffusion_worker.sources.source import Source
@@ -60,9 +60,11 @@ class ModelFetch:
                 fetched = await self._fetch(source, ends_at - time.monotonic())
                 break
             except RequestError as error:
-                self.problem = Problem(error.code, error.message, error.retryable)
+                # A last try that was cut short before anything came tells less than what the one before ended with.
+                if error.code != ErrorCode.TIMEOUT or self.problem is None:
+                    self.problem = Problem(error.code, error.message, error.retryable)
                 if not error.retryable or time.monotonic() + wait_s >= ends_at:
-                    raise ConfigError(f"{error.code}: {error.message}") from None
+                    raise ConfigError(f"{self.problem.code}: {self.problem.message}") from None
                 log.warning("model not fetched code=%s, next try in %g s: %s", error.code, wait_s, error.message)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_RETRY_S)
@@ -87,6 +89,8 @@ class ModelFetch:
                 Path(self._config.model).unlink()
 
     def _report(self, done: int, total: int | None) -> None:
+        if done:
+            self.problem = None
         self.progress = (done, total or 0)
 
     def _link(self, folder: str) -> None:
