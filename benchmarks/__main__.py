@@ -7,6 +7,7 @@ Exit status 0 whatever the figures say, 1 when a measurement failed. The goals a
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -76,4 +77,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # So that what a benchmark started ends with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A deployment as P12 applies it, and its children as the operator makes them."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, DISRUPTION_BUDGET, NETWORK_POLICY, POD, SECRET, SERVICE, Kind
+from diffusion_operator.plan.deployment import plan_deployment
+from diffusion_operator.plan.observed import Observed
+from diffusion_operator.plan.pods import read_pod
 from diffusion_operator.plan.revision import template_of
 from diffusion_operator.reconcile.observe import parse
+from diffusion_operator.reconcile.status_write import encode_status
 from diffusion_operator.render.control_secret import control_secret
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.disruption_budget import disruption_budget
@@ -36,3 +41,17 @@ def children(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     own = [control_secret(owner, key=KEY), desired_config(owner, ()), service(owner)]
     guards = [network_policy(owner, OPERATOR_PODS), disruption_budget(owner)]
     return [*own, *guards, pod(owner, template, index=0, incarnation=0)]
+
+
+def with_identity(manifest: dict[str, Any], number: int) -> dict[str, Any]:
+    """As an API server would give it back, of a deployment that it was never told of."""
+    identity = {"uid": f"00000000-0000-0000-0000-{number:012}", "creationTimestamp": "2026-01-01T00:00:00Z", "generation": 1}
+    return manifest | {"metadata": manifest["metadata"] | identity}
+
+
+def first_status(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What the operator writes when it has made the pod, which nobody schedules."""
+    owner = parse(manifest, DiffusionDeployment)
+    made = with_identity(children(manifest)[-1], 1)
+    observed = Observed(deployment=owner, default_image=IMAGE, pods=(read_pod(made, index=0, incarnation=0),))
+    return encode_status(plan_deployment(observed, datetime.now(UTC)).status)

@@ -26,19 +26,31 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.kube_changes import KubeChanges
-from benchmarks.operator_children import AT_ONCE, CHILD_KINDS, IMAGE, KEY, OPERATOR_PODS, children, deployment
+from benchmarks.operator_children import (
+    AT_ONCE,
+    CHILD_KINDS,
+    IMAGE,
+    KEY,
+    OPERATOR_PODS,
+    children,
+    deployment,
+    first_status,
+    with_identity,
+)
 from benchmarks.result import Measured
-from diffusion_operator.api.names import DEPLOYMENT
+from diffusion_operator.api.names import DEPLOYMENT, Kind
 from diffusion_operator.cluster import KubernetesCluster, connect
 from tools.devcluster import programs
 from tools.devcluster.apiserver import apiserver
 
 ROOT = Path(__file__).parents[1]
 OBJECTS, MANY, IDLE_S = 1000, 10_000, 600.0
+NAMESPACE = "scale"
 STALLED_S = 60.0
 QUIET_S = 5.0
 START_DEADLINE_S = 120.0
@@ -46,156 +58,178 @@ LISTED = "diffusion_operator_queue_length"
 PASSES = re.compile(r'^diffusion_operator_reconcile_seconds_count\{kind="DiffusionDeployment",outcome="ok"\} (\S+)$', re.MULTILINE)
 NOISE = 0.25
 """How far apart both turns of the bare client may be: they are minutes apart on a machine that does other things too."""
+TARGETS = {
+    "time_vs_bare_client": "<= 1.5",
+    "extra_writes_per_object": "<= 0",
+    "idle_writes": "<= 0",
+    "base_rss_mb": "<= 110",
+    "rss_kb_per_object": "<= 6",
+    "rss_kb_per_owned_object": "<= 6",
+    "restart_after_list_s": "<= 10",
+    "restart_writes": "<= 0",
+}
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a turn is taken: an API server of its own, because one that keeps much is slower for everybody."""
+
+    cluster: KubernetesCluster
+    kubeconfig: Path
+    folder: Path
+    made: dict[str, dict[str, Any]]
+    """The deployments as they were answered, by name."""
+
+    def changes(self) -> KubeChanges:
+        """From now on."""
+        return KubeChanges(self.kubeconfig, NAMESPACE)
+
+
+Sample = dict[str, float]
+Turn = Callable[[Place], Awaitable[Sample]]
+
+
 def measure(*, objects: int = OBJECTS, many: int = MANY, idle_s: float = IDLE_S, noise: float = NOISE) -> Measured:
-    """All figures, from one API server."""
+    """All figures, one turn after another."""
+    sample: Sample = {"objects": objects, "many": many, "idle_s": idle_s}
+
+    def take(turn: Turn) -> Sample:
+        taken = _take(turn)
+        _say(json.dumps(taken))
+        sample.update(taken)
+        return taken
+
+    bare_s = [take(lambda place: _bare(place, objects))["bare_s"]]
+    take(lambda place: _ours(place, objects=objects, many=many, idle_s=idle_s))
+    bare_s.append(take(lambda place: _bare(place, objects))["bare_s"])
+    take(lambda place: _least(place, objects))
+    take(lambda place: _twin(place, objects))
+    if max(bare_s) / min(bare_s) - 1 > noise:
+        raise RuntimeError(f"the bare client took {bare_s[0]:.1f} and {bare_s[1]:.1f} s: the machine is too busy")
+    sample |= {"bare_s": statistics.mean(bare_s), "bare_1_s": bare_s[0], "bare_2_s": bare_s[1]}
+    return Measured(results=_results(sample, objects=objects, many=many), targets=TARGETS, samples=[sample])
+
+
+def _results(sample: Sample, *, objects: int, many: int) -> Sample:
+    growth_kb = (sample[f"rss_mb_{many}"] - sample["rss_mb_0"]) * 1024
+    results = {
+        "time_vs_bare_client": sample["ours_s"] / sample["bare_s"],
+        "time_vs_least": sample["ours_s"] / sample["least_s"],
+        "least_vs_bare_client": sample["least_s"] / sample["bare_s"],
+        "twin_vs_ours": sample["twin_s"] / sample["ours_s"],
+        "extra_writes_per_object": sample["ours_writes"] / objects - len(CHILD_KINDS) - 2,
+        "base_rss_mb": sample["rss_mb_0"],
+        "rss_kb_per_object": growth_kb / many,
+        "rss_kb_per_owned_object": growth_kb / (many * len(CHILD_KINDS)),
+        "restart_after_list_s": sample["restart_s"] - sample["list_s"],
+    }
+    told = ("idle_writes", "bare_s", "least_s", "ours_s", "twin_s", "twin_writes", "restart_s", "restart_writes", "list_s")
+    results |= {name: sample[name] for name in (*told, f"rss_mb_{objects}")}
+    return {name: round(value, 3) for name, value in results.items()}
+
+
+def _take(turn: Turn) -> Sample:
     with apiserver() as kubeconfig, tempfile.TemporaryDirectory() as folder:
         os.environ["KUBECONFIG"] = str(kubeconfig)
         _kubectl(kubeconfig, "apply", "--server-side", *(f"--filename={path}" for path in sorted((ROOT / "crds").glob("*.yaml"))))
         _kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
-        for namespace in ("bare-1", "ours", "bare-2", "least", "twin"):
-            _kubectl(kubeconfig, "create", "namespace", namespace)
-        sample = asyncio.run(_all(kubeconfig, Path(folder), objects=objects, many=many, idle_s=idle_s))
-    bare_s = [sample["bare_1_s"], sample["bare_2_s"]]
-    if max(bare_s) / min(bare_s) - 1 > noise:
-        raise RuntimeError(f"the bare client took {bare_s[0]:.1f} and {bare_s[1]:.1f} s: the machine is too busy")
-    growth_kb = (sample[f"rss_mb_{many}"] - sample["rss_mb_0"]) * 1024
-    results = {
-        "time_vs_bare_client": round(sample["ours_s"] / statistics.mean(bare_s), 3),
-        "time_vs_least": round(sample["ours_s"] / sample["least_s"], 3),
-        "extra_writes_per_object": round(sample["ours_writes"] / objects - len(CHILD_KINDS) - 2, 3),
-        "idle_writes": sample["idle_writes"],
-        "base_rss_mb": round(sample["rss_mb_0"], 1),
-        "rss_kb_per_object": round(growth_kb / many, 2),
-        "rss_kb_per_owned_object": round(growth_kb / (many * len(CHILD_KINDS)), 2),
-        "restart_after_list_s": round(sample["restart_s"] - sample["list_s"], 2),
-    }
-    printed = (
-        "bare_1_s",
-        "bare_2_s",
-        "least_s",
-        "ours_s",
-        "twin_s",
-        "twin_writes",
-        "restart_s",
-        "restart_writes",
-        "list_s",
-        f"rss_mb_{objects}",
-    )
-    results |= {name: round(sample[name], 2) for name in printed} | {"twin_vs_ours": round(sample["twin_s"] / sample["ours_s"], 2)}
-    targets = {"time_vs_bare_client": "<= 1.5", "extra_writes_per_object": "<= 0", "idle_writes": "<= 0"}
-    targets |= {"base_rss_mb": "<= 110", "rss_kb_per_object": "<= 6", "rss_kb_per_owned_object": "<= 6"}
-    targets |= {"restart_after_list_s": "<= 10", "restart_writes": "<= 0"}
-    return Measured(results=results, targets=targets, samples=[sample])
+        _kubectl(kubeconfig, "create", "namespace", NAMESPACE)
+        time.sleep(2 * QUIET_S)  # it compiles what it publishes of the CRDs
+        return asyncio.run(_connected(turn, kubeconfig, Path(folder)))
 
 
-async def _all(kubeconfig: Path, folder: Path, *, objects: int, many: int, idle_s: float) -> dict[str, float]:
-    sample: dict[str, float] = {"objects": objects, "many": many, "idle_s": idle_s}
-    async with await connect() as cluster:
-        sample["bare_1_s"] = await _bare(cluster, kubeconfig, "bare-1", objects)
-        _say(f"bare client {sample['bare_1_s']:.1f} s")
-        sample |= await _ours(cluster, kubeconfig, folder, objects=objects, idle_s=idle_s)
-        # Before there are so many objects that the API server is slower for everybody.
-        sample["bare_2_s"] = await _bare(cluster, kubeconfig, "bare-2", objects)
-        sample["least_s"] = await _least(cluster, kubeconfig, "least", objects)
-        _say(f"bare client {sample['bare_2_s']:.1f} s, with object and status {sample['least_s']:.1f} s")
-        sample |= await _twin(cluster, kubeconfig, folder, objects)
-        _say(f"plain kopf operator {sample['twin_s']:.1f} s")
-        sample |= await _restarted(cluster, kubeconfig, folder, objects=objects, many=many)
-    return sample
+async def _connected(turn: Turn, kubeconfig: Path, folder: Path) -> Sample:
+    made: dict[str, dict[str, Any]] = {}
+
+    def answered(kind: Kind, manifest: dict[str, Any]) -> None:
+        if kind == DEPLOYMENT:
+            made[manifest["metadata"]["name"]] = manifest
+
+    async with await connect(answered) as cluster:
+        return await turn(Place(cluster, kubeconfig, folder, made))
 
 
-async def _bare(cluster: KubernetesCluster, kubeconfig: Path, namespace: str, objects: int) -> float:
+async def _bare(place: Place, objects: int) -> Sample:
     """Children of owners that nobody knows; without controllers nothing collects them."""
-    owners = [deployment(f"d{number}", namespace) for number in range(objects)]
-    for owner in owners:
-        owner["metadata"] |= {
-            "uid": f"00000000-0000-0000-0000-{owner['metadata']['name'][1:]:0>12}",
-            "creationTimestamp": "2026-01-01T00:00:00Z",
-        }
-    async with KubeChanges(kubeconfig, namespace) as changes:
+    owners = [with_identity(one, number) for number, one in enumerate(_deployments(range(objects)))]
+    async with place.changes() as changes:
         begun = time.monotonic()
-        await _at_once(lambda owner: _make(cluster, children(owner)), owners)
+        await _at_once(lambda owner: _make(place, children(owner)), owners)
         await changes.until(lambda seen: all(seen.added(kind) >= objects for kind in CHILD_KINDS), stalled_s=STALLED_S)
-        return time.monotonic() - begun
+        return {"bare_s": time.monotonic() - begun}
 
 
-async def _least(cluster: KubernetesCluster, kubeconfig: Path, namespace: str, objects: int) -> float:
-    """With the status that the operator gave one of its own."""
-    status = (await cluster.list(DEPLOYMENT, "ours"))[0]["status"]
+async def _least(place: Place, objects: int) -> Sample:
+    """What no operator can do without: the object, its children, and a status as ours has it at first."""
+    status = first_status(with_identity(deployment("d", NAMESPACE), 0))
 
     async def one(owner: dict[str, Any]) -> None:
         name = owner["metadata"]["name"]
-        await _make(cluster, [owner])
-        made = await cluster.get(DEPLOYMENT, namespace, name)
-        assert made is not None
-        await _make(cluster, children(made))
-        await cluster.apply_status(DEPLOYMENT, namespace, name, status=status)
+        await _make(place, [owner])
+        await _make(place, children(place.made[name]))
+        await place.cluster.apply_status(DEPLOYMENT, NAMESPACE, name, status=status)
 
-    async with KubeChanges(kubeconfig, namespace) as changes:
+    async with place.changes() as changes:
         begun = time.monotonic()
-        await _at_once(one, [deployment(f"d{number}", namespace) for number in range(objects)])
+        await _at_once(one, _deployments(range(objects)))
         await changes.until(lambda seen: seen.changed(DEPLOYMENT) >= objects, stalled_s=STALLED_S)
-        return time.monotonic() - begun
+        return {"least_s": time.monotonic() - begun}
 
 
-async def _ours(cluster: KubernetesCluster, kubeconfig: Path, folder: Path, *, objects: int, idle_s: float) -> dict[str, float]:
-    sample: dict[str, float] = {}
-    async with KubeChanges(kubeconfig, "ours") as changes, _operator(folder) as operator:
-        await operator.passes(0)
-        await asyncio.sleep(QUIET_S)
-        sample["rss_mb_0"] = operator.rss_mb
-        _say(f"{sample['rss_mb_0']:.0f} MB at rest")
-        asked = await changes.requests()
-        sample["ours_s"] = await _apply_all(cluster, changes, "ours", range(objects))
-        sample["ours_cpu_s"] = operator.cpu_s
-        _say(f"operator {sample['ours_s']:.1f} s, {sample['ours_cpu_s']:.1f} s of CPU; idle now for {idle_s:g} s")
-        await asyncio.sleep(QUIET_S)
-        sample["ours_writes"] = changes.total
-        sample["ours_write_requests"] = sum((await changes.requests() - asked).values())
-        sample["idle_cpu_s"] = -operator.cpu_s
-        sample |= await _idle(changes, idle_s)
-        sample["idle_cpu_s"] += operator.cpu_s
-        sample[f"rss_mb_{objects}"] = operator.rss_mb
-    _say(json.dumps(sample))
-    return sample
+async def _ours(place: Place, *, objects: int, many: int, idle_s: float) -> Sample:
+    sample: Sample = {}
+    async with place.changes() as changes:
+        async with _operator(place.folder) as operator:
+            await operator.passes(0)
+            await asyncio.sleep(QUIET_S)
+            sample["rss_mb_0"] = operator.rss_mb
+            asked = await changes.requests()
+            sample["ours_s"] = await _apply_all(place, changes, range(objects))
+            sample["ours_cpu_s"] = operator.cpu_s
+            _say(f"operator {sample['ours_s']:.1f} s, {sample['ours_cpu_s']:.1f} s of CPU; idle now for {idle_s:g} s")
+            await asyncio.sleep(QUIET_S)
+            sample["ours_writes"] = changes.total
+            sample["ours_write_requests"] = sum((await changes.requests() - asked).values())
+            sample["idle_cpu_s"] = -operator.cpu_s
+            sample |= await _idle(changes, idle_s)
+            sample["idle_cpu_s"] += operator.cpu_s
+            sample[f"rss_mb_{objects}"] = operator.rss_mb
+        return sample | await _restarted(place, changes, objects=objects, many=many)
 
 
-async def _restarted(cluster: KubernetesCluster, kubeconfig: Path, folder: Path, *, objects: int, many: int) -> dict[str, float]:
+async def _restarted(place: Place, changes: KubeChanges, *, objects: int, many: int) -> Sample:
     """A fresh process over what is there, and then with many more."""
-    sample: dict[str, float] = {}
+    sample: Sample = {}
     begun = time.monotonic()
     for kind in (DEPLOYMENT, *CHILD_KINDS):
-        await cluster.list(kind, "ours")
+        await place.cluster.list(kind, NAMESPACE)
     sample["list_s"] = time.monotonic() - begun
-    async with KubeChanges(kubeconfig, "ours") as changes:
-        before, requests, begun = changes.total, await changes.requests(), time.monotonic()
-        async with _operator(folder) as operator:
-            await operator.passes(objects)
-            sample["restart_s"], sample["restart_cpu_s"] = time.monotonic() - begun, operator.cpu_s
-            await asyncio.sleep(QUIET_S)
-            sample["restart_writes"] = changes.total - before
-            sample["restart_write_requests"] = sum((await changes.requests() - requests).values())
-            _say(f"restart {sample['restart_s']:.1f} s, {sample['restart_write_requests']:.0f} requests to write; {many} objects now")
-            sample["many_s"] = await _apply_all(cluster, changes, "ours", range(objects, many))
-            await asyncio.sleep(QUIET_S)
-            sample[f"rss_mb_{many}"] = operator.rss_mb
-            sample["many_writes"] = changes.total
+    before, requests, begun = changes.total, await changes.requests(), time.monotonic()
+    async with _operator(place.folder) as operator:
+        await operator.passes(objects)
+        sample["restart_s"], sample["restart_cpu_s"] = time.monotonic() - begun, operator.cpu_s
+        await asyncio.sleep(QUIET_S)
+        sample["restart_writes"] = changes.total - before
+        sample["restart_write_requests"] = sum((await changes.requests() - requests).values())
+        _say(f"restart {sample['restart_s']:.1f} s, {sample['restart_write_requests']:.0f} requests to write; {many} objects now")
+        sample["many_s"] = await _apply_all(place, changes, range(objects, many))
+        await asyncio.sleep(QUIET_S)
+        sample[f"rss_mb_{many}"] = operator.rss_mb
+        sample["many_writes"] = changes.total
     return sample
 
 
-async def _idle(changes: KubeChanges, idle_s: float) -> dict[str, float]:
+async def _idle(changes: KubeChanges, idle_s: float) -> Sample:
     before, requests = changes.total, await changes.requests()
     await asyncio.sleep(idle_s)
     asked = await changes.requests() - requests
-    counted: dict[str, float] = {f"idle_requests_{resource}": number for resource, number in asked.items()}
+    counted: Sample = {f"idle_requests_{resource}": number for resource, number in asked.items()}
     return counted | {"idle_writes": changes.total - before, "idle_write_requests": sum(asked.values())}
 
 
-async def _twin(cluster: KubernetesCluster, kubeconfig: Path, folder: Path, objects: int) -> dict[str, float]:
+async def _twin(place: Place, objects: int) -> Sample:
     argv = [
         sys.executable,
         "-m",
@@ -203,32 +237,36 @@ async def _twin(cluster: KubernetesCluster, kubeconfig: Path, folder: Path, obje
         "run",
         "--standalone",
         "--quiet",
-        "--namespace=twin",
+        f"--namespace={NAMESPACE}",
         str(Path(__file__).with_name("kopf_twin.py")),
     ]
-    async with KubeChanges(kubeconfig, "twin") as changes, _running(argv, folder / "twin.log") as process:
+    async with place.changes() as changes, _running(argv, place.folder / "twin.log") as process:
         await asyncio.sleep(2 * QUIET_S)
-        seconds = await _apply_all(cluster, changes, "twin", range(objects))
+        seconds = await _apply_all(place, changes, range(objects))
         await asyncio.sleep(QUIET_S)
         return {"twin_s": seconds, "twin_writes": changes.total / objects - 1, "twin_rss_mb": _Operator(process, 0).rss_mb}
 
 
-async def _apply_all(cluster: KubernetesCluster, changes: KubeChanges, namespace: str, numbers: Iterable[int]) -> float:
+async def _apply_all(place: Place, changes: KubeChanges, numbers: Iterable[int]) -> float:
     """Until each of them has its children and a status."""
-    manifests = [deployment(f"d{number}", namespace) for number in numbers]
+    manifests = _deployments(numbers)
     wanted = changes.added(DEPLOYMENT) + len(manifests)
     statuses = changes.changed(DEPLOYMENT) + len(manifests)
     begun = time.monotonic()
-    await _at_once(lambda manifest: _make(cluster, [manifest]), manifests)
+    await _at_once(lambda manifest: _make(place, [manifest]), manifests)
     await changes.until(
         lambda seen: seen.changed(DEPLOYMENT) >= statuses and all(seen.added(kind) >= wanted for kind in CHILD_KINDS), stalled_s=STALLED_S
     )
     return time.monotonic() - begun
 
 
-async def _make(cluster: KubernetesCluster, manifests: Iterable[dict[str, Any]]) -> None:
+def _deployments(numbers: Iterable[int]) -> list[dict[str, Any]]:
+    return [deployment(f"d{number}", NAMESPACE) for number in numbers]
+
+
+async def _make(place: Place, manifests: Iterable[dict[str, Any]]) -> None:
     for manifest in manifests:
-        if not await cluster.create(manifest):
+        if not await place.cluster.create(manifest):
             raise RuntimeError(f"{manifest['kind']} {manifest['metadata']['name']} was there before")
 
 
@@ -285,7 +323,15 @@ async def _operator(folder: Path) -> AsyncIterator[_Operator]:
         free.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         port, liveness = free.getsockname()[1], other.getsockname()[1]
-    argv = [sys.executable, "-m", "diffusion_operator", "run", "--namespace=ours", f"--engine-image={IMAGE}", f"--operator-key-file={key}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "diffusion_operator",
+        "run",
+        f"--namespace={NAMESPACE}",
+        f"--engine-image={IMAGE}",
+        f"--operator-key-file={key}",
+    ]
     labels = [f"--operator-label={name}={value}" for name, value in OPERATOR_PODS.labels.items()]
     argv += [f"--operator-namespace={OPERATOR_PODS.namespace}", *labels, f"--metrics-port={port}", f"--liveness-port={liveness}"]
     async with _running(argv, folder / "operator.log") as process:
