@@ -246,13 +246,13 @@ async def test_a_fetch_ends_at_its_deadline_and_leaves_no_process(server: Source
 
 @pytest.mark.slow
 async def test_a_fetching_process_that_is_stopped_is_given_up(server: SourceServer, tmp_path: Path) -> None:
-    rig = SourceRig(tmp_path, limits=FetchLimits(stall_s=1.0))
+    rig = SourceRig(tmp_path, limits=FetchLimits(stall_s=4.0))
     fetching = asyncio.create_task(rig.refusal(serve(server, Served(LARGE, gate_after=1000))))
     await until(server.at_gate.is_set)
     [process] = fetch_processes()
     os.kill(process, signal.SIGSTOP)
     error = await fetching
-    assert (error.code, "no progress for 1 s" in error.message) == (ErrorCode.NETWORK_ERROR, True)
+    assert (error.code, "no progress for 4 s" in error.message) == (ErrorCode.NETWORK_ERROR, True)
     assert fetch_processes() == []
 
 
