@@ -2,6 +2,7 @@
 """What is written to an API server, seen as another client sees it: each event of a watch is one change that etcd keeps.
 
 A request that changes nothing makes no event; the API server's own metrics count it as a request all the same. Both are given.
+What the API server writes by itself is no client's: now and then its controller of addresses tells a Service that it repairs one.
 """
 
 import asyncio
@@ -24,9 +25,17 @@ METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 WRITES = re.compile(r'^apiserver_request_total\{.*?resource="(\w+)".*?verb="(POST|PUT|PATCH|APPLY|DELETE|DELETECOLLECTION)".*\} (\S+)$')
 
 
+class _ManagedField(msgspec.Struct, frozen=True):
+    manager: str = ""
+
+
 class _Metadata(msgspec.Struct, frozen=True):
     name: str = ""
     resourceVersion: str = ""
+    managedFields: tuple[_ManagedField, ...] = ()
+
+
+_ITSELF = _ManagedField("kube-apiserver")
 
 
 class _Object(msgspec.Struct, frozen=True):
@@ -119,7 +128,7 @@ class KubeChanges:
                     if event.type == "ERROR":
                         raise RuntimeError(f"watch of {kind.plural}: {line!r}")
                     since = event.object.metadata.resourceVersion
-                    if event.type != "BOOKMARK":
+                    if event.type != "BOOKMARK" and _ITSELF not in event.object.metadata.managedFields:
                         self.counts[kind.kind, event.type] += 1
                         self.last_at = time.monotonic()
 
