@@ -18,6 +18,7 @@ from fake_rank_group import WEIGHTS_BYTES
 from worker_driver import TOKEN, Driver, refusal
 from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
+pytestmark = pytest.mark.slow
 STEP_S = 0.02
 LONG = {"prompt": "a red digit seven", "size": "64x64", "num_inference_steps": 50}
 SHORT = LONG | {"num_inference_steps": 1}

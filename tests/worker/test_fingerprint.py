@@ -22,6 +22,7 @@ from runner_rig import RunnerRig, request
 from wordy_pipelines import LargeFlux, NeverFlux, WordyFlux, WordyFluxEdits, WordyWan, runner_of
 from worker_process import DIGITS
 
+pytestmark = pytest.mark.slow
 STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS / "loras" / "stripes"))
 
 
