@@ -13,19 +13,14 @@ objects, per custom resource and per owned object, of which each has six. Beside
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import re
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,28 +29,22 @@ from benchmarks.kube_changes import KubeChanges
 from benchmarks.operator_children import (
     AT_ONCE,
     CHILD_KINDS,
-    IMAGE,
-    KEY,
-    OPERATOR_PODS,
     children,
     deployment,
     first_status,
     with_identity,
 )
+from benchmarks.operator_run import ROOT, OperatorRun, operator, running
 from benchmarks.result import Measured
 from diffusion_operator.api.names import DEPLOYMENT, Kind
 from diffusion_operator.cluster import KubernetesCluster, connect
 from tools.devcluster import programs
 from tools.devcluster.apiserver import apiserver
 
-ROOT = Path(__file__).parents[1]
 OBJECTS, MANY, IDLE_S = 1000, 10_000, 600.0
 NAMESPACE = "scale"
 STALLED_S = 60.0
 QUIET_S = 5.0
-START_DEADLINE_S = 120.0
-LISTED = "diffusion_operator_queue_length"
-PASSES = re.compile(r'^diffusion_operator_reconcile_seconds_count\{kind="DiffusionDeployment",outcome="ok"\} (\S+)$', re.MULTILINE)
 NOISE = 0.25
 """How far apart both turns of the bare client may be: they are minutes apart on a machine that does other things too."""
 TARGETS = {
@@ -68,8 +57,6 @@ TARGETS = {
     "restart_after_list_s": "<= 10",
     "restart_writes": "<= 0",
 }
-PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -181,21 +168,21 @@ async def _least(place: Place, objects: int) -> Sample:
 async def _ours(place: Place, *, objects: int, many: int, idle_s: float) -> Sample:
     sample: Sample = {}
     async with place.changes() as changes:
-        async with _operator(place.folder) as operator:
-            await operator.passes(0)
+        async with operator(place.folder, NAMESPACE) as ours:
+            await ours.passes(0)
             await asyncio.sleep(QUIET_S)
-            sample["rss_mb_0"] = operator.rss_mb
+            sample["rss_mb_0"] = ours.rss_mb
             asked = await changes.requests()
             sample["ours_s"] = await _apply_all(place, changes, range(objects))
-            sample["ours_cpu_s"] = operator.cpu_s
+            sample["ours_cpu_s"] = ours.cpu_s
             _say(f"operator {sample['ours_s']:.1f} s, {sample['ours_cpu_s']:.1f} s of CPU; idle now for {idle_s:g} s")
             await asyncio.sleep(QUIET_S)
             sample["ours_writes"] = changes.total
             sample["ours_write_requests"] = sum((await changes.requests() - asked).values())
-            sample["idle_cpu_s"] = -operator.cpu_s
+            sample["idle_cpu_s"] = -ours.cpu_s
             sample |= await _idle(changes, idle_s)
-            sample["idle_cpu_s"] += operator.cpu_s
-            sample[f"rss_mb_{objects}"] = operator.rss_mb
+            sample["idle_cpu_s"] += ours.cpu_s
+            sample[f"rss_mb_{objects}"] = ours.rss_mb
         return sample | await _restarted(place, changes, objects=objects, many=many)
 
 
@@ -207,16 +194,16 @@ async def _restarted(place: Place, changes: KubeChanges, *, objects: int, many: 
         await place.cluster.list(kind, NAMESPACE)
     sample["list_s"] = time.monotonic() - begun
     before, requests, begun = changes.total, await changes.requests(), time.monotonic()
-    async with _operator(place.folder) as operator:
-        await operator.passes(objects)
-        sample["restart_s"], sample["restart_cpu_s"] = time.monotonic() - begun, operator.cpu_s
+    async with operator(place.folder, NAMESPACE) as ours:
+        await ours.passes(objects)
+        sample["restart_s"], sample["restart_cpu_s"] = time.monotonic() - begun, ours.cpu_s
         await asyncio.sleep(QUIET_S)
         sample["restart_writes"] = changes.total - before
         sample["restart_write_requests"] = sum((await changes.requests() - requests).values())
         _say(f"restart {sample['restart_s']:.1f} s, {sample['restart_write_requests']:.0f} requests to write; {many} objects now")
         sample["many_s"] = await _apply_all(place, changes, range(objects, many))
         await asyncio.sleep(QUIET_S)
-        sample[f"rss_mb_{many}"] = operator.rss_mb
+        sample[f"rss_mb_{many}"] = ours.rss_mb
         sample["many_writes"] = changes.total
     return sample
 
@@ -240,11 +227,11 @@ async def _twin(place: Place, objects: int) -> Sample:
         f"--namespace={NAMESPACE}",
         str(Path(__file__).with_name("kopf_twin.py")),
     ]
-    async with place.changes() as changes, _running(argv, place.folder / "twin.log") as process:
+    async with place.changes() as changes, running(argv, place.folder / "twin.log") as process:
         await asyncio.sleep(2 * QUIET_S)
         seconds = await _apply_all(place, changes, range(objects))
         await asyncio.sleep(QUIET_S)
-        return {"twin_s": seconds, "twin_writes": changes.total / objects - 1, "twin_rss_mb": _Operator(process, 0).rss_mb}
+        return {"twin_s": seconds, "twin_writes": changes.total / objects - 1, "twin_rss_mb": OperatorRun(process, 0).rss_mb}
 
 
 async def _apply_all(place: Place, changes: KubeChanges, numbers: Iterable[int]) -> float:
@@ -282,85 +269,6 @@ async def _at_once(each: Callable[[dict[str, Any]], Awaitable[None]], items: Ite
             await each(item)
 
     await asyncio.gather(*(one(item) for item in items))
-
-
-class _Operator:
-    """The process, and what it says of itself."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self._process = process
-        self._port = port
-
-    @property
-    def rss_mb(self) -> float:
-        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * PAGE_MB
-
-    @property
-    def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
-
-    async def passes(self, objects: int) -> None:
-        """Until so many passes over deployments were done; after a start each is of another object."""
-        ends = time.monotonic() + START_DEADLINE_S
-        while time.monotonic() < ends:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the operator ended with status {self._process.returncode}")
-            with contextlib.suppress(OSError):
-                text = await asyncio.to_thread(_get, f"http://127.0.0.1:{self._port}/metrics")
-                found = PASSES.search(text)
-                if LISTED in text and (float(found[1]) if found is not None else 0.0) >= objects:
-                    return
-            await asyncio.sleep(0.1)
-        raise RuntimeError(f"the operator did not look at {objects} objects in {START_DEADLINE_S:g} s")
-
-
-@contextlib.asynccontextmanager
-async def _operator(folder: Path) -> AsyncIterator[_Operator]:
-    key = folder / "key"
-    key.write_bytes(KEY)
-    with socket.socket() as free, socket.socket() as other:
-        free.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        port, liveness = free.getsockname()[1], other.getsockname()[1]
-    argv = [
-        sys.executable,
-        "-m",
-        "diffusion_operator",
-        "run",
-        f"--namespace={NAMESPACE}",
-        f"--engine-image={IMAGE}",
-        f"--operator-key-file={key}",
-    ]
-    labels = [f"--operator-label={name}={value}" for name, value in OPERATOR_PODS.labels.items()]
-    argv += [f"--operator-namespace={OPERATOR_PODS.namespace}", *labels, f"--metrics-port={port}", f"--liveness-port={liveness}"]
-    async with _running(argv, folder / "operator.log") as process:
-        yield _Operator(process, port)
-
-
-@contextlib.asynccontextmanager
-async def _running(argv: list[str], log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
-    environment = os.environ | {"PYTHONPATH": "."}
-    with log.open("ab") as output, subprocess.Popen(argv, stdout=output, stderr=output, cwd=ROOT, env=environment) as process:  # noqa: ASYNC220
-        try:
-            yield process
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; the end of {argv[2]}'s log:\n{_tail(log)}") from error
-        finally:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, 20)
-            process.kill()
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text().splitlines()[-10:])
-
-
-def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        text: str = answer.read().decode()
-    return text
 
 
 def _kubectl(kubeconfig: Path, *arguments: str) -> None:
