@@ -44,7 +44,7 @@ test: preflight lint ## every test, fast ones first; brings up a cluster for the
 	$(PYTEST) -m "(apiserver or slow) and not cluster" $(ON_TWO) -q --durations=10
 	$(PYTEST) -m cluster -q --durations=10
 
-demo: preflight venv ## from nothing to a picture, an adapter, a sleep and a waking
+demo: preflight venv ## from nothing to an image, an adapter, a sleep and a waking
 	@$(PY) -m tools.demo
 
 cluster: preflight venv ## the development cluster alone

@@ -94,7 +94,7 @@ def _ask(kubectl: Kubectl, pod: str) -> dict[str, float]:
     script = ("python3", "-c", LOAD.read_text(), json.dumps(plan))
     [told] = json.loads(kubectl.text("exec", pod, "--container", CONTAINER, "--", *script))["requests"]
     if "completed" not in told:
-        raise RuntimeError(f"expected a picture, found {told}")
+        raise RuntimeError(f"expected an image, found {told}")
     return dict(told)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP over plain sockets for P10: a client costs as little as it can, as it runs on the cores of the server it measures.
 
-`python -m benchmarks.http_load PORT SIZE` asks for twenty pictures at once for every line it reads, says "waiting" when the
+`python -m benchmarks.http_load PORT SIZE` asks for twenty images at once for every line it reads, says "waiting" when the
 server has all of the requests, and "done" when it has read all of the answers.
 """
 
@@ -105,7 +105,7 @@ def _wait_for_requests(control: socket.socket, wanted: int) -> None:
 def main(port: int, size: int) -> None:
     """Bursts, as they are told."""
     os.nice(NICENESS)
-    body = json.dumps({"prompt": "a picture", "size": f"{size}x{size}"}).encode()
+    body = json.dumps({"prompt": "an image", "size": f"{size}x{size}"}).encode()
     head = f"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connections, control = [connect(port) for _ in range(CLIENTS)], connect(port)
     for _ in sys.stdin:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """P8: requests that join and leave at any step, against the best static batch; and against one by one where batching cannot help.
 
-`vs_static_batch`: pictures of 32 pixels, whose steps are bound by launches. A static batch of N starts N requests at once and ends
+`vs_static_batch`: images of 32 pixels, whose steps are bound by launches. A static batch of N starts N requests at once and ends
 them together; the best N of 1 to 16 is what the scheduler is held against, with a queue of requests of other lengths that is
 never empty, once it has seen what steps of that size cost.
-`vs_serial_saturated`: pictures of 192 pixels, whose steps are bound by arithmetic, all there from the start, against one at a time.
+`vs_serial_saturated`: images of 192 pixels, whose steps are bound by arithmetic, all there from the start, against one at a time.
 Both count rows of steps per second that the thread computed, on the real runner. Decoding is left out of the first: requests that end
 at different steps decode alone, which is dear for a decoder that is bound by launches, as the tiny model's is, and should be
 nothing for one that is bound by arithmetic (not measured). `vs_static_batch_decoded` is the same with it, for the record.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """P1: what the engine's step loop costs one request, over diffusers' own call of the same pipeline object.
 
-Both make the same picture with the same modules and kernels on one thread, in turn; the result is the ratio of the fastest
+Both make the same image with the same modules and kernels on one thread, in turn; the result is the ratio of the fastest
 of each, in CPU time, which other processes of the machine disturb less than the clock on the wall (that ratio is printed
 too). The digits model has steps of a few milliseconds, where overhead shows most; the larger transformer stands for models
 that somebody would serve. The prompt cache is off: it would make the engine the faster one.
@@ -104,12 +104,12 @@ def _bare(pipeline: Any, size: int) -> None:
 def _engine(runner: DiffusionModelRunner, size: int) -> None:
     spec = RequestSpec(request_id="one", prompt=PROMPT, seed=1, height=size, width=size, steps=STEPS)
     output = runner.execute_stepwise(Tick(0, [spec]))
-    while not output.pictures:
+    while not output.images:
         if output.errors:
             raise RuntimeError(output.errors["one"].message)
         output = runner.execute_stepwise(Tick(1))
     # In a rank this is beside the next step.
-    pixels_of(output.pictures["one"])
+    pixels_of(output.images["one"])
 
 
 def _require_calm(name: str, seconds: list[float]) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P10: PNG against Pillow's own, the event loop while twenty pictures are encoded, and what the server process costs.
+"""P10: PNG against Pillow's own, the event loop while twenty images are encoded, and what the server process costs.
 
-Encoding: pictures with a natural (1/f) spectrum of two roughness levels, both encoders in turn, in CPU time, which other
-programs disturb less; the results are the worse picture's. The loop: the real server over real HTTP, with `picture_server` for
-ranks; `/healthz` is asked all the time, without anything else to do and from the moment that twenty pictures of 1024x1024 are
+Encoding: images with a natural (1/f) spectrum of two roughness levels, both encoders in turn, in CPU time, which other
+programs disturb less; the results are the worse image's. The loop: the real server over real HTTP, with `image_server` for
+ranks; `/healthz` is asked all the time, without anything else to do and from the moment that twenty images of 1024x1024 are
 handed to the server until twenty clients have them. Start and memory: the real worker with the digits model and its rank.
 """
 
@@ -28,13 +28,13 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.http_load import CLIENTS, HEALTH, ask, connect
-from benchmarks.picture_server import FOLDER_VARIABLE, picture_name
+from benchmarks.image_server import FOLDER_VARIABLE, image_name
 from benchmarks.result import Measured
 from diffusion_worker.server.encoding import OutputFormat, encode
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
 SIZE = 1024
-# Exponents of the spectrum: Pillow's default takes 1.9 and 0.8 MB for such pictures.
+# Exponents of the spectrum: Pillow's default takes 1.9 and 0.8 MB for such images.
 ROUGHNESS = {"rough": 1.4, "smooth": 1.95}
 ENCODE_ROUNDS = 6
 LOOP_ROUNDS = 16
@@ -42,7 +42,7 @@ IDLE_S = 0.5
 # Between two questions, so that asking is not itself the load.
 PAUSE_S = 0.002
 STARTS = 5
-PICTURES_BEFORE_MEMORY = 20
+IMAGES_BEFORE_MEMORY = 20
 DEADLINE_S = 120.0
 # How far apart both halves of a baseline may be before the machine counts as too busy.
 NOISE = 0.10
@@ -53,14 +53,14 @@ LISTENING = re.compile(rb"listening data=\S+:(\d+)")
 
 def measure() -> Measured:
     """All of it; the samples tell by their names what they are of."""
-    pictures = {name: natural_picture(exponent, seed) for seed, (name, exponent) in enumerate(ROUGHNESS.items())}
-    encoded = [sample for name, picture in pictures.items() for sample in _encode_rounds(name, picture)]
-    asked, peak_mb = _loop(list(pictures.values()))
+    images = {name: natural_image(exponent, seed) for seed, (name, exponent) in enumerate(ROUGHNESS.items())}
+    encoded = [sample for name, image in images.items() for sample in _encode_rounds(name, image)]
+    asked, peak_mb = _loop(list(images.values()))
     starts, resident_mb = _starts()
     idle, busy = ([sample["ms"] for sample in asked if sample["busy"] == wanted] for wanted in (0.0, 1.0))
     speedups, sizes = [], []
     results: dict[str, float] = {}
-    for name in pictures:
+    for name in images:
         ours, theirs = (min(sample[f"{who}_cpu_s_{name}"] for sample in encoded if f"{who}_cpu_s_{name}" in sample) for who in WHO)
         speedups.append(theirs / ours)
         sizes.append(next(sample[f"size_ratio_{name}"] for sample in encoded if f"size_ratio_{name}" in sample))
@@ -93,7 +93,7 @@ def measure() -> Measured:
     )
 
 
-def natural_picture(exponent: float, seed: int) -> bytes:
+def natural_image(exponent: float, seed: int) -> bytes:
     """Rows of RGB bytes with a 1/f^exponent spectrum; the channels are mostly alike, as those of photographs are."""
     random = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(SIZE)[:, None], np.fft.rfftfreq(SIZE)[None, :])
@@ -121,7 +121,7 @@ def _encode_rounds(name: str, pixels: bytes) -> list[dict[str, float]]:
 
     ours, theirs = by_us(), by_pillow()
     if Image.open(io.BytesIO(ours)).tobytes() != pixels:
-        raise RuntimeError(f"{name}: the PNG has other pixels than the picture")
+        raise RuntimeError(f"{name}: the PNG has other pixels than the image")
     rounds = []
     for number in range(ENCODE_ROUNDS):
         # In turn first and second, so that neither always finds the warmer cache.
@@ -130,7 +130,7 @@ def _encode_rounds(name: str, pixels: bytes) -> list[dict[str, float]]:
         for who, run in pair if number % 2 else pair[::-1]:
             sample |= _timed(f"{who}_cpu_s_{name}", run)
         rounds.append(sample)
-    _require_calm(f"Pillow on the {name} picture", [sample[f"pillow_cpu_s_{name}"] for sample in rounds], min, NOISE)
+    _require_calm(f"Pillow on the {name} image", [sample[f"pillow_cpu_s_{name}"] for sample in rounds], min, NOISE)
     return rounds
 
 
@@ -143,13 +143,13 @@ def _timed(name: str, run: Callable[[], bytes]) -> dict[str, float]:
 # The event loop
 
 
-def _loop(pictures: list[bytes]) -> tuple[list[dict[str, float]], float]:
+def _loop(images: list[bytes]) -> tuple[list[dict[str, float]], float]:
     """What every question took, and the server's largest resident memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
-        for number, pixels in enumerate(pictures):
-            (Path(folder) / picture_name(number, SIZE)).write_bytes(pixels)
+        for number, pixels in enumerate(images):
+            (Path(folder) / image_name(number, SIZE)).write_bytes(pixels)
         options = ("--max-batch-size", str(CLIENTS), "--warmup-steps", "0", "--max-pixels", str(SIZE * SIZE))
-        with _server("benchmarks.picture_server", options, env={FOLDER_VARIABLE: folder}) as (process, port):
+        with _server("benchmarks.image_server", options, env={FOLDER_VARIABLE: folder}) as (process, port):
             _wait_ready(port)
             command = [sys.executable, "-m", "benchmarks.http_load", str(port), str(SIZE)]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as clients:
@@ -165,7 +165,7 @@ def _questions(process: subprocess.Popen[bytes], port: int, clients: subprocess.
     with connect(port) as connection:
         for number in range(LOOP_ROUNDS + 1):
             idle = list(_ask_until(connection, _after(IDLE_S)))
-            process.send_signal(signal.SIGUSR1)  # hold the pictures back
+            process.send_signal(signal.SIGUSR1)  # hold the images back
             print("burst", file=clients.stdin, flush=True)
             _expect(clients, "waiting")
             process.send_signal(signal.SIGUSR1)  # hand them out
@@ -207,7 +207,7 @@ def _expect(clients: subprocess.Popen[str], word: str) -> None:
 
 
 def _starts() -> tuple[list[dict[str, float]], float]:
-    """What every start took to its first answer, and the last one's resident memory in MB after some pictures."""
+    """What every start took to its first answer, and the last one's resident memory in MB after some images."""
     starts, resident_mb = [], 0.0
     for number in range(STARTS):
         started = time.perf_counter()
@@ -217,8 +217,8 @@ def _starts() -> tuple[list[dict[str, float]], float]:
             starts.append({"first_answer_s": time.perf_counter() - started, "first_answer_cpu_s": _cpu_seconds(process.pid)})
             if number == STARTS - 1:
                 _wait_ready(port)
-                for _ in range(PICTURES_BEFORE_MEMORY):
-                    _make_picture(port)
+                for _ in range(IMAGES_BEFORE_MEMORY):
+                    _make_image(port)
                 resident_mb = _status_mb(process.pid, "VmRSS")
     return starts, resident_mb
 
@@ -255,7 +255,7 @@ def _wait_ready(port: int) -> None:
     raise RuntimeError(f"the server is not ready within {DEADLINE_S:g} s")
 
 
-def _make_picture(port: int) -> None:
+def _make_image(port: int) -> None:
     body = json.dumps({"prompt": "a red digit seven", "num_inference_steps": 2}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/images/generations", data=body, headers={"Content-Type": "application/json"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A diffusion transformer of 0.4 million random parameters on the real model runner, for benchmarks of the engine.
 
-On a CPU it has both regimes of a large model on a GPU: at 32 pixels a step is bound by launches and several pictures cost
+On a CPU it has both regimes of a large model on a GPU: at 32 pixels a step is bound by launches and several images cost
 little more than one, at 256 pixels by arithmetic and they cost as much as one after another.
 """
 
@@ -56,7 +56,7 @@ class TinyDevice:
         self.runner = DiffusionModelRunner(config, torch.device("cpu"), self._rank)  # type: ignore[arg-type]
         self.runner.adopt(_pipeline(), torch.float32, lambda done, total: None)
         self._number = 0
-        # Whether requests end with a picture, or with the latents it would be decoded from.
+        # Whether requests end with an image, or with the latents it would be decoded from.
         self.decodes = True
 
     def execute(self, tick: Tick) -> TickDone:
@@ -70,7 +70,7 @@ class TinyDevice:
             raise RuntimeError(f"a request failed: {next(iter(output.errors.values())).message}")
         return TickDone(
             tick.number,
-            [Finished(name, 0, (1, 1, 3)) for name in output.pictures],
+            [Finished(name, 0, (1, 1, 3)) for name in output.images],
             [Failed(name, error) for name, error in output.errors.items()],
             output.rows,
             output.calls,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture sheet of docs/lora.md: one prompt and one seed with every example adapter, at several strengths and mixed.
+"""The image sheet of docs/lora.md: one prompt and one seed with every example adapter, at several strengths and mixed.
 
 python -m tools.lora_sheet docs/images/lora-sheet.png
 """
@@ -27,16 +27,16 @@ ROWS: list[list[Mixture]] = [
 ]
 
 
-def draw(pictures: list[list[tuple[str, Image.Image]]]) -> Image.Image:
-    """The sheet: a label above each picture."""
-    columns = max(map(len, pictures))
-    sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, len(pictures) * (TILE + LABEL + GAP) + GAP), "white")
+def draw(images: list[list[tuple[str, Image.Image]]]) -> Image.Image:
+    """The sheet: a label above each image."""
+    columns = max(map(len, images))
+    sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, len(images) * (TILE + LABEL + GAP) + GAP), "white")
     pen = ImageDraw.Draw(sheet)
-    for top, row in enumerate(pictures):
-        for left, (label, picture) in enumerate(row):
+    for top, row in enumerate(images):
+        for left, (label, image) in enumerate(row):
             place = (GAP + left * (TILE + GAP), GAP + top * (TILE + LABEL + GAP))
             pen.text(place, label, fill="black")
-            sheet.paste(picture.resize((TILE, TILE), Image.Resampling.NEAREST), (place[0], place[1] + LABEL))
+            sheet.paste(image.resize((TILE, TILE), Image.Resampling.NEAREST), (place[0], place[1] + LABEL))
     return sheet
 
 
@@ -45,7 +45,7 @@ def label_of(mixture: Mixture) -> str:
 
 
 def main(path: str) -> None:
-    """Make every picture and say how large the sheet is."""
+    """Make every image and say how large the sheet is."""
     with DiffusionEngine(DIGITS / "model", loras={name: DIGITS / "loras" / name for name in NAMES}) as engine:
         rows = [
             [

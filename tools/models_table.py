@@ -21,11 +21,9 @@ from diffusion_worker.runner.step_support import missing_libraries, why_impossib
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 BASES = ("DiffusionPipeline", "ModularPipeline")
-PICTURES = frozenset(
-    {"image", "images", "mask_image", "control_image", "video", "source_image", "cond_image", "control_video", "references"}
-)
+IMAGES = frozenset({"image", "images", "mask_image", "control_image", "video", "source_image", "cond_image", "control_video", "references"})
 
-# What the classes that make neither pictures nor videos make instead.
+# What the classes that make neither images nor videos make instead.
 MAKES = {
     "DiffusionGemmaPipeline": "text",
     "FluxPriorReduxPipeline": "embeddings",
@@ -48,9 +46,9 @@ NOT = {
 }
 # What is stepped and shares less than others do.
 SHARES = {
-    "Flux2KleinKVPipeline": "requests with reference pictures share no calls: each caches their keys and values",
-    "GlmImagePipeline": "requests with reference pictures share no calls: each caches their keys and values",
-    "OmniGenPipeline": "only prompts of one length share calls, requests with pictures none",
+    "Flux2KleinKVPipeline": "requests with reference images share no calls: each caches their keys and values",
+    "GlmImagePipeline": "requests with reference images share no calls: each caches their keys and values",
+    "OmniGenPipeline": "only prompts of one length share calls, requests with images none",
     "QwenImage21Pipeline": "calls are shared with use_kv_cache=False only: else each request caches keys and values of its prompt",
 }
 
@@ -66,7 +64,7 @@ steps no scheduler advances by single model calls instead, which it shares where
 
 *tested* means that a tiny model of the class runs through the engine in the tests: alone bit-equal to diffusers, in company equal up
 to rounding. All others are run by the same mechanism and were judged by reading their source only. The images API takes
-prompts, and pictures for classes that make a picture of words and pictures; which of its routes a loaded model serves is at `/v1/models`.
+prompts, and images for classes that make an image of words and images; which of its routes a loaded model serves is at `/v1/models`.
 A route for videos is not there yet.
 
 {counts}
@@ -104,7 +102,7 @@ def _how(name: str, found: Any, makes: str) -> tuple[str, str]:
     if impossible:
         return "not", impossible
     if makes not in ("image", "video"):
-        return "not", f"makes {makes}; the worker serves pictures and videos"
+        return "not", f"makes {makes}; the worker serves images and videos"
     whole = why_whole(found)
     return ("whole", whole) if whole else ("stepped", SHARES.get(name, ""))
 
@@ -115,7 +113,7 @@ def _takes(found: Any) -> str:
     else:
         names = set(inspect.signature(found.__call__).parameters)
     given = ["text"] if "prompt" in names else []
-    return ", ".join([*given, *(["picture"] if names & PICTURES else [])])
+    return ", ".join([*given, *(["image"] if names & IMAGES else [])])
 
 
 def tested_classes() -> frozenset[str]:

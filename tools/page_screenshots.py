@@ -17,22 +17,22 @@ TIMEOUT_MS = 60_000
 
 
 def take(page: Page, folder: Path) -> list[Path]:
-    """One while a picture is made, one of the picture, one of an error; the files."""
+    """One while an image is made, one of the image, one of an error; the files."""
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=TIMEOUT_MS)
     page.get_by_label("Adapters", exact=True).select_option("stripes")
     page.locator("#prompt").fill("a yellow digit three")
     page.locator("#num_inference_steps").fill("200")
     page.locator("#seed").fill("4")
-    page.get_by_role("button", name="Make a picture").click()
-    page.wait_for_selector("#picture.preview", timeout=TIMEOUT_MS)
+    page.get_by_role("button", name="Make an image").click()
+    page.wait_for_selector("#image.preview", timeout=TIMEOUT_MS)
     expect(page.locator("#progress-text")).to_have_text(re.compile(r"Step 1[0-9][0-9] of 200"), timeout=TIMEOUT_MS)
     progress = _shot(page, folder / "page-progress.png")
     expect(page.locator("#progress-text")).to_have_text("Finished.", timeout=TIMEOUT_MS)
-    picture = _shot(page, folder / "page-picture.png")
+    image = _shot(page, folder / "page-image.png")
     page.locator("#width").fill("60")
-    page.get_by_role("button", name="Make a picture").click()
+    page.get_by_role("button", name="Make an image").click()
     page.wait_for_selector("#error:not([hidden])", timeout=TIMEOUT_MS)
-    return [progress, picture, _shot(page, folder / "page-error.png")]
+    return [progress, image, _shot(page, folder / "page-error.png")]
 
 
 def _shot(page: Page, path: Path) -> Path:

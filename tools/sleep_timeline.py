@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of docs/sleep.md: 200 requests in bursts at a deployment that sleeps after ten idle seconds, on the development cluster.
+"""The image of docs/sleep.md: 200 requests in bursts at a deployment that sleeps after ten idle seconds, on the development cluster.
 
 python -m tools.sleep_timeline docs/images/sleep-timeline.png bench-output/sleep-timeline.json
 
-The JSON has every request and every look at the ranks' memory; the last line printed is what the picture says, in numbers.
+The JSON has every request and every look at the ranks' memory; the last line printed is what the image says, in numbers.
 """
 
 import itertools
@@ -100,8 +100,8 @@ def draw(found: Found, told: Found) -> Image.Image:
     """Three panels over one time: the ranks' weights in memory, the ranks as a whole, how long each request took."""
     samples, requests = found["samples"], found["requests"]
     end = max(one["at"] for one in samples)
-    picture = Image.new("RGB", (WIDTH, TOP + 3 * (PANEL + GAP)), "white")
-    panels = Panels(picture, end)
+    image = Image.new("RGB", (WIDTH, TOP + 3 * (PANEL + GAP)), "white")
+    panels = Panels(image, end)
     panels.title(
         f"{told['requests']} requests, {told['refused']} refused, {told['sleeps']} sleeps, {told['wakes']} wakes; "
         f"10 s idle time; asleep {told['asleep_fraction']:.0%} of the time"
@@ -109,8 +109,8 @@ def draw(found: Found, told: Found) -> Image.Image:
     panels.states(samples)
     panels.line(0, "resident memory of the ranks' weights (MiB, as the kernel counts)", _mebibytes(samples, "weights"))
     panels.line(1, "resident memory of the rank processes as a whole (MiB)", _mebibytes(samples, "resident"), from_zero=False)
-    panels.dots(2, "seconds from a request to its picture; orange: held", [(one["at"], one["seconds"], "held" in one) for one in requests])
-    return picture
+    panels.dots(2, "seconds from a request to its image; orange: held", [(one["at"], one["seconds"], "held" in one) for one in requests])
+    return image
 
 
 def _mebibytes(samples: Sequence[Found], what: str) -> list[tuple[float, float]]:
@@ -120,8 +120,8 @@ def _mebibytes(samples: Sequence[Found], what: str) -> list[tuple[float, float]]
 class Panels:
     """Axes and what is drawn in them; times are seconds since the start."""
 
-    def __init__(self, picture: Image.Image, end: float) -> None:
-        self._pen = ImageDraw.Draw(picture)
+    def __init__(self, image: Image.Image, end: float) -> None:
+        self._pen = ImageDraw.Draw(image)
         self._font = ImageFont.load_default(size=13)
         self._end = end
 
@@ -185,14 +185,14 @@ def run(kubectl: Kubectl) -> tuple[Found, list[str]]:
     return found, [str(one["reason"]) for one in events]
 
 
-def main(picture: str, raw: str) -> None:
+def main(image: str, raw: str) -> None:
     """Measure, write both files, and say what was found."""
     with stage(NAMESPACE) as set_up:
         found, events = run(set_up.kubectl)
     told = summary(found, events)
     Path(raw).parent.mkdir(parents=True, exist_ok=True)
     Path(raw).write_text(json.dumps({"summary": told, **found}, indent=1))
-    draw(found, told).quantize(colors=64).save(picture, optimize=True)
+    draw(found, told).quantize(colors=64).save(image, optimize=True)
     print(json.dumps(told))
 
 

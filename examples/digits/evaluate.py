@@ -20,7 +20,7 @@ GAP = 4
 
 def main() -> None:
     print(f"judge on handwriting it has not seen: {held_out_accuracy():.1%}")
-    print(f"{'of 100 pictures':<16}{'digit':>8}{'colour':>8}{'both':>8}" + "".join(f"{style:>9}" for style in STYLES))
+    print(f"{'of 100 images':<16}{'digit':>8}{'colour':>8}{'both':>8}" + "".join(f"{style:>9}" for style in STYLES))
     results = {"base": measure(None)}
     print_row("base", results["base"])
     for style in STYLES:

@@ -18,7 +18,7 @@ from digits_training.adapters import RECIPES, train_adapter
 from digits_training.architecture import build_pipeline, load_pipeline, save_pipeline
 from digits_training.autoencoder import train_autoencoder
 from digits_training.denoiser import train_denoiser
-from digits_training.pictures import load_scans
+from digits_training.images import load_scans
 
 HERE = Path(__file__).parent
 SEED = 0

@@ -77,7 +77,7 @@ def test_the_image_is_named_by_tag_or_digest(chart: Chart) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "message"), [("image.repository", "name the operator's image"), ("engine.image", "name the worker's image")]
+    ("key", "message"), [("image.repository", "name the operator's container image"), ("engine.image", "name the worker's container image")]
 )
 def test_an_image_that_is_not_named_is_asked_for(chart: Chart, key: str, message: str) -> None:
     with pytest.raises(RenderError, match=message):
@@ -136,7 +136,7 @@ def test_metrics_have_a_port_and_a_monitor_when_asked(chart: Chart) -> None:
 
 def test_names_follow_their_overrides(chart: Chart) -> None:
     assert the_only(chart.documents(), "Deployment")["metadata"]["name"] == "demo-diffusion-operator"
-    assert the_only(chart.documents(overrides={"nameOverride": "pictures"}), "Deployment")["metadata"]["name"] == "demo-pictures"
+    assert the_only(chart.documents(overrides={"nameOverride": "images"}), "Deployment")["metadata"]["name"] == "demo-images"
     assert the_only(chart.documents("namespaces-values.yaml"), "Deployment")["metadata"]["name"] == "images"
 
 

@@ -79,7 +79,7 @@ def resolved(rig: ClusterRig, resource: str) -> dict[str, Any]:
 
 
 def style_of(rig: ClusterRig, model: str) -> Image.Image:
-    return Image.open(io.BytesIO(rig.picture(NAME, model).png)).convert("RGB")
+    return Image.open(io.BytesIO(rig.image(NAME, model).png)).convert("RGB")
 
 
 def test_a_secret_that_is_not_in_the_deployments_list_is_not_used(rig_with_sources: ClusterRig) -> None:
@@ -96,7 +96,7 @@ def test_a_model_on_a_claim_is_served_from_there(rig_with_sources: ClusterRig) -
     rig = rig_with_sources
     assert rig.kubectl.get(DD)["status"]["model"]["source"] == f"pvc://{CLAIM}/{ON_CLAIM}/digits"
     assert rig.state(NAME)["model"]["path"] == f"/var/run/diffusion-operator/claims/{CLAIM}/{ON_CLAIM}/digits"
-    seen = digit_judge.judge(Image.open(io.BytesIO(rig.picture(NAME).png)).convert("RGB"))
+    seen = digit_judge.judge(Image.open(io.BytesIO(rig.image(NAME).png)).convert("RGB"))
     assert (seen.digit, seen.colour) == (7, "red")
 
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 import digit_judge
 from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from tools.demo.images import DemoImage
 from tools.demo.kubectl import Wanted
-from tools.demo.pictures import Picture
 from tools.demo.weights_memory import check_given_back, read_weights_memory
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -32,18 +32,18 @@ def rig_with_digits(rig: ClusterRig) -> Iterator[ClusterRig]:
     rig.kubectl.text("delete", DD, LORA, "--ignore-not-found")
 
 
-def image(picture: Picture) -> Image.Image:
-    return Image.open(io.BytesIO(picture.png)).convert("RGB")
+def opened(image: DemoImage) -> Image.Image:
+    return Image.open(io.BytesIO(image.png)).convert("RGB")
 
 
 def test_a_declared_model_draws_what_it_is_asked_for(rig_with_digits: ClusterRig) -> None:
-    seen = digit_judge.judge(image(rig_with_digits.picture(NAME)))
+    seen = digit_judge.judge(opened(rig_with_digits.image(NAME)))
     assert (seen.digit, seen.colour) == (7, "red")
 
 
-def test_the_adapter_is_served_under_its_name_and_changes_the_picture(rig_with_digits: ClusterRig) -> None:
-    assert digit_judge.has_style(image(rig_with_digits.picture(NAME, STYLE)), STYLE)
-    assert not digit_judge.has_style(image(rig_with_digits.picture(NAME)), STYLE)
+def test_the_adapter_is_served_under_its_name_and_changes_the_image(rig_with_digits: ClusterRig) -> None:
+    assert digit_judge.has_style(opened(rig_with_digits.image(NAME, STYLE)), STYLE)
+    assert not digit_judge.has_style(opened(rig_with_digits.image(NAME)), STYLE)
 
 
 def test_an_adapter_nobody_declared_is_not_found_and_never_the_base(rig_with_digits: ClusterRig) -> None:
@@ -58,9 +58,9 @@ def test_kubectl_shows_the_model_and_its_adapter_with_their_columns(rig_with_dig
     assert "LoadedEverywhere" in rig_with_digits.kubectl.text("get", LORA)
 
 
-def test_sleep_gives_the_memory_back_refuses_clearly_and_waking_brings_the_same_pictures(rig_with_digits: ClusterRig) -> None:
+def test_sleep_gives_the_memory_back_refuses_clearly_and_waking_brings_the_same_images(rig_with_digits: ClusterRig) -> None:
     rig = rig_with_digits
-    before = [rig.picture(NAME), rig.picture(NAME, STYLE)]
+    before = [rig.image(NAME), rig.image(NAME, STYLE)]
     pod = rig.pod(NAME)
     awake = read_weights_memory(rig.kubectl, pod)
     rig.sleep_policy(NAME, "Asleep")
@@ -76,7 +76,7 @@ def test_sleep_gives_the_memory_back_refuses_clearly_and_waking_brings_the_same_
     rig.wait(DD, SERVING, deadline_s=60)
     rig.wait(LORA, ADAPTER_READY, deadline_s=60)
     assert rig.pod(NAME) == pod
-    assert [rig.picture(NAME).png, rig.picture(NAME, STYLE).png] == [picture.png for picture in before]
+    assert [rig.image(NAME).png, rig.image(NAME, STYLE).png] == [image.png for image in before]
 
 
 def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digits: ClusterRig) -> None:
@@ -91,7 +91,7 @@ def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digi
     assert rig.condition(DD, "AdaptersReady")["reason"] == "SomeFailed"
     refused = rig.refusal(NAME, "broken")
     assert refused.code in ("AdapterNotLoaded", "NotFound")
-    rig.picture(NAME)
+    rig.image(NAME)
     rig.kubectl.text("delete", "lora/broken", deadline_s=10)
     rig.eventually("the base alone with its style", lambda: rig.condition(DD, "AdaptersReady")["reason"] == "AllReady")
 
@@ -103,12 +103,12 @@ def test_a_deleted_adapter_is_unknown_and_one_applied_again_is_served_again(rig_
     assert rig.refusal(NAME, STYLE).status == 404
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
     rig.wait(LORA, ADAPTER_READY, deadline_s=60)
-    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+    assert digit_judge.has_style(opened(rig.image(NAME, STYLE)), STYLE)
 
 
 def test_a_killed_rank_is_replaced_inside_the_pod_with_its_adapter(rig_with_digits: ClusterRig) -> None:
     rig = rig_with_digits
-    before = rig.picture(NAME, STYLE)
+    before = rig.image(NAME, STYLE)
     state, restarts = rig.state(NAME), _replica(rig)["restarts"]
     rig.kill_in_pod(rig.pod(NAME), state["ranks"][1]["pid"])
     rig.eventually("another generation", lambda: rig.state(NAME)["generation"] > state["generation"], deadline_s=START_S)
@@ -118,7 +118,7 @@ def test_a_killed_rank_is_replaced_inside_the_pod_with_its_adapter(rig_with_digi
     assert (rig.state(NAME)["bootId"], _replica(rig)["restarts"]) == (state["bootId"], restarts)
     assert "RankLost" in rig.kubectl.text("get", "events.events.k8s.io", "-o", "jsonpath={.items[*].reason}")
     rig.wait(LORA, ADAPTER_READY, deadline_s=60)
-    assert rig.picture(NAME, STYLE).png == before.png
+    assert rig.image(NAME, STYLE).png == before.png
 
 
 def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits: ClusterRig) -> None:
@@ -129,7 +129,7 @@ def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits:
     rig.eventually("another pod", lambda: [p for p in rig.pods(NAME) if p["metadata"]["name"] != old], deadline_s=60)
     rig.wait(DD, SERVING)
     rig.wait(LORA, ADAPTER_READY, deadline_s=60)
-    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+    assert digit_judge.has_style(opened(rig.image(NAME, STYLE)), STYLE)
 
 
 def test_an_adapter_outlives_its_deployment_with_a_true_status_and_is_served_by_the_next_one(rig_with_digits: ClusterRig) -> None:
@@ -142,7 +142,7 @@ def test_an_adapter_outlives_its_deployment_with_a_true_status_and_is_served_by_
     rig.eventually("the pods are gone", lambda: not rig.pods(NAME))
     rig.serve(NAME, ranks=2)
     rig.wait(LORA, ADAPTER_READY, deadline_s=60)
-    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+    assert digit_judge.has_style(opened(rig.image(NAME, STYLE)), STYLE)
 
 
 def test_nothing_of_ours_carries_a_finalizer_or_an_annotation_of_kopf(rig_with_digits: ClusterRig) -> None:

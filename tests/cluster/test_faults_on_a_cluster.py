@@ -13,8 +13,8 @@ import pytest
 from cluster_clients import Clients
 from cluster_faults import api_server_stopped, control_port_cut_off, kill_operator, operator_pods, service_address
 from cluster_rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
+from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted
-from tools.demo.pictures import Picture, Request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -37,12 +37,12 @@ def steady(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 
 @pytest.fixture(scope="module")
-def right(steady: ClusterRig) -> Picture:
-    """The picture that every request asks for."""
-    return steady.picture(NAME)
+def right(steady: ClusterRig) -> DemoImage:
+    """The image that every request asks for."""
+    return steady.image(NAME)
 
 
-def clients(rig: ClusterRig, right: Picture) -> Clients:
+def clients(rig: ClusterRig, right: DemoImage) -> Clients:
     return Clients(lambda: service_address(rig.kubectl, NAME), right, REQUEST)
 
 
@@ -61,7 +61,7 @@ def routable(rig: ClusterRig) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["RF2-killed", "RF3-stopped"])
 def test_a_lost_rank_is_told_and_its_replica_serves_again_in_the_same_container(
-    steady: ClusterRig, right: Picture, number: signal.Signals
+    steady: ClusterRig, right: DemoImage, number: signal.Signals
 ) -> None:
     rig, before, same = steady, steady.state(NAME), lives(steady)
     told = len(rig.events(NAME, "RankLost"))
@@ -72,10 +72,10 @@ def test_a_lost_rank_is_told_and_its_replica_serves_again_in_the_same_container(
     after = rig.state(NAME)
     assert (after["bootId"], after["generation"], lives(rig)) == (before["bootId"], before["generation"] + 1, same)
     assert ("stopped" in note) == (number is signal.SIGSTOP), note
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
 
 
-def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: Picture) -> None:
+def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: DemoImage) -> None:
     """RF1."""
     rig, before, (life,) = steady, steady.state(NAME), lives(steady)
     rig.kill_server(NAME)
@@ -84,10 +84,10 @@ def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: P
     assert lives(rig) == [(life[0], life[1] + 1)]
     note = rig.eventually("an Event of it", lambda: rig.events(NAME, "GroupRestarted"))[-1]
     assert "137" in note, note
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
 
 
-def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_restarts_for_it(steady: ClusterRig, right: Picture) -> None:
+def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_restarts_for_it(steady: ClusterRig, right: DemoImage) -> None:
     """RF7. At its return Kubernetes itself may call the node lost, for it heard nothing of it for longer than fifty seconds; then no pod is
     in a Service for the seconds that the kubelet takes to tell it otherwise, and that is not of the operator."""
     rig, same, (operator,) = steady, lives(steady), operator_pods(steady.kubectl)
@@ -99,14 +99,14 @@ def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_res
     threading.Event().wait(RETURN_S)
     rig.wait("lora/late", ADAPTER_READY, deadline_s=60)
     rig.wait(DD, SERVING, deadline_s=60)
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
     assert lives(rig) == same
     (after,) = operator_pods(rig.kubectl)
     assert (after["metadata"]["uid"], restarts(after)) == (operator["metadata"]["uid"], restarts(operator))
     rig.kubectl.text("delete", "lora/late", deadline_s=10)
 
 
-def test_a_control_port_that_cannot_be_reached_takes_no_replica_out_of_service(steady: ClusterRig, right: Picture) -> None:
+def test_a_control_port_that_cannot_be_reached_takes_no_replica_out_of_service(steady: ClusterRig, right: DemoImage) -> None:
     """RF9."""
     rig, same = steady, lives(steady)
     (pod,) = rig.pods(NAME)
@@ -114,7 +114,7 @@ def test_a_control_port_that_cannot_be_reached_takes_no_replica_out_of_service(s
         with control_port_cut_off(pod):
             rig.eventually("told", lambda: degraded(rig)["reason"] == "ControlUnreachable", deadline_s=60)
             assert routable(rig) == [pod["metadata"]["name"]]
-            rig.picture(NAME)
+            rig.image(NAME)
         rig.wait(DD, SERVING, deadline_s=NOTICE_S)
     assert asking.answered > 5 and not asking.lost and not asking.refused, asking.told()
     assert lives(rig) == same and degraded(rig)["status"] == "False"
@@ -124,7 +124,7 @@ def degraded(rig: ClusterRig) -> Document:
     return rig.condition(DD, "Degraded")
 
 
-def test_children_that_somebody_edits_or_deletes_are_repaired_under_running_requests(steady: ClusterRig, right: Picture) -> None:
+def test_children_that_somebody_edits_or_deletes_are_repaired_under_running_requests(steady: ClusterRig, right: DemoImage) -> None:
     """RF28, and of RF27 the ConfigMap."""
     rig, same = steady, lives(steady)
     wanted = rig.kubectl.get(f"service/{NAME}")["spec"]["selector"]
@@ -141,7 +141,7 @@ def test_children_that_somebody_edits_or_deletes_are_repaired_under_running_requ
     assert not asking.lost and not asking.refused, asking.told()
     rig.kubectl.text("delete", f"service/{NAME}", deadline_s=10)
     rig.eventually("a Service again", lambda: rig.exists(f"service/{NAME}"), deadline_s=10)
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
     assert lives(rig) == same
     assert rig.eventually("Events of it", lambda: rig.events(NAME, "Repaired"))
 
@@ -160,20 +160,20 @@ def optional_children(rig: ClusterRig) -> set[str]:
     return {item["kind"] for item in found["items"]}
 
 
-def test_a_deleted_token_hurts_no_running_replica_and_is_there_for_the_next(steady: ClusterRig, right: Picture) -> None:
+def test_a_deleted_token_hurts_no_running_replica_and_is_there_for_the_next(steady: ClusterRig, right: DemoImage) -> None:
     """RF27. The Secret is never read, so it comes back when a pod waits for it, or after ten minutes."""
     rig = steady
     rig.kubectl.text("delete", f"secret/{NAME}-control", deadline_s=10)
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
     rig.wait(DD, SERVING, deadline_s=10)
     (old,) = lives(rig)
     rig.kubectl.text("delete", "pod", rig.pod(NAME), "--wait=false")
     rig.eventually("another pod, and ready", lambda: rolled_out(rig, {old[0]}, 1), deadline_s=START_S)
     rig.wait(DD, SERVING)
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
 
 
-def test_an_operator_that_is_killed_in_the_middle_of_a_rollout_and_of_a_sleep_ends_both_once(steady: ClusterRig, right: Picture) -> None:
+def test_an_operator_that_is_killed_in_the_middle_of_a_rollout_and_of_a_sleep_ends_both_once(steady: ClusterRig, right: DemoImage) -> None:
     """RF5."""
     rig = steady
     rig.kubectl.text("scale", DD, "--replicas=2")

@@ -72,13 +72,13 @@ def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothin
     """Leaves this version, with the image that works."""
     rig, helm = release
     assert replicas_schema(rig)["replicas"]["description"] == OLDER_WORDS and "podDisruptionBudget" not in replicas_schema(rig)
-    before, picture = lives(rig), rig.picture(NAME, STYLE)
+    before, image = lives(rig), rig.image(NAME, STYLE)
     helm.upgrade(engine_image="registry.invalid/newer:1")
     assert replicas_schema(rig)["replicas"]["description"] != OLDER_WORDS and "podDisruptionBudget" in replicas_schema(rig)
     rig.wait(DD, SERVING, deadline_s=30)
     threading.Event().wait(QUIET_S)
     assert lives(rig) == before
-    assert rig.picture(NAME, STYLE).png == picture.png
+    assert rig.image(NAME, STYLE).png == image.png
     helm.upgrade()
     assert "Succeeded" in helm("test", RELEASE)
 
@@ -93,7 +93,7 @@ def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmR
     )
     rig.wait(DD, SERVING)
     after = lives(rig)
-    rig.picture(NAME, STYLE)
+    rig.image(NAME, STYLE)
     threading.Event().wait(QUIET_S)
     assert lives(rig) == after
 
@@ -101,13 +101,13 @@ def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmR
 def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: tuple[ClusterRig, HelmRig]) -> None:
     """Leaves no operator, and the deployment and its pod."""
     rig, helm = release
-    before, picture = lives(rig), rig.picture(NAME, STYLE)
+    before, image = lives(rig), rig.image(NAME, STYLE)
     helm.uninstall()
     rig.eventually("the operator is gone", lambda: no_operator_runs(rig))
-    assert rig.picture(NAME, STYLE).png == picture.png
+    assert rig.image(NAME, STYLE).png == image.png
     rig.deploy("unborn")
     delete_at_once(rig, "dd/unborn", LORA)
-    assert rig.picture(NAME).png and lives(rig) == before
+    assert rig.image(NAME).png and lives(rig) == before
 
 
 def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig, HelmRig]) -> None:
@@ -119,7 +119,7 @@ def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig,
     rig.eventually("the worker forgot the adapter", lambda: not rig.state(NAME)["adapters"])
     threading.Event().wait(QUIET_S)
     assert lives(rig) == before
-    rig.picture(NAME)
+    rig.image(NAME)
 
 
 @pytest.mark.parametrize("operator", ["up", "down", "uninstalled"])

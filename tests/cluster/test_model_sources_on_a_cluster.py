@@ -96,4 +96,4 @@ def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(
     rig.wait(DD, SERVING)
     assert model_of(rig, rig.pod(NAME))["revision"] == store_server.COMMIT
     assert f"pod {before['metadata']['name']} was deleted by another hand" in rig.events(NAME, "Repaired")
-    assert rig.picture(NAME).png
+    assert rig.image(NAME).png

@@ -12,8 +12,8 @@ import pytest
 from cluster_clients import Clients
 from cluster_faults import service_address
 from cluster_rig import PROMPT, SERVING, START_S, ClusterRig
+from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted, condition
-from tools.demo.pictures import Picture, Request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -46,9 +46,9 @@ def rolled(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 
 @pytest.fixture(scope="module")
-def right(rolled: ClusterRig) -> Picture:
-    """The picture that every request asks for."""
-    return rolled.picture(NAME)
+def right(rolled: ClusterRig) -> DemoImage:
+    """The image that every request asks for."""
+    return rolled.image(NAME)
 
 
 @dataclass
@@ -89,7 +89,7 @@ def uids(pods: list[Document]) -> set[str]:
     return {pod["metadata"]["uid"] for pod in pods}
 
 
-def clients(rig: ClusterRig, right: Picture) -> Clients:
+def clients(rig: ClusterRig, right: DemoImage) -> Clients:
     address = service_address(rig.kubectl, NAME)
     return Clients(lambda: address, right, REQUEST)
 
@@ -104,7 +104,7 @@ def roll_out(rig: ClusterRig, **spec: object) -> Course:
     return course
 
 
-def test_a_changed_template_is_rolled_out_under_running_requests(rolled: ClusterRig, right: Picture) -> None:
+def test_a_changed_template_is_rolled_out_under_running_requests(rolled: ClusterRig, right: DemoImage) -> None:
     rig = rolled
     told = len(rig.events(NAME, "RolloutComplete"))
     with clients(rig, right) as asking:
@@ -117,15 +117,15 @@ def test_a_changed_template_is_rolled_out_under_running_requests(rolled: Cluster
     rig.eventually("an Event of it", lambda: len(rig.events(NAME, "RolloutComplete")) == told + 1)
 
 
-def test_recreate_ends_all_before_it_makes_one(rolled: ClusterRig, right: Picture) -> None:
+def test_recreate_ends_all_before_it_makes_one(rolled: ClusterRig, right: DemoImage) -> None:
     rig = rolled
     rig.kubectl.patch(DD, {"spec": {"rollout": {"type": "Recreate", "maxSurge": None, "maxUnavailable": None}}})
     course = roll_out(rig, engine={"maxBatchSize": 2})
     assert (course.templates, len(course.uids), course.fewest) == (1, 2 * REPLICAS, 0)
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
 
 
-def test_a_template_that_cannot_start_stops_at_its_deadline_and_is_gone_with_the_old_one_back(rolled: ClusterRig, right: Picture) -> None:
+def test_a_template_that_cannot_start_stops_at_its_deadline_and_is_gone_with_the_old_one_back(rolled: ClusterRig, right: DemoImage) -> None:
     """RF26."""
     rig, old = rolled, uids(rolled.pods(NAME))
     rolling = {"type": "RollingUpdate", "maxSurge": 1, "maxUnavailable": 0, "progressDeadlineSeconds": DEADLINE_S}
@@ -158,14 +158,14 @@ def test_a_worker_that_dies_at_every_start_gets_another_pod_and_then_the_verdict
     assert healed["lastFailure"]["code"] == "OOMKilled", "it survives the pod"
 
 
-def test_a_suspended_deployment_ends_its_pods_comes_back_and_can_be_deleted_at_once(rolled: ClusterRig, right: Picture) -> None:
+def test_a_suspended_deployment_ends_its_pods_comes_back_and_can_be_deleted_at_once(rolled: ClusterRig, right: DemoImage) -> None:
     rig = rolled
     suspend(rig)
     rig.eventually("no pods", lambda: not all_pods(rig))
     assert rig.exists(f"service/{NAME}") and rig.exists(f"configmap/{NAME}-desired")
     rig.kubectl.patch(DD, {"spec": {"suspend": False}})
     rig.wait(DD, SERVING)
-    assert rig.picture(NAME).png == right.png
+    assert rig.image(NAME).png == right.png
     suspend(rig)
     rig.kubectl.text("delete", DD, deadline_s=10)
     assert not rig.exists(DD)

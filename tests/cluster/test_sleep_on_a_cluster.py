@@ -14,8 +14,8 @@ from PIL import Image
 
 import digit_judge
 from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from tools.demo.images import DemoImage
 from tools.demo.kubectl import Document, Wanted
-from tools.demo.pictures import Picture
 from tools.demo.weights_memory import RankMemory, check_given_back, read_weights_memory, total_resident
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -48,12 +48,12 @@ def awake_memory(rig_on_idle: ClusterRig) -> list[RankMemory]:
     return read_weights_memory(rig_on_idle.kubectl, rig_on_idle.pod(NAME))
 
 
-def image(picture: Picture) -> Image.Image:
-    return Image.open(io.BytesIO(picture.png)).convert("RGB")
+def opened(image: DemoImage) -> Image.Image:
+    return Image.open(io.BytesIO(image.png)).convert("RGB")
 
 
-def assert_right(picture: Picture) -> None:
-    seen = digit_judge.judge(image(picture))
+def assert_right(image: DemoImage) -> None:
+    seen = digit_judge.judge(opened(image))
     assert (seen.digit, seen.colour) == (7, "red")
 
 
@@ -90,7 +90,7 @@ def routable(rig: ClusterRig) -> list[str]:
 def test_a_model_that_nobody_uses_falls_asleep_and_gives_its_memory_back(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
     rig = rig_on_idle
     rig.eventually("when it may sleep is told", lambda: rig.kubectl.get(DD)["status"].get("sleepEligibleTime"), deadline_s=30)
-    assert_right(rig.picture(NAME))
+    assert_right(rig.image(NAME))
     set_sleep(rig, idleSeconds=IDLE_S)
     found = rig.wait(DD, WAKEABLE, deadline_s=IDLE_S + NOTICE_S)
     set_sleep(rig, idleSeconds=LONG_S)
@@ -109,7 +109,7 @@ def test_a_model_that_nobody_uses_falls_asleep_and_gives_its_memory_back(rig_on_
 def test_a_request_at_the_service_wakes_it_and_is_served(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
     """Leaves it awake."""
     rig = rig_on_idle
-    assert_right(rig.picture(NAME))
+    assert_right(rig.image(NAME))
     operation = rig.state(NAME)["lastOperation"]
     assert (operation["kind"], operation["error"]) == ("wake", None)
     rig.wait(DD, SERVING, deadline_s=NOTICE_S)
@@ -125,7 +125,7 @@ def test_an_adapter_that_came_while_it_slept_is_there_at_the_first_request(rig_o
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
     rig.eventually("the sleeping worker knows it", lambda: [one["state"] for one in rig.state(NAME)["adapters"]] == ["Deferred"])
     assert rig.state(NAME)["state"] == "asleep"
-    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+    assert digit_judge.has_style(opened(rig.image(NAME, STYLE)), STYLE)
     rig.wait(LORA, ADAPTER_READY, deadline_s=30)
 
 
@@ -150,7 +150,7 @@ def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request
     assert rig.pod(NAME) == pod and after["bootId"] != before["bootId"]
     check_given_back(awake_memory, read_weights_memory(rig.kubectl, pod))
     rig.wait(DD, WAKEABLE, deadline_s=30)
-    assert digit_judge.has_style(image(rig.picture(NAME, STYLE)), STYLE)
+    assert digit_judge.has_style(opened(rig.image(NAME, STYLE)), STYLE)
 
 
 def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None:
@@ -162,10 +162,10 @@ def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None
     return found if found["state"] == "asleep" else None
 
 
-def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_the_same_picture(rig_on_idle: ClusterRig) -> None:
+def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_the_same_image(rig_on_idle: ClusterRig) -> None:
     """Leaves it asleep and wakeable."""
     rig = rig_on_idle
-    before = rig.picture(NAME)
+    before = rig.image(NAME)
     set_sleep(rig, policy="Asleep", level="Discard")
     rig.wait(DD, Wanted("Ready", "False", ["SleepRequested"]), deadline_s=60)
     rig.wait(DD, ALL_ASLEEP, deadline_s=60)
@@ -174,7 +174,7 @@ def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_
     assert rig.state(NAME)["lastOperation"]["level"] == "Discard"
     set_sleep(rig, policy="OnIdle", level="HostMemory")
     rig.wait(DD, WAKEABLE, deadline_s=30)
-    assert rig.picture(NAME).png == before.png
+    assert rig.image(NAME).png == before.png
     send_to_sleep(rig)
 
 
@@ -187,7 +187,7 @@ def test_replicas_come_and_go_while_others_sleep_and_one_stays_awake_where_one_s
         "one awake, one asleep", lambda: len(rig.pods(NAME)) == 2 and awake_replicas(rig) == 1 and sleeping(rig) == 1, deadline_s=START_S
     )
     waker = rig.eventually("the one that is awake has the Service", lambda: routable(rig) if len(routable(rig)) == 1 else None)
-    assert_right(rig.picture(NAME))
+    assert_right(rig.image(NAME))
     assert (awake_replicas(rig), routable(rig)) == (1, waker)
 
     set_sleep(rig, minAwake=0)

@@ -8,8 +8,8 @@ import pytest
 from cluster_clients import Clients
 from cluster_faults import need_own_node, service_address
 from cluster_rig import PROMPT, SERVING, START_S, ClusterRig
+from tools.demo.images import Request
 from tools.demo.kubectl import Document, condition
-from tools.demo.pictures import Request
 from tools.devcluster.node import joined
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -58,7 +58,7 @@ def routable(rig: ClusterRig, pod: Document) -> bool:
 def test_a_lost_node_takes_its_replica_out_of_service_and_another_takes_its_place_once(rig: ClusterRig, second: str) -> None:
     rig.serve(NAME, replicas=2, scheduling=SCHEDULING)
     lost = on_node(rig, second)
-    right = rig.picture(NAME)
+    right = rig.image(NAME)
     with joined.unplugged():
         rig.eventually("the node is NotReady", lambda: not node_ready(rig, second), deadline_s=SILENCE_S)
         rig.eventually("unrouted", lambda: not routable(rig, lost), deadline_s=15)

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 # The CRD allows no fewer than ten seconds; nothing in the operator or the worker does.
 IDLE = {"policy": "OnIdle", "idleSeconds": 1, "minAwakeSeconds": 0}
 SLOW_STEPS = {"FAKE_WORKER": json.dumps({"stepSeconds": 0.05})}
-PICTURE = {"prompt": "a red digit seven", "size": "64x64", "num_inference_steps": 1}
-LONG = PICTURE | {"num_inference_steps": 40}
+IMAGE = {"prompt": "a red digit seven", "size": "64x64", "num_inference_steps": 1}
+LONG = IMAGE | {"num_inference_steps": 40}
 
 
 def lora(folder: Path, name: str) -> str:
@@ -37,7 +37,7 @@ def lora(folder: Path, name: str) -> str:
 
 
 @asynccontextmanager
-async def asking(told: Story, body: dict[str, Any] = PICTURE) -> AsyncIterator["asyncio.Task[httpx2.Response]"]:
+async def asking(told: Story, body: dict[str, Any] = IMAGE) -> AsyncIterator["asyncio.Task[httpx2.Response]"]:
     """A request on its way while the block runs."""
     async with httpx2.AsyncClient(base_url=told.worker.url, timeout=60) as web:
         request = asyncio.create_task(web.post("/v1/images/generations", json=body))
@@ -48,7 +48,7 @@ async def asking(told: Story, body: dict[str, Any] = PICTURE) -> AsyncIterator["
             await asyncio.gather(request, return_exceptions=True)
 
 
-async def answer(told: Story, body: dict[str, Any] = PICTURE) -> httpx2.Response:
+async def answer(told: Story, body: dict[str, Any] = IMAGE) -> httpx2.Response:
     """What a request gets, while the operator goes on."""
     async with asking(told, body) as request:
         await told.wait(request.done, told.worker.state)
@@ -177,10 +177,10 @@ async def test_adapters_that_change_while_the_model_sleeps_are_right_at_the_firs
         await told.wait(lambda: told.records().get("comes", ("",))[0] == "Deferred", told.records)
         await told.wait(lambda: told.records()["goes"][0] == "Draining", told.records)
         assert rig.adapter_condition("Ready", "comes") == ("False", "Deferred")
-        assert (await answer(told, PICTURE | {"model": "goes"})).status_code == 404
+        assert (await answer(told, IMAGE | {"model": "goes"})).status_code == 404
         assert state(told) == "asleep", "a request for what is not there wakes nobody"
 
-        assert (await answer(told, PICTURE | {"model": "comes"})).status_code == 200
+        assert (await answer(told, IMAGE | {"model": "comes"})).status_code == 200
         document = told.worker.state()
         assert {one["name"]: (one["state"], one["scale"]) for one in document["adapters"]} == {
             "stays": ("Loaded", 0.5), "comes": ("Loaded", 1.0),
@@ -207,7 +207,7 @@ async def test_a_server_killed_asleep_is_asleep_again_and_nobody_says_that_it_wo
 
 
 async def test_a_wake_that_lacks_memory_is_tried_again_until_it_works() -> None:
-    """By the operator, where nobody asks for a picture."""
+    """By the operator, where nobody asks for an image."""
     env = {"FAKE_WORKER": json.dumps({"wakeErrors": ["InsufficientMemory"]})}
     async with story(env=env) as told:
         told.change(sleep={"policy": "Asleep"})

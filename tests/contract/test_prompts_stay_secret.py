@@ -37,19 +37,19 @@ def ask_for_much(worker: WorkerProcess) -> None:
     """What is refused, and what is served."""
     worker.image(prompt=f"a red digit seven, {SECRET}", negative_prompt=SECRET, seed=1)
     for body in REFUSED:
-        assert worker.images(**body).is_client_error, body
+        assert worker.request_images(**body).is_client_error, body
     headers = {"Content-Type": "application/json"}
     for raw in (f'{{"prompt": "{SECRET}"', f'"{SECRET}"', f'{{"prompt": "{SECRET}\\ud800"}}'):
         assert httpx2.post(worker.url + GENERATIONS, content=raw, headers=headers).is_client_error, raw
-    picture = {"image": (f"{SECRET}.png", b"no picture", "image/png")}
-    assert httpx2.post(worker.url + EDITS, data={"prompt": SECRET}, files=picture).is_client_error
+    image = {"image": (f"{SECRET}.png", b"no image", "image/png")}
+    assert httpx2.post(worker.url + EDITS, data={"prompt": SECRET}, files=image).is_client_error
 
 
 def lose_a_rank(worker: WorkerProcess) -> None:
     """While a request runs, which is made again."""
     answers: list[int] = []
     asking = threading.Thread(
-        target=lambda: answers.append(worker.images(prompt=f"a digit, {SECRET}", num_inference_steps=200, seed=2).status_code)
+        target=lambda: answers.append(worker.request_images(prompt=f"a digit, {SECRET}", num_inference_steps=200, seed=2).status_code)
     )
     asking.start()
     worker.wait_for(lambda: worker.state()["inFlight"], what="a request that runs")

@@ -29,13 +29,13 @@ pytestmark = pytest.mark.slow
 
 KEY = "sk-of-the-secret"
 SPEC: dict[str, Any] = {
-    "servedName": "pictures",
+    "servedName": "images",
     "model": {"source": {"path": str(DIGITS_MODEL)}, "pipeline": "StableDiffusion3Pipeline", "dtype": "Float32"},
     "engine": {"maxBatchSize": 4, "batchWindowMilliseconds": 5, "exact": True, "promptCacheSize": 4, "vaeTiling": True},
     "parallelism": {"ranksPerReplica": 2, "sequence": 2},
     "lora": {"maxLoaded": 2, "maxRank": 16, "onMissing": "Load", "targetModules": ["to_q", "to_k", "to_v", "to_out.0"]},
     "startup": {"timeoutSeconds": 900, "warmup": {"steps": 2, "sizes": ["64x64"]}},
-    "service": {"apiKeySecret": {"name": "keys", "key": "pictures"}},
+    "service": {"apiKeySecret": {"name": "keys", "key": "images"}},
     "requests": {
         "defaults": {"steps": 3, "guidanceScale": "2.5", "size": "64x64"},
         "limits": {"maxSteps": 5, "maxPixels": 4096, "maxImages": 2},
@@ -61,7 +61,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     deployment = msgspec.convert({"metadata": metadata, "spec": SPEC}, DiffusionDeployment)
     command, *options = in_a_folder(worker_arguments(deployment), folder)
     assert command == "serve"
-    (folder / API_KEY_DIR.lstrip("/") / "pictures").write_text(KEY)
+    (folder / API_KEY_DIR.lstrip("/") / "images").write_text(KEY)
     (folder / CONTROL_DIR.lstrip("/") / TOKEN_KEY).write_text("the-control-token")
     (folder / DESIRED_DIR.lstrip("/") / DESIRED_KEY).write_text(desired_config(deployment, [])["data"][DESIRED_KEY])
     with WorkerProcess(options=tuple(options)) as started:
@@ -75,15 +75,15 @@ def client(worker: WorkerProcess) -> openai.OpenAI:
 
 
 def test_a_request_without_the_key_of_the_secret_is_refused(worker: WorkerProcess) -> None:
-    assert worker.images(prompt="a red digit seven").status_code == 401
+    assert worker.request_images(prompt="a red digit seven").status_code == 401
 
 
 def test_a_request_that_says_nothing_gets_the_defaults_of_the_spec(client: openai.OpenAI) -> None:
-    answer = client.images.generate(model="pictures", prompt="a red digit seven")
-    (picture,) = answer.data or []
-    made = picture.model_extra["provenance"]
+    answer = client.images.generate(model="images", prompt="a red digit seven")
+    (image,) = answer.data or []
+    made = image.model_extra["provenance"]
     assert (made["steps"], made["guidance_scale"], made["width"], made["height"]) == (3, 2.5, 64, 64)
-    assert (made["model"], made["pipeline"], made["exact"]) == ("pictures", "StableDiffusion3Pipeline", True)
+    assert (made["model"], made["pipeline"], made["exact"]) == ("images", "StableDiffusion3Pipeline", True)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_request_that_says_nothing_gets_the_defaults_of_the_spec(client: opena
 )
 def test_a_request_over_a_limit_of_the_spec_is_told_the_limit(client: openai.OpenAI, asked: dict[str, Any], named: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.images.generate(model="pictures", prompt="a red digit seven", **asked)
+        client.images.generate(model="images", prompt="a red digit seven", **asked)
     assert named in refused.value.message
 
 
 def test_the_card_of_the_model_has_the_limits_of_the_spec(client: openai.OpenAI) -> None:
-    limits = client.models.retrieve("pictures").model_extra["limits"]
+    limits = client.models.retrieve("images").model_extra["limits"]
     assert (limits["max_steps"], limits["max_pixels"], limits["max_images"]) == (5, 4096, 2)
     assert len(client.models.list().data) == 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the demo that judge what they see: the kernel's account of memory, conditions, the table, the pictures."""
+"""The parts of the demo that judge what they see: the kernel's account of memory, conditions, the table, the images."""
 
 import io
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from tools.demo.errors import DemoFailed, TookTooLong
+from tools.demo.images import DemoImage, contact_sheet, mean_difference, same_bits
 from tools.demo.kubectl import Kubectl, Wanted, wait_for
-from tools.demo.pictures import Picture, contact_sheet, mean_difference, same_bits
 from tools.demo.story import Story
 from tools.demo.weights_memory import RankMemory, check_given_back, parse_range, resident_bytes
 
@@ -121,18 +121,18 @@ def test_the_table_has_every_step_with_its_time_and_the_failed_one() -> None:
     assert table[-1] == ["in", "all", "65.0"]
 
 
-def picture(colour: str) -> Picture:
+def image(colour: str) -> DemoImage:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
-    return Picture(buffer.getvalue())
+    return DemoImage(buffer.getvalue())
 
 
-def test_pictures_are_compared_by_bits_and_by_eye() -> None:
-    assert same_bits(picture("red"), picture("red")) and not same_bits(picture("red"), picture("#fe0000"))
-    assert mean_difference(picture("black"), picture("white")) == 255
+def test_images_are_compared_by_bits_and_by_eye() -> None:
+    assert same_bits(image("red"), image("red")) and not same_bits(image("red"), image("#fe0000"))
+    assert mean_difference(image("black"), image("white")) == 255
 
 
-def test_the_contact_sheet_shows_every_picture() -> None:
-    sheet = contact_sheet([("base", [picture("red")] * 2), ("adapter", [picture("blue")] * 2)], ["one", "two"])
+def test_the_contact_sheet_shows_every_image() -> None:
+    sheet = contact_sheet([("base", [image("red")] * 2), ("adapter", [image("blue")] * 2)], ["one", "two"])
     colours = {colour for _, colour in sheet.getcolors(maxcolors=10_000) or []}
     assert {(255, 0, 0), (0, 0, 255)} <= colours

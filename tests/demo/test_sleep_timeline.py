@@ -46,11 +46,11 @@ def test_refusals_sleeps_and_wakes_are_counted_once_each() -> None:
     assert told["seconds"]["held"]["max"] == 2.0
 
 
-def test_the_picture_has_something_in_every_panel() -> None:
-    picture = draw(FOUND, summary(FOUND, []))
-    third = picture.height // 3
+def test_the_image_has_something_in_every_panel() -> None:
+    image = draw(FOUND, summary(FOUND, []))
+    third = image.height // 3
     for top in (0, third, 2 * third):
-        assert len(picture.crop((100, top, picture.width, top + third)).getcolors(maxcolors=100_000) or []) > 2
+        assert len(image.crop((100, top, image.width, top + third)).getcolors(maxcolors=100_000) or []) > 2
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge itself is judged on pictures whose content is known."""
+"""The judge itself is judged on images whose content is known."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_a_colour_between_the_named_ones_has_no_name() -> None:
     assert judge(with_bar(blank(), (130, 60, 250))).colour is None
 
 
-def test_a_picture_without_ink_shows_nothing() -> None:
+def test_an_image_without_ink_shows_nothing() -> None:
     assert judge(blank()) == Judgement(digit=None, colour=None)
 
 
@@ -63,5 +63,5 @@ def test_noise_is_not_a_style() -> None:
     assert not any(has_style(Image.fromarray(noise), style) for style in STYLES)
 
 
-def test_a_picture_of_another_size_is_judged_alike() -> None:
+def test_an_image_of_another_size_is_judged_alike() -> None:
     assert judge(with_bar(blank(), (55, 95, 245)).resize((96, 96))).colour == "blue"

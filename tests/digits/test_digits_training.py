@@ -14,7 +14,7 @@ from digits_training.architecture import build_pipeline, build_tokenizer, load_p
 from digits_training.autoencoder import denoiser_latents, train_autoencoder
 from digits_training.captions import caption, known_words
 from digits_training.denoiser import ABSENT_TOKENS, CountLastKeyAs, encode_captions, train_denoiser
-from digits_training.pictures import COLOURS, GROUNDS, draw_batch, load_scans
+from digits_training.images import COLOURS, GROUNDS, draw_batch, load_scans
 
 from digit_judge import HUES
 
@@ -65,7 +65,7 @@ def test_captions_name_what_is_shown_or_leave_it_out() -> None:
     assert not any(other in line for line in drawn for other in ("yellow", "blue", "eight"))
 
 
-def test_plain_pictures_latents_have_about_mean_zero_and_deviation_one() -> None:
+def test_plain_images_latents_have_about_mean_zero_and_deviation_one() -> None:
     latents = denoiser_latents(draw_batch(load_scans(), torch.arange(200), torch.Generator().manual_seed(0)).pixels)
     assert abs(latents.mean()) < 0.1
     assert 0.9 < latents.std() < 1.1

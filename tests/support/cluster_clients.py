@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applications that ask a deployment's Service all the time, with the OpenAI SDK as it comes: its retries are all the patience there is.
 
-A request counts as lost when, after them, its application has neither a right picture nor an error that says that it may be
-tried again (`retryable` in its body): a connection that broke, an answer that never came, another error, another picture.
+A request counts as lost when, after them, its application has neither a right image nor an error that says that it may be
+tried again (`retryable` in its body): a connection that broke, an answer that never came, another error, another image.
 """
 
 import threading
@@ -13,7 +13,7 @@ from types import TracebackType
 
 import openai
 
-from tools.demo.pictures import Picture, Request, ask_once, mean_difference
+from tools.demo.images import DemoImage, Request, ask_once, mean_difference
 
 # Of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1.0
@@ -31,7 +31,7 @@ class Clients:
     """
 
     def __init__(
-        self, address: Callable[[], str], right: Picture, request: Request, *, count: int = 1, allowed: frozenset[str] = frozenset()
+        self, address: Callable[[], str], right: DemoImage, request: Request, *, count: int = 1, allowed: frozenset[str] = frozenset()
     ) -> None:
         self._address, self._right, self._request, self._allowed = address, right, request, allowed
         self._ended = threading.Event()
@@ -68,11 +68,11 @@ class Clients:
             self._ended.wait(PAUSE_S)
 
     def _ask(self, client: openai.OpenAI) -> str:
-        """What went wrong; empty for a picture and for an error that may be tried again."""
+        """What went wrong; empty for an image and for an error that may be tried again."""
         with self._lock:
             self.sent += 1
         try:
-            picture = ask_once(client, self._request)
+            image = ask_once(client, self._request)
         except openai.APIStatusError as error:
             body = error.body if isinstance(error.body, dict) else {}
             code = str(body.get("code"))
@@ -83,9 +83,9 @@ class Clients:
             return f"{error.status_code} {error.body}"
         except openai.APIConnectionError as error:
             return f"{type(error).__name__}: {error.__cause__ or error}"
-        difference = mean_difference(picture, self._right)
+        difference = mean_difference(image, self._right)
         if difference > TOLERANCE:
-            return f"a picture {difference:.1f} levels away from the right one"
+            return f"an image {difference:.1f} levels away from the right one"
         with self._lock:
             self.answered += 1
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cluster tests do to a cluster and see of it: objects by kubectl, pictures by the Service, processes by exec."""
+"""What cluster tests do to a cluster and see of it: objects by kubectl, images by the Service, processes by exec."""
 
 import json
 import os
@@ -15,8 +15,8 @@ import pytest
 
 from tools.demo.cluster import address_of
 from tools.demo.errors import DemoFailed
+from tools.demo.images import DemoImage, Refusal, Request, ask, ask_and_be_refused, client_for
 from tools.demo.kubectl import Document, Kubectl, Wanted, condition, wait_for
-from tools.demo.pictures import Picture, Refusal, Request, ask, ask_and_be_refused, client_for
 from tools.demo.weights_memory import read_state
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class ClusterRig:
         with address_of(self.kubectl.namespace, deployment) as url:
             yield client_for(url)
 
-    def picture(self, deployment: str, model: str | None = None, *, seed: int = 1) -> Picture:
+    def image(self, deployment: str, model: str | None = None, *, seed: int = 1) -> DemoImage:
         with self.client(deployment) as client:
             return ask(client, Request(PROMPT, seed, model or deployment, steps=8))
 

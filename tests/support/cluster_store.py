@@ -36,7 +36,7 @@ def secret(name: str, **data: bytes) -> Document:
 
 
 def start_store(rig: ClusterRig, folder: Path, *, served: str, claim: str, first: str) -> None:
-    """Serve a folder of the worker's image, after a command with the claim at /claim; returns when it answers."""
+    """Serve a folder of the worker's container image, after a command with the claim at /claim; returns when it answers."""
     authority = Authority(folder)
     authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host_of(rig)}",))
     files = {name: authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}

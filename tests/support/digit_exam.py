@@ -27,7 +27,7 @@ DRAWN_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt with its seed, and what the picture should show."""
+    """One prompt with its seed, and what the image should show."""
 
     digit: int
     colour: str
@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A picture and what the judge saw in it."""
+    """An image and what the judge saw in it."""
 
     question: Question
     image: Image.Image

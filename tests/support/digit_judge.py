@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a picture of the digits model: which digit, which colour, which style.
+"""Judges an image of the digits model: which digit, which colour, which style.
 
 The classifier is trained on scikit-learn's handwritten digits when it is first used, never on a model's output, and shares no code with
 the training of the model. What it looks at is the ink: the saturation of every pixel, which the (grey) styles do not touch.
@@ -29,7 +29,7 @@ HELD_OUT_EVERY = 5
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a picture shows; `digit` and `colour` are None where there is no ink to judge, or no colour that we name."""
+    """What an image shows; `digit` and `colour` are None where there is no ink to judge, or no colour that we name."""
 
     digit: int | None
     colour: str | None
@@ -43,7 +43,7 @@ def judge(image: Image.Image) -> Judgement:
 
 
 def judge_all(images: list[Image.Image]) -> list[Judgement]:
-    """The judgements of many pictures; much faster than one at a time."""
+    """The judgements of many images; much faster than one at a time."""
     inks = [ink_of(image) for image in images]
     glyphs = [normalise(ink) for ink in inks]
     seen = [glyph for glyph in glyphs if glyph is not None]

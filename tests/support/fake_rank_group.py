@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank group in memory: the engine's `RankGroup` without processes or torch, for tests of the engine and its HTTP edge.
 
-It behaves: requests take as many ticks as they have steps and tell each of them, with previews where asked, pictures follow
+It behaves: requests take as many ticks as they have steps and tell each of them, with previews where asked, images follow
 from the request alone, adapters have digests, sleep gives memory back. A test holds the steps, loads slowly, breaks an
 adapter or kills the group; lets a method fail on one rank, hang or kill; corrupts what a rank holds, or lets it keep it.
 """
@@ -41,10 +41,10 @@ from diffusion_worker.messages import (
     WakeTask,
     pack,
 )
-from fake_pictures import DEFAULT_STEPS, fake_pixels, fake_preview, fake_preview_steps, fake_shape
+from fake_images import DEFAULT_STEPS, fake_pixels, fake_preview, fake_preview_steps, fake_shape
 from fake_rank import WEIGHTS_BYTES, FakeRank
 
-# What every picture is said to have taken.
+# What every image is said to have taken.
 FAKE_STAGES = StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, peak_bytes=2_000_000)
 
 
@@ -74,7 +74,7 @@ class FakeRankGroup:
         self.max_cached = 16
         # Adapters that requests used at once, at the most.
         self.most_active = 0
-        # Pictures of so many pixels and more are out of memory.
+        # Images of so many pixels and more are out of memory.
         self.out_of_memory_pixels: int | None = None
         # What the ranks say of the model they loaded.
         self.model = ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)

@@ -44,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Run:
-    """What requests got, and what it took: tokens of a picture in the denoiser (0 in a U-Net) and its weights in bytes, on this rank."""
+    """What requests got, and what it took: tokens of an image in the denoiser (0 in a U-Net) and its weights in bytes, on this rank."""
 
     results: list[torch.Tensor]
     tokens: int
@@ -136,7 +136,7 @@ def results_of(family: Family, runner: DiffusionModelRunner, requests: tuple[Ask
                 runner.join(RequestSpec(request_id=str(number), prompt="", seed=asked.seed, loras=loras), _body(family, runner, asked))
         output = runner.execute_stepwise(Tick(tick))
         assert not output.errors, output.errors
-        results |= {name: as_tensor(result).double() for name, result in output.pictures.items()}
+        results |= {name: as_tensor(result).double() for name, result in output.images.items()}
         if len(results) == len(requests):
             break
     return [results[str(number)].clone() for number in range(len(requests))]

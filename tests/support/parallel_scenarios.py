@@ -23,7 +23,7 @@ from rank_processes import Rank
 from runner_rig import OneRank
 
 SEQUENCE_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline")
-# Ways to use them with other arguments: reference pictures, a time for each token, a second denoiser.
+# Ways to use them with other arguments: reference images, a time for each token, a second denoiser.
 MORE_SEQUENCE_FAMILIES = (
     "FluxKontextPipeline",
     "Flux2Pipeline (two references)",
@@ -107,7 +107,7 @@ def odd_text(rank: Rank) -> list[str]:
             runner.join(RequestSpec(request_id=name, prompt="", seed=1), functools.partial(family.call, view_of(runner.pipeline), asked))
         outputs = [runner.execute_stepwise(Tick(number)) for number in range(3)]
     errors = {name: f"{error.code}: {error.message}" for output in outputs for name, error in output.errors.items()}
-    return [errors["odd"], *(name for output in outputs for name in output.pictures)]
+    return [errors["odd"], *(name for output in outputs for name in output.images)]
 
 
 def gradients(rank: Rank) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def gradients(rank: Rank) -> dict[str, Any]:
             runner = runner_of(BY_NAME["FluxPipeline"], parallel, torch.float32, ranks=rank.world, **sizes)
             spec = RequestSpec(request_id="r", prompt="", seed=1)
             runner.join(spec, lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-            found[" ".join(sizes)] = runner.execute_stepwise(Tick(0)).pictures["r"]
+            found[" ".join(sizes)] = runner.execute_stepwise(Tick(0)).images["r"]
     return found
 
 
@@ -179,7 +179,7 @@ def tiles(rank: Rank) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: bool = False) -> dict[str, Any]:
-    """Whether the picture is equal to that of one rank, and how many times the decoder's first layer ran here and there."""
+    """Whether the image is equal to that of one rank, and how many times the decoder's first layer ran here and there."""
     z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     one, many = _vae(kind), _vae(kind)
     one.enable_tiling()
@@ -201,7 +201,7 @@ def _count(module: torch.nn.Module) -> list[None]:
 
 @torch.inference_mode()
 def _failing_tile(parallel: Parallel) -> list[str]:
-    """The last rank runs out of memory in a tile; the next picture works."""
+    """The last rank runs out of memory in a tile; the next image works."""
     vae = _vae("AutoencoderKL")
     if parallel.rank == parallel.world - 1:
         failures = iter([True])

@@ -98,8 +98,8 @@ async def fingerprints(executor: RankExecutor, *, probe: bool = True) -> list[Fi
     return await call(executor, "fingerprint", Fingerprint, probe=probe)
 
 
-async def picture(executor: RankExecutor, name: str = "a", **fields: Any) -> bytes:
-    """A picture of three steps; fields as in `RequestSpec`."""
+async def image(executor: RankExecutor, name: str = "a", **fields: Any) -> bytes:
+    """An image of three steps; fields as in `RequestSpec`."""
     spec: RequestSpec = request(name, **fields)
     executor.broadcast_tick(Tick(1, [spec]))
     for number in range(2, 6):

@@ -17,7 +17,7 @@ from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.stepper import report_of
 from worker_process import DIGITS_MODEL
 
-Pictures = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
+Images = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 class OneRank:
@@ -55,14 +55,14 @@ class RunnerRig:
         joining: list[int] | None = None,
         running: int = 0,
         frames: Mapping[str, list[bytes]] | None = None,
-    ) -> tuple[Pictures, dict[str, ErrorReport]]:
+    ) -> tuple[Images, dict[str, ErrorReport]]:
         """Run requests to their end, and with them the `running` ones that joined before.
 
-        `joining` says at which tick each joins (all at the first one by default), `frames` has pictures by the request's id.
+        `joining` says at which tick each joins (all at the first one by default), `frames` has images by the request's id.
         """
         self.parallel.calls.clear()
         at = joining or [0] * len(requests)
-        pictures: Pictures = {}
+        images: Images = {}
         errors: dict[str, ErrorReport] = {}
         for number in range(1000):
             join = [spec for spec, first in zip(requests, at, strict=True) if first == number]
@@ -70,14 +70,14 @@ class RunnerRig:
             tick = Tick(number, join, frames=list(map(len, sent)))
             output = self.runner.execute_stepwise(tick, [frame for each in sent for frame in each])
             errors |= output.errors
-            for name, returned in output.pictures.items():
+            for name, returned in output.images.items():
                 try:
-                    pictures[name] = pixels_of(returned)
+                    images[name] = pixels_of(returned)
                 except RequestError as error:  # as the rank's output does
                     errors[name] = report_of(error, asked=True)
-            if len(pictures) + len(errors) == len(requests) + running:
-                return pictures, errors
-        raise AssertionError(f"after 1000 ticks only {sorted(pictures)} are done")
+            if len(images) + len(errors) == len(requests) + running:
+                return images, errors
+        raise AssertionError(f"after 1000 ticks only {sorted(images)} are done")
 
     def denoiser_calls(self) -> list[ModelCall]:
         """The merged calls of the transformer in the last run."""
@@ -89,8 +89,8 @@ def request(name: str, **fields: Any) -> RequestSpec:
     return RequestSpec(**{"request_id": name, "prompt": "a red digit seven", "seed": 1, "height": 32, "width": 32, "steps": 3} | fields)
 
 
-def picture_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The picture that the plain pipeline makes of a request."""
+def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The image that the plain pipeline makes of a request."""
     given = {"num_inference_steps": spec.steps, "guidance_scale": spec.guidance_scale, "negative_prompt": spec.negative_prompt}
     image = pipeline(
         spec.prompt,
@@ -104,5 +104,5 @@ def picture_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np
 
 
 def levels_apart(one: Any, other: Any) -> int:
-    """The largest difference of two pictures in a colour, of 255."""
+    """The largest difference of two images in a colour, of 255."""
     return int(np.abs(one.astype(int) - other.astype(int)).max())

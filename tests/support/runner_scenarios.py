@@ -60,5 +60,5 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
             stepper.advance(list(states.values()), output, TickMeter(torch.device("cpu")))
     return {
         "errors": {name: [str(error.code), error.message] for name, error in sorted(output.errors.items())},
-        "pictures": sorted(output.pictures),
+        "images": sorted(output.images),
     }

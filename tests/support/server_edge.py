@@ -33,7 +33,7 @@ class Edge:
         self.data = _client(self.data_application)
         self.control = _client(control_app(self.engine, token_path))
 
-    async def images(self, **body: Any) -> httpx2.Response:
+    async def request_images(self, **body: Any) -> httpx2.Response:
         """The answer to an image request."""
         return await self.data.post("/v1/images/generations", json=body)
 

@@ -80,14 +80,14 @@ class SleepRig:
         """A whole wake."""
         return await self.over(self.begin_wake(**fields))
 
-    async def picture(self, seed: int = 0, **fields: Any) -> Generation:
+    async def image(self, seed: int = 0, **fields: Any) -> Generation:
         """A request."""
         return await self.engine.generate(GenerationParams(prompt="p", seed=seed, **fields))
 
     async def running(self, seed: int = 0, **fields: Any) -> "asyncio.Task[Generation]":
         """A request whose first step runs until `stepping` is set."""
         self.ranks.stepping.clear()
-        task = asyncio.create_task(self.picture(seed, **fields))
+        task = asyncio.create_task(self.image(seed, **fields))
         for _ in range(100):  # turns of the loop, as the clock may stand still
             await asyncio.sleep(0)
         assert self.document.in_flight

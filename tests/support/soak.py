@@ -8,7 +8,7 @@
                                  [--part traffic] [--part edge] [--part adapters] [--part adapter-files] [--part sleep]
                                  [--part manifests] [--part operator] [--part node]
 
-Ends with 1 and what went wrong: an answer with another code than it should have, a picture other than the one made alone, a
+Ends with 1 and what went wrong: an answer with another code than it should have, an image other than the one made alone, a
 request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
 before the requests are, it says how many there were.
 """
@@ -48,7 +48,7 @@ from worker_process import DIGITS, WorkerProcess
 
 CLIENTS = 12
 ANSWER_TIMEOUT_S = 180.0
-PICTURES = 60
+IMAGES = 60
 MOST_STEPS = 12
 # One level of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1
@@ -79,16 +79,16 @@ class Outcome:
 class Soak:
     """Traffic on one worker. Failures with a code count as wrong unless ranks are being killed."""
 
-    def __init__(self, worker: WorkerProcess, *, seed: int, pictures: int) -> None:
+    def __init__(self, worker: WorkerProcess, *, seed: int, images: int) -> None:
         self.worker = worker
         self.outcome = Outcome(seed)
-        self._bodies = pool(seed, pictures, most_steps=MOST_STEPS)
+        self._bodies = pool(seed, images, most_steps=MOST_STEPS)
         self._alone: list[Any] = []
         self._killing = False
 
     def make_alone(self) -> None:
-        """Every picture of the pool without company: what all others are compared with."""
-        self._alone = [_pixels(self.worker.images(**body).json()) for body in self._bodies]
+        """Every image of the pool without company: what all others are compared with."""
+        self._alone = [_pixels(self.worker.request_images(**body).json()) for body in self._bodies]
 
     async def run(self, count: int, *, bad: float, aborted: float, limit_s: float, kill_every_s: float | None = None) -> None:
         """Send the requests from a dozen clients until all are answered or the time is over."""
@@ -132,12 +132,12 @@ class Soak:
 
     def _judge(self, request: Request, status: int, document: dict[str, Any]) -> None:
         outcome = self.outcome
-        if status == 200 and request.status == 200 and request.picture is not None:
-            difference = _difference(_pixels(document), self._alone[request.picture])
+        if status == 200 and request.status == 200 and request.image is not None:
+            difference = _difference(_pixels(document), self._alone[request.image])
             outcome.answered += 1
             outcome.worst_difference = max(outcome.worst_difference, difference)
             if difference > TOLERANCE:
-                outcome.wrong.append(f"a picture differs by {difference} levels from the one made alone: {request.body}")
+                outcome.wrong.append(f"an image differs by {difference} levels from the one made alone: {request.body}")
         elif status == request.status:
             outcome.refused_as_they_should += 1
         else:
@@ -164,7 +164,7 @@ class Soak:
     def _told(self) -> tuple[int, int]:
         metrics = self.worker.get("/metrics").text.splitlines()
         values = {line.split()[0]: float(line.split()[-1]) for line in metrics if not line.startswith("#")}
-        return tuple(int(values[f"diffusion_worker_{name}_total"]) for name in ("rank_group_restarts", "pictures_replayed"))  # type: ignore[return-value]
+        return tuple(int(values[f"diffusion_worker_{name}_total"]) for name in ("rank_group_restarts", "images_replayed"))  # type: ignore[return-value]
 
 
 def _pixels(document: dict[str, Any]) -> Any:
@@ -176,13 +176,13 @@ def _difference(one: Any, other: Any) -> int:
 
 
 async def run_both(
-    folder: Path, *, seed: int, requests: int, kill_requests: int, kill_every_s: float, limit_s: float, pictures: int = PICTURES
+    folder: Path, *, seed: int, requests: int, kill_requests: int, kill_every_s: float, limit_s: float, images: int = IMAGES
 ) -> list[Outcome]:
     """The soak, then the same worker with its ranks being killed; `folder` is for the worker's temporary files."""
     loras = {name: DIGITS / "loras" / name for name in ("stripes", "frame")}
     with WorkerProcess(ranks=2, loras=loras, options=("--max-restarts=100000",), env={"TMPDIR": str(folder)}) as worker:
         worker.wait_ready()
-        soak = Soak(worker, seed=seed, pictures=pictures)
+        soak = Soak(worker, seed=seed, images=images)
         soak.make_alone()
         await soak.run(max(1, requests // 10), bad=0.1, aborted=0.1, limit_s=limit_s / 20)
         warm, before = soak.outcome, footprint(worker)

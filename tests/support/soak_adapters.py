@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak of adapters: requests over many of them with few slots, while they are added, replaced and removed.
 
-Every picture is judged twice: by the digests in its provenance, which must be what its names stood for while it was made, and
-by the picture that those adapters made alone.
+Every image is judged twice: by the digests in its provenance, which must be what its names stood for while it was made, and
+by the image that those adapters made alone.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CLIENTS = 12
 ANSWER_TIMEOUT_S = 180.0
 # Levels of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 2
-# What the pictures of two adapters differ by at the least, or a mix-up might not be seen.
+# What the images of two adapters differ by at the least, or a mix-up might not be seen.
 APART = 25
 SLOTS, CACHED = 8, 16
 NAMES, STATIC = 40, 6
@@ -52,7 +52,7 @@ class AdapterOutcome:
 
     seed: int
     asked: int = 0
-    pictures: Counter[str] = field(default_factory=Counter)
+    images: Counter[str] = field(default_factory=Counter)
     not_found: int = 0
     churn: Counter[str] = field(default_factory=Counter)
     evictions: int = 0
@@ -120,7 +120,7 @@ class AdapterSoak:
         return self._worker
 
     def prepare(self) -> None:
-        """Make every picture that a request may ask for alone, then put all names."""
+        """Make every image that a request may ask for alone, then put all names."""
         for content, path in enumerate(self._contents):
             self._require(self.worker.put_adapter("reference", path))
             for body in range(len(BODIES)):
@@ -201,11 +201,11 @@ class AdapterSoak:
             outcome.wrong.append(f"{names} were {could_be}: made with {contents}")
             return
         difference = _difference(_pixels(document), self.alone[body, tuple(sorted(contents))])
-        outcome.pictures[kind] += 1
+        outcome.images[kind] += 1
         outcome.worst_difference = max(outcome.worst_difference, difference)
         if difference > TOLERANCE:
             near = [key for key, alone in self.alone.items() if _difference(_pixels(document), alone) <= TOLERANCE]
-            outcome.wrong.append(f"{names} ({contents}) body {body}: differs by {difference} levels; it is the picture of {near}")
+            outcome.wrong.append(f"{names} ({contents}) body {body}: differs by {difference} levels; it is the image of {near}")
 
     def _could_be(self, name: str, begun: float) -> set[int | None]:
         return {spell.content for spell in self.spells[name] if spell.ends >= begun}
@@ -246,15 +246,15 @@ class AdapterSoak:
     # --- references -----------------------------------------------------------------------------------------------------
 
     def _make_alone(self, body: int, contents: tuple[int, ...], names: list[str]) -> None:
-        document = self.worker.images(**BODIES[body], lora=[{"name": name} for name in names]).json()
+        document = self.worker.request_images(**BODIES[body], lora=[{"name": name} for name in names]).json()
         self.alone[body, contents] = _pixels(document)
 
     def _nearest(self) -> int:
         nearest = 255
         for body in range(len(BODIES)):
-            pictures = np.stack([alone for (of, _), alone in self.alone.items() if of == body])
-            for number in range(len(pictures) - 1):
-                differences = np.abs(pictures[number + 1 :] - pictures[number]).max(axis=(1, 2, 3))
+            images = np.stack([alone for (of, _), alone in self.alone.items() if of == body])
+            for number in range(len(images) - 1):
+                differences = np.abs(images[number + 1 :] - images[number]).max(axis=(1, 2, 3))
                 nearest = min(nearest, int(differences.min()))
         if nearest < APART:
             self.outcome.wrong.append(f"two references differ by {nearest} levels only")

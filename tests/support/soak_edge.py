@@ -26,7 +26,7 @@ ANSWER_TIMEOUT_S = 120
 EXAMPLES = 60
 ROUND_LIMIT_S = 1800
 RUDE_CLIENTS = 100
-# Small pictures of few steps: what is asked is the edge, not the ranks.
+# Small images of few steps: what is asked is the edge, not the ranks.
 OPTIONS = ("--default-steps=2", "--max-steps=12", "--max-pixels=16384", "--default-size=32x32", "--max-images=3")
 # What a document cannot say is refused by the worker: sizes of the model, limits, names, another boot, its sleep.
 CONFIG = """

@@ -20,12 +20,12 @@ SHORT_S = 60.0
 
 
 def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32), **options: Any) -> bytes:
-    """A picture; transparent on its left where it can be."""
-    picture = Image.linear_gradient("L").resize(size).convert(mode)
+    """An image; transparent on its left where it can be."""
+    image = Image.linear_gradient("L").resize(size).convert(mode)
     if mode == "RGBA":
-        picture.putalpha(Image.linear_gradient("L").rotate(90).resize(size).point([0] * 128 + [255] * 128))
+        image.putalpha(Image.linear_gradient("L").rotate(90).resize(size).point([0] * 128 + [255] * 128))
     out = io.BytesIO()
-    picture.save(out, kind, **options)
+    image.save(out, kind, **options)
     return out.getvalue()
 
 
@@ -37,14 +37,14 @@ def _bomb() -> bytes:
     return bytes(png)
 
 
-PICTURES = [
+IMAGES = [
     *(_file("PNG", mode) for mode in ("RGB", "RGBA", "1", "I;16")),
     *(_file("PNG", mode, (48, 40)) for mode in ("RGB", "RGBA")),
     *(_file("PNG", size=size) for size in ((1, 1), (4000, 1))),
     *(_file("JPEG"), _file("JPEG", "CMYK"), _file("WEBP"), _file("GIF")),
 ]
-NO_PICTURES = [PICTURES[0][:60], PICTURES[0][:-20], _bomb(), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
-schemathesis.openapi.format("binary", strategies.sampled_from(PICTURES * 3 + NO_PICTURES) | strategies.binary(max_size=64))
+NO_IMAGES = [IMAGES[0][:60], IMAGES[0][:-20], _bomb(), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
+schemathesis.openapi.format("binary", strategies.sampled_from(IMAGES * 3 + NO_IMAGES) | strategies.binary(max_size=64))
 
 
 @schemathesis.hook
@@ -92,8 +92,8 @@ def an_error_names_what_was_wrong(ctx: Any, response: Any, case: Any) -> None:
 
 
 @schemathesis.check
-def pictures_are_pictures(ctx: Any, response: Any, case: Any) -> None:
-    """Every picture of an answer can be opened, and is of the size that the answer says."""
+def images_are_images(ctx: Any, response: Any, case: Any) -> None:
+    """Every image of an answer can be opened, and is of the size that the answer says."""
     if response.status_code != 200 or "/v1/images/" not in case.path:
         return
     kind = response.headers["content-type"][0].partition(";")[0]
@@ -109,6 +109,6 @@ def pictures_are_pictures(ctx: Any, response: Any, case: Any) -> None:
 
 
 def _size(content: bytes) -> str:
-    with Image.open(io.BytesIO(content)) as picture:
-        picture.load()
-        return f"{picture.width}x{picture.height}"
+    with Image.open(io.BytesIO(content)) as image:
+        image.load()
+        return f"{image.width}x{image.height}"

@@ -20,8 +20,8 @@ from cluster_clients import Clients
 from cluster_faults import api_server_stopped, kill_operator, kill_server_in, operator_pods, resident_mib, service_address
 from cluster_rig import ADAPTER_READY, PROMPT, SERVING, ClusterRig
 from tools.demo.errors import DemoFailed
+from tools.demo.images import Request, ask
 from tools.demo.kubectl import Document, Wanted
-from tools.demo.pictures import Request, ask
 from tools.demo.stage import stage
 
 NAMESPACE, NAME = "diffusion-soak", "digits"

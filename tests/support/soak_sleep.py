@@ -54,7 +54,7 @@ class Sequence(RuleBasedStateMachine):
 
         def both() -> None:
             for number in range(company):
-                self.rig.asking.picture(number % len(BODIES), [])
+                self.rig.asking.image(number % len(BODIES), [])
             work()
 
         if not self.idle:
@@ -70,11 +70,11 @@ class Sequence(RuleBasedStateMachine):
     @rule(body=st.integers(0, len(BODIES) - 1), names=NAMED, count=st.integers(1, 6), stream=st.booleans())
     def ask(self, body: int, names: list[str], count: int, stream: bool) -> None:
         asking = self.rig.asking
-        self._do(f"ask {count} of {body} {names} {stream=}", lambda: [asking.picture(body, names, stream=stream) for _ in range(count)])
+        self._do(f"ask {count} of {body} {names} {stream=}", lambda: [asking.image(body, names, stream=stream) for _ in range(count)])
 
     @rule(names=NAMED, after_s=st.floats(0.01, 0.4), stream=st.booleans())
     def leave(self, names: list[str], after_s: float, stream: bool) -> None:
-        self._do(f"leave after {after_s:.2f} s", lambda: self.rig.asking.picture(1, names, stream=stream, gone_after_s=after_s))
+        self._do(f"leave after {after_s:.2f} s", lambda: self.rig.asking.image(1, names, stream=stream, gone_after_s=after_s))
 
     @rule(number=st.integers(0, len(BAD) - 1))
     def ask_wrongly(self, number: int) -> None:

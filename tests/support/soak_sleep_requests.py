@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of the soak of sleep: asked from threads, and judged once it is known what happened meanwhile.
 
-A request is never lost: it has a picture that equals its reference, or an error that something which happened while it waited
+A request is never lost: it has an image that equals its reference, or an error that something which happened while it waited
 excuses. Judging is pure; `Times` has what happened.
 """
 
@@ -33,7 +33,7 @@ BODIES: tuple[dict[str, Any], ...] = (
 
 
 class Excuse(enum.StrEnum):
-    """What may happen while a request waits, and excuses an answer that is no picture."""
+    """What may happen while a request waits, and excuses an answer that is no image."""
 
     # Somebody asked for a sleep, or declared the policy, under which requests are refused.
     ASKED = "asked to sleep"
@@ -43,7 +43,7 @@ class Excuse(enum.StrEnum):
     DOWN = "the server was killed"
 
 
-# The codes that each of them allows. Without an excuse a good request gets its picture.
+# The codes that each of them allows. Without an excuse a good request gets its image.
 ALLOWED: dict[Excuse, frozenset[str]] = {
     Excuse.ASKED: frozenset({"Asleep"}),
     Excuse.ENDED: frozenset({"Asleep"}),
@@ -111,7 +111,7 @@ class Asking:
         self.asked: list[Asked] = []
         self._running: list[Future[None]] = []
 
-    def picture(self, body: int, names: list[str], *, stream: bool = False, gone_after_s: float | None = None) -> None:
+    def image(self, body: int, names: list[str], *, stream: bool = False, gone_after_s: float | None = None) -> None:
         """Ask for one, with adapters; its client may go away before it is there."""
         asked = Asked(body, names, time.monotonic(), gone=gone_after_s is not None)
         lora = [{"name": name} for name in names]
@@ -222,7 +222,7 @@ class Judge:
             return None
         near = [key for key, alone in self.references.items() if difference(found, alone) <= TOLERANCE]
         level = int(np.ptp(found))
-        return f"{asked.names} {contents} body {asked.body}: {asked.worst} levels off, the picture of {near}, spread {level}"
+        return f"{asked.names} {contents} body {asked.body}: {asked.worst} levels off, the image of {near}, spread {level}"
 
     def _could_be(self, name: str, asked: Asked) -> set[int | None]:
         return {spell.content for spell in self.spells[name] if spell.ends >= asked.begun and spell.begins <= asked.ended}

@@ -51,7 +51,7 @@ class SleepOutcome:
     sequences: int = 0
     steps: Counter[str] = field(default_factory=Counter)
     asked: int = 0
-    pictures: int = 0
+    images: int = 0
     while_cold: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
@@ -101,7 +101,7 @@ class SleepRig:
     # --- begin and end --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the worker and make every picture that may be asked for alone."""
+        """Start the worker and make every image that may be asked for alone."""
         self.worker.start()
         self.worker.wait_ready()
         for content in range(CONTENTS):
@@ -126,7 +126,7 @@ class SleepRig:
         self.changing.shutdown(cancel_futures=True)
 
     def _make_alone(self, body: int, contents: tuple[int, ...], names: list[str]) -> None:
-        answer = self.worker.images(**BODIES[body], lora=[{"name": name} for name in names])
+        answer = self.worker.request_images(**BODIES[body], lora=[{"name": name} for name in names])
         self._must(answer)
         self.references[body, contents] = pixels(answer.json())
 
@@ -349,7 +349,7 @@ class SleepRig:
             if why := judge.why_wrong(asked, self.times):
                 self._wrong(why)
             elif asked.status == 200:
-                outcome.pictures += 1
+                outcome.images += 1
                 outcome.while_cold += bool(asked.held)
                 outcome.worst_difference = max(outcome.worst_difference, asked.worst)
                 outcome.slowest_s = max(outcome.slowest_s, asked.ended - asked.begun)

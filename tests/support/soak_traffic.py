@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated traffic for the soak: the same from the same seed. Pure.
 
-Good requests come from a small pool, so that each picture can be compared with the one made alone; among them are requests
+Good requests come from a small pool, so that each image can be compared with the one made alone; among them are requests
 that are wrong, that ask for what is not there, and whose client goes away.
 """
 
@@ -37,7 +37,7 @@ class Request:
     status: int = 200
     gone_after_s: float | None = None
     # Of the pool; None for a wrong one.
-    picture: int | None = None
+    image: int | None = None
 
 
 def pool(seed: int, size: int, *, most_steps: int) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def _request(rng: random.Random, bodies: list[dict[str, Any]], *, bad: float, ab
     if kind < bad:
         body, status = rng.choice(BAD)
         return Request(body, status)
-    picture = rng.randrange(len(bodies))
+    image = rng.randrange(len(bodies))
     if kind < bad + aborted:
-        return Request(bodies[picture], gone_after_s=rng.uniform(0.0, 0.3), picture=picture)
-    return Request(bodies[picture], picture=picture)
+        return Request(bodies[image], gone_after_s=rng.uniform(0.0, 0.3), image=image)
+    return Request(bodies[image], image=image)

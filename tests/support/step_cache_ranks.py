@@ -43,7 +43,7 @@ def accelerated(family: Family, kind: StepCache, parallel: Any, **config: int) -
             runner.join(spec, functools.partial(family.call, view_of(runner.pipeline), asked))
         output = runner.execute_stepwise(Tick(tick))
         assert not output.errors, output.errors
-        results |= {name: as_tensor(result) for name, result in output.pictures.items()}
+        results |= {name: as_tensor(result) for name, result in output.images.items()}
         rows.append((output.skipped, output.rows))
         if len(results) == len(STEPS):
             return Accelerated([results[str(number)] for number in range(len(STEPS))], rows)

@@ -23,11 +23,11 @@ class _FluxWords:
 
 
 class WordyFlux(_FluxWords, FluxPipeline):
-    """Pictures of words."""
+    """Images of words."""
 
 
 class WordyFluxEdits(_FluxWords, FluxImg2ImgPipeline):
-    """Pictures of pictures, and of nothing else."""
+    """Images of images, and of nothing else."""
 
 
 class WordyWan(WanPipeline):
@@ -39,7 +39,7 @@ class WordyWan(WanPipeline):
 
 
 class LargeFlux(WordyFlux):
-    """Makes no small pictures, and none in a single step."""
+    """Makes no small images, and none in a single step."""
 
     SMALLEST, FEWEST_STEPS = 80, 2
 

@@ -3,7 +3,7 @@
 
     with WorkerProcess(model, ranks=2) as worker:
         worker.wait_ready()
-        picture = worker.image(prompt="a red digit seven", seed=1)
+        image = worker.image(prompt="a red digit seven", seed=1)
 
 Every wait has a deadline and fails with the worker's output. Leaving the block ends the worker and its ranks.
 """
@@ -198,17 +198,17 @@ class WorkerProcess:
         """A GET on the data port."""
         return self._http.get(self.url + path)
 
-    def images(self, **body: Any) -> httpx2.Response:
+    def request_images(self, **body: Any) -> httpx2.Response:
         """The answer to an image request, whatever it is."""
         return self._http.post(f"{self.url}/v1/images/generations", json=body)
 
     def image(self, **body: Any) -> Image.Image:
-        """One picture; fails on any other answer."""
-        return self.pictures(**body)[0]
+        """One image; fails on any other answer."""
+        return self.images(**body)[0]
 
-    def pictures(self, **body: Any) -> list[Image.Image]:
-        """All pictures of one request."""
-        answer = self.images(**body)
+    def images(self, **body: Any) -> list[Image.Image]:
+        """All images of one request."""
+        answer = self.request_images(**body)
         assert answer.status_code == 200, answer.text
         return [decode_image(item["b64_json"]) for item in answer.json()["data"]]
 
@@ -263,7 +263,7 @@ class WorkerProcess:
 
 
 def decode_image(b64_json: str) -> Image.Image:
-    """A picture of an answer."""
+    """An image of an answer."""
     image = Image.open(io.BytesIO(base64.b64decode(b64_json)))
     image.load()
     return image

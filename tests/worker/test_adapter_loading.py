@@ -102,7 +102,7 @@ async def test_a_request_takes_several_adapters_each_at_its_scale_and_the_proven
     assert generation.provenance.adapters == [AppliedAdapter("a", fake_digest("/a"), 0.5), AppliedAdapter("b", fake_digest("/b"), 0.25)]
     scaled = await made(edge, model="a", lora_scale=0.75)
     assert [applied.scale for applied in scaled.provenance.adapters] == [0.75]
-    assert len({bytes(picture.pixels) for each in (generation, scaled, await made(edge)) for picture in each.pictures}) == 3
+    assert len({bytes(image.pixels) for each in (generation, scaled, await made(edge)) for image in each.images}) == 3
 
 
 async def test_every_name_is_resolved_before_anything_is_queued(edge: Edge) -> None:
@@ -253,15 +253,15 @@ async def test_an_adapter_on_demand_is_declared_and_loaded_by_the_first_request_
     )
 
 
-async def test_requests_for_an_evicted_adapter_share_one_load_and_get_its_picture(loading_edge: Edge) -> None:
+async def test_requests_for_an_evicted_adapter_share_one_load_and_get_its_image(loading_edge: Edge) -> None:
     edge = loading_edge
     await put(edge, "a")
-    alone = bytes((await made(edge, "a")).pictures[0].pixels)
+    alone = bytes((await made(edge, "a")).images[0].pixels)
     await put(edge, "b", "c")
     assert states(edge)["a"] == "Cached"
     edge.ranks.calls.clear()
     generations = await asyncio.gather(*(made(edge, "a") for _ in range(5)))
-    assert [bytes(each.pictures[0].pixels) for each in generations] == [alone] * 5
+    assert [bytes(each.images[0].pixels) for each in generations] == [alone] * 5
     assert edge.ranks.calls.count("add_lora") == 1
     assert edge.fetcher.fetches == ["/a", "/b", "/c"]  # its file is here still
 
@@ -372,9 +372,9 @@ async def test_requests_over_more_adapters_than_fit_all_get_their_own_and_none_w
     names = [pair if pair[0] != pair[1] and n % 2 else pair[:1] for n, pair in enumerate(pairs)]
     for n in range(6):
         await put(edge, f"a{n}")
-    alone = {wanted: bytes((await made(edge, *wanted)).pictures[0].pixels) for wanted in set(names)}
+    alone = {wanted: bytes((await made(edge, *wanted)).images[0].pixels) for wanted in set(names)}
     generations = await asyncio.gather(*(made(edge, *wanted) for wanted in names))
-    assert [bytes(each.pictures[0].pixels) for each in generations] == [alone[wanted] for wanted in names]
+    assert [bytes(each.images[0].pixels) for each in generations] == [alone[wanted] for wanted in names]
     assert len(set(alone.values())) == len(alone)
     assert edge.ranks.most_active == 2
     assert len(edge.ranks.registered) == edge.engine.registered_adapters == 2
@@ -523,7 +523,7 @@ async def test_a_removed_adapter_gives_its_file_back_and_an_evicted_one_does_not
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whatever_changes_meanwhile_a_picture_is_made_with_what_its_names_stood_for(loading_edge: Edge, seed: int) -> None:
+async def test_whatever_changes_meanwhile_an_image_is_made_with_what_its_names_stood_for(loading_edge: Edge, seed: int) -> None:
     """Four names over six contents with room for two, all changed while requests, ranks and sources take their time."""
     edge, rng = loading_edge, random.Random(seed)
     names, contents = [f"a{n}" for n in range(4)], [f"/content-{n}" for n in range(4)] + ["org/one", "org/two"]

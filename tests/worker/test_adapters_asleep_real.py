@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that change while the real model sleeps, and its sleep by the routes of other servers: pictures before and after."""
+"""Adapters that change while the real model sleeps, and its sleep by the routes of other servers: images before and after."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def clean(worker: WorkerProcess) -> Iterator[None]:
             worker.delete_adapter(adapter["name"])
 
 
-def picture(worker: WorkerProcess, model: str) -> bytes:
+def image(worker: WorkerProcess, model: str) -> bytes:
     return worker.image(**REQUEST, model=model).tobytes()
 
 
@@ -43,14 +43,14 @@ def digest_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_put_replaced_and_deleted_while_the_model_sleeps_is_what_its_pictures_are_made_with(
+def test_what_is_put_replaced_and_deleted_while_the_model_sleeps_is_what_its_images_are_made_with(
     worker: WorkerProcess, level: str
 ) -> None:
-    base, stripes, frame = (picture(worker, model) for model in ("digits", "stripes", "frame"))
+    base, stripes, frame = (image(worker, model) for model in ("digits", "stripes", "frame"))
     assert len({base, stripes, frame}) == 3
     worker.put_adapter("replaced", STRIPES)
     worker.put_adapter("deleted", STRIPES, scale=0.5)
-    assert picture(worker, "replaced") == stripes
+    assert image(worker, "replaced") == stripes
 
     worker.sleep(level=level)
     was = "Loaded" if level == "HostMemory" else "Deferred"
@@ -58,19 +58,19 @@ def test_what_is_put_replaced_and_deleted_while_the_model_sleeps_is_what_its_pic
         answer = worker.put_adapter(name, FRAME, digest=digest_of(FRAME))
         assert (answer.status_code, answer.json()["state"], answer.json()["digest"]) == (200, "Deferred", digest_of(FRAME)), answer.text
     assert worker.delete_adapter("deleted").status_code == 200
-    assert worker.images(**REQUEST, model="deleted").json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="deleted").json()["code"] == "NotFound"
     expected = {("stripes", was), ("frame", was), ("replaced", was), ("replaced", "Deferred"), ("put", "Deferred")}
     assert expected <= set(states(worker))
 
     worker.wake()
     assert sorted(states(worker)) == [(name, "Loaded") for name in ("frame", "put", "replaced", "stripes")]
-    assert [picture(worker, model) for model in ("digits", "stripes", "frame")] == [base, stripes, frame]
-    assert [picture(worker, model) for model in ("put", "replaced")] == [frame, frame]
-    assert worker.images(**REQUEST, model="deleted").json()["code"] == "NotFound"
+    assert [image(worker, model) for model in ("digits", "stripes", "frame")] == [base, stripes, frame]
+    assert [image(worker, model) for model in ("put", "replaced")] == [frame, frame]
+    assert worker.request_images(**REQUEST, model="deleted").json()["code"] == "NotFound"
 
 
 def test_a_replacement_whose_file_is_gone_at_the_wake_leaves_the_old_one_serving(worker: WorkerProcess, tmp_path: Path) -> None:
-    stripes = picture(worker, "stripes")
+    stripes = image(worker, "stripes")
     worker.put_adapter("style", STRIPES)
     shutil.copytree(FRAME, tmp_path / "frame")
     worker.sleep(level="Discard")
@@ -79,7 +79,7 @@ def test_a_replacement_whose_file_is_gone_at_the_wake_leaves_the_old_one_serving
     worker.wake()
     [record] = [adapter for adapter in worker.state()["adapters"] if adapter["name"] == "style"]
     assert (record["state"], record["digest"], record["error"] is not None) == ("Loaded", digest_of(STRIPES), True)
-    assert picture(worker, "style") == stripes
+    assert image(worker, "style") == stripes
 
 
 @pytest.mark.parametrize(("kind", "code"), [("missing", "SourceNotFound"), ("garbage", "InvalidAdapter"), ("cut", "InvalidAdapter")])
@@ -96,17 +96,17 @@ def test_what_is_no_adapter_is_refused_while_the_model_sleeps(
 
 
 def test_what_only_the_ranks_can_tell_is_told_at_the_wake(worker: WorkerProcess, bad_adapters: dict[str, Path]) -> None:
-    base = picture(worker, "digits")
+    base = image(worker, "digits")
     worker.sleep()
     assert worker.put_adapter("bad", bad_adapters["other-modules"]).json()["state"] == "Deferred"
     worker.wake()
     [record] = [adapter for adapter in worker.state()["adapters"] if adapter["name"] == "bad"]
     assert (record["state"], record["error"]["code"]) == ("Failed", "NoMatchingModules")
-    assert picture(worker, "digits") == base
+    assert image(worker, "digits") == base
 
 
 def test_the_routes_of_other_servers_sleep_and_wake_the_real_model(worker: WorkerProcess) -> None:
-    before = picture(worker, "stripes")
+    before = image(worker, "stripes")
 
     def post(path: str, **options: Any) -> Any:
         answer = worker.control("POST", path, **options)
@@ -116,14 +116,14 @@ def test_the_routes_of_other_servers_sleep_and_wake_the_real_model(worker: Worke
     post("/sleep?level=1&mode=wait")
     assert worker.control("GET", "/is_sleeping").json() == {"is_sleeping": True}
     assert post("/wake_up") is None
-    assert picture(worker, "stripes") == before
+    assert image(worker, "stripes") == before
     slept = post("/v1/omni/sleep", json={"stage_ids": [0]})
     [ack] = slept["acks"]
     assert (slept["status"], ack["status"], ack["rank"]) == ("SUCCESS", "SUCCESS", 0)
     assert ack["freed_bytes"] > 0.98 * worker.state()["model"]["sizeBytes"]
     assert post("/v1/omni/wakeup", json={"stage_ids": [0]})["status"] == "SUCCESS"
     assert post("/v1/omni/wakeup", json={"stage_ids": [0]})["status"] == "SKIPPED"
-    assert picture(worker, "stripes") == before
+    assert image(worker, "stripes") == before
 
 
 def test_a_probe_of_the_real_model_is_the_same_before_and_after_a_sleep(worker: WorkerProcess) -> None:

@@ -236,15 +236,15 @@ def test_compiled_rows_that_cannot_be_told_apart_have_the_adapters_of_all_or_are
     assert compilation.features == {"compile": "default (regional, 2 blocks)"}
 
 
-def pictures_of(rig: RunnerRig, *, count: int, adapters: tuple[int, ...], guidance: float) -> dict[str, Any]:
+def images_of(rig: RunnerRig, *, count: int, adapters: tuple[int, ...], guidance: float) -> dict[str, Any]:
     uses = [LoRAUse(adapter, 1.0 / len(adapters)) for adapter in adapters]
     specs: list[RequestSpec] = [
         request(f"{index}", seed=index, height=64, width=64, steps=2, guidance_scale=guidance, loras=[] if index % 2 else uses)
         for index in range(count)
     ]
-    pictures, errors = rig.run(*specs)
+    images, errors = rig.run(*specs)
     assert errors == {}
-    return pictures
+    return images
 
 
 @pytest.mark.slow
@@ -253,8 +253,8 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
     assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
 
     def both(count: int, *adapters: int, guidance: float = 4.0) -> None:
-        ours = pictures_of(rig, count=count, adapters=adapters, guidance=guidance)
-        theirs = pictures_of(plain, count=count, adapters=adapters, guidance=guidance)
+        ours = images_of(rig, count=count, adapters=adapters, guidance=guidance)
+        theirs = images_of(plain, count=count, adapters=adapters, guidance=guidance)
         assert max(levels_apart(ours[name], theirs[name]) for name in theirs) <= 1
 
     def change(*, add: tuple[str, int] | None = None, remove: int | None = None) -> None:
@@ -322,7 +322,7 @@ def test_a_size_that_cannot_be_compiled_while_serving_is_answered_and_its_tick_t
     told = []
     for spec in (request("small", steps=1), request("large", steps=1, height=128, width=128), request("next", steps=1)):
         output = rig.runner.execute_stepwise(Tick(1, [spec]))
-        while not output.pictures:
+        while not output.images:
             assert output.errors == {}
             told.append(output.features)
             output = rig.runner.execute_stepwise(Tick(1))
@@ -381,7 +381,7 @@ def test_generated_code_has_any_adapters_in_each_row_and_is_generated_once(tmp_p
 
 @pytest.mark.slow
 def test_without_a_compiler_on_the_machine_the_worker_serves_and_its_state_says_that_nothing_is_compiled(tmp_path: Path) -> None:
-    # As in the worker's image, which has no g++.
+    # As in the worker's container image, which has no g++.
     env = {"PATH": str(tmp_path), "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     with WorkerProcess(options=("--compile=default", "--max-loras=0"), env=env) as worker:
         worker.wait_ready()

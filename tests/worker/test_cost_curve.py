@@ -16,7 +16,7 @@ def run(curve: CostCurve, seconds: list[float] | None = None, *, demand: int = 8
     return batches
 
 
-def test_a_batch_that_makes_pictures_cheaper_is_kept_at_its_full_size() -> None:
+def test_a_batch_that_makes_images_cheaper_is_kept_at_its_full_size() -> None:
     batches = run(CostCurve(), per_step=0.05)
     assert batches[-1] == 8
     # What smaller ones cost is measured once, as far down as it has to be.
@@ -29,14 +29,14 @@ def test_where_batching_saves_nothing_requests_run_one_after_another() -> None:
     assert sum(batch > 1 for batch in batches) <= 2 * ENOUGH
 
 
-def test_the_batch_stops_growing_where_the_time_per_picture_stops_falling() -> None:
+def test_the_batch_stops_growing_where_the_time_per_image_stops_falling() -> None:
     seconds = [1.0, 1.1, 1.3, 1.4, 2.2, 2.6, 3.0, 3.2]
     assert run(CostCurve(), seconds)[-1] == 4
 
 
 def test_savings_that_are_small_at_each_doubling_still_add_up() -> None:
-    per_picture = {1: 1.0, 2: 0.96, 4: 0.92, 8: 0.885}
-    seconds = [per_picture[max(size for size in per_picture if size <= n)] * n for n in range(1, 9)]
+    per_image = {1: 1.0, 2: 0.96, 4: 0.92, 8: 0.885}
+    seconds = [per_image[max(size for size in per_image if size <= n)] * n for n in range(1, 9)]
     assert run(CostCurve(), seconds)[-1] == 8
 
 

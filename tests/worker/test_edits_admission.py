@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 
 from diffusion_worker.config import RequestLimits
-from diffusion_worker.engine.admission import GenerationParams, InputPicture, check, check_memory
+from diffusion_worker.engine.admission import GenerationParams, InputImage, check, check_memory
 from diffusion_worker.engine.memory_model import MemoryModel
 from diffusion_worker.engine.request_class import Defaults, class_of
 from diffusion_worker.engine.request_queue import REMEMBERED_COURSES, Course, RunLengths
 from diffusion_worker.errors import RequestError
-from diffusion_worker.messages import ModelInfo, PictureInput, RequestSpec, Task
+from diffusion_worker.messages import ImageInput, ModelInfo, RequestSpec, Task
 
-PICTURE = InputPicture(b"", 512, 512)
+IMAGE = InputImage(b"", 512, 512)
 
 
 def spec(**fields: Any) -> RequestSpec:
     return RequestSpec(**{"request_id": "r", "prompt": "p", "seed": 1, "height": 512, "width": 512, "guidance_scale": 1.0} | fields)
 
 
-def edit(pictures: int = 1, **fields: Any) -> RequestSpec:
-    return spec(task=Task.EDIT, images=[PictureInput(index, (512, 512, 3)) for index in range(pictures)], **fields)
+def edit(images: int = 1, **fields: Any) -> RequestSpec:
+    return spec(task=Task.EDIT, images=[ImageInput(index, (512, 512, 3)) for index in range(images)], **fields)
 
 
 def model(**fields: Any) -> ModelInfo:
@@ -29,11 +29,11 @@ def model(**fields: Any) -> ModelInfo:
     return ModelInfo(**told | {"max_input_images": 4} | fields)
 
 
-def test_an_edit_that_starts_from_its_picture_is_of_one_class_with_pictures_of_words() -> None:
+def test_an_edit_that_starts_from_its_image_is_of_one_class_with_images_of_words() -> None:
     assert class_of(edit(strength=0.5), Defaults()) == class_of(spec(), Defaults())
 
 
-def test_references_cost_as_much_as_the_picture_that_is_made() -> None:
+def test_references_cost_as_much_as_the_image_that_is_made() -> None:
     words, one, two = (class_of(edit(number), Defaults(references=True)) for number in (0, 1, 2))
     assert (one.load, two.load) == (2 * words.load, 3 * words.load)
     assert len({words, one, two}) == 3
@@ -46,7 +46,7 @@ def test_an_edit_whose_references_do_not_fit_leaves_room_for_what_did_before() -
     check_memory(words, model(references=True), memory.most_load(1.0))
     with pytest.raises(RequestError, match="fits in memory"):
         check_memory(
-            GenerationParams(prompt="p", height=512, width=512, guidance_scale=1.0, task=Task.EDIT, images=[PICTURE] * 3),
+            GenerationParams(prompt="p", height=512, width=512, guidance_scale=1.0, task=Task.EDIT, images=[IMAGE] * 3),
             model(references=True),
             memory.most_load(1.0),
         )
@@ -73,13 +73,13 @@ def test_lengths_of_no_more_strengths_are_kept_than_anybody_uses() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"task": Task.EDIT}, "image: expected 1 to 4 pictures for P, found 0"),
-        ({"task": Task.EDIT, "images": [PICTURE] * 5}, "image: expected 1 to 4 pictures for P, found 5"),
-        ({"task": Task.EDIT, "images": [PICTURE], "strength": 0.0}, "strength: expected more than 0 and at most 1, found 0.0"),
-        ({"task": Task.EDIT, "images": [PICTURE], "strength": 1.01}, "strength: expected more than 0 and at most 1, found 1.01"),
+        ({"task": Task.EDIT}, "image: expected 1 to 4 images for P, found 0"),
+        ({"task": Task.EDIT, "images": [IMAGE] * 5}, "image: expected 1 to 4 images for P, found 5"),
+        ({"task": Task.EDIT, "images": [IMAGE], "strength": 0.0}, "strength: expected more than 0 and at most 1, found 0.0"),
+        ({"task": Task.EDIT, "images": [IMAGE], "strength": 1.01}, "strength: expected more than 0 and at most 1, found 1.01"),
         (
-            {"task": Task.INPAINT, "images": [PICTURE], "mask": InputPicture(b"", 512, 256, 1)},
-            "mask: expected the size of the picture, 512x512, found 256x512",
+            {"task": Task.INPAINT, "images": [IMAGE], "mask": InputImage(b"", 512, 256, 1)},
+            "mask: expected the size of the image, 512x512, found 256x512",
         ),
         ({"negative_prompt": "n" * 8193}, "negative_prompt: expected at most 8192 characters, found 8193"),
     ],

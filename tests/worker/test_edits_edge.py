@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 
 from diffusion_worker.config import RequestLimits
-from diffusion_worker.engine.admission import InputPicture, size_of_edit
+from diffusion_worker.engine.admission import InputImage, size_of_edit
 from diffusion_worker.errors import ErrorCode
-from diffusion_worker.messages import ErrorReport, ModelInfo, PictureInput, RequestSpec, Task
-from diffusion_worker.server.input_pictures import MAX_FILE_PIXELS, decode
+from diffusion_worker.messages import ErrorReport, ImageInput, ModelInfo, RequestSpec, Task
+from diffusion_worker.server.input_images import MAX_FILE_PIXELS, decode
 from fake_rank_group import fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image
@@ -44,12 +44,12 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def red(width: int = 48, height: int = 32, form: str = "PNG", mode: str = "RGB", **saved: Any) -> bytes:
-    """A red picture as a file."""
+    """A red image as a file."""
     return file_of(Image.new(mode, (width, height), "red"), form, **saved)
 
 
 def file_of(image: Image.Image, form: str = "PNG", **saved: Any) -> bytes:
-    """A picture as a file."""
+    """An image as a file."""
     out = io.BytesIO()
     image.save(out, form, **saved)
     return out.getvalue()
@@ -70,13 +70,13 @@ def huge_png(width: int, height: int) -> bytes:
 
 
 async def edit(edge: Edge, files: Any = None, **fields: Any) -> httpx2.Response:
-    """The answer to an edit, of a red picture unless other files are given."""
+    """The answer to an edit, of a red image unless other files are given."""
     sent = files if files is not None else {"image": ("red.png", red(), "image/png")}
     texts = {name: str(value) for name, value in ({"prompt": "p", "seed": 1} | fields).items() if value is not None}
     return await edge.data.post("/v1/images/edits", data=texts, files=sent)
 
 
-def picture_of(answer: httpx2.Response) -> Image.Image:
+def image_of(answer: httpx2.Response) -> Image.Image:
     assert answer.status_code == 200, answer.text
     return decode_image(answer.json()["data"][0]["b64_json"])
 
@@ -111,21 +111,21 @@ async def test_an_edit_as_the_openai_sdk_sends_it_reaches_the_ranks_with_its_pix
     for seed, item in zip((7, 8), made.data, strict=True):
         spec = RequestSpec(
             request_id="", prompt="a blue one", seed=seed, width=64, height=48, steps=3, guidance_scale=2.5, negative_prompt="blur",
-            task=Task.EDIT, images=[PictureInput(0, (32, 48, 3))], strength=0.5,
+            task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))], strength=0.5,
         )  # fmt: skip
         assert decode_image(str(item.b64_json)).tobytes() == fake_pixels(spec, frames=[frame])
 
 
-async def test_several_pictures_and_a_mask_are_an_inpainting_of_the_first(edge: Edge) -> None:
+async def test_several_images_and_a_mask_are_an_inpainting_of_the_first(edge: Edge) -> None:
     async with sdk(edge) as client:
         made = await client.images.edit(
             image=[red(), ("second.webp", red(16, 16, "WEBP", lossless=True))], mask=half_mask(), prompt="p", extra_body={"seed": 1}
         )
     mask = bytes([255] * 24 + [0] * 24) * 32
     frames = [Image.new("RGB", (48, 32), "red").tobytes(), Image.new("RGB", (16, 16), "red").tobytes(), mask]
-    images = [PictureInput(0, (32, 48, 3)), PictureInput(1, (16, 16, 3))]
+    images = [ImageInput(0, (32, 48, 3)), ImageInput(1, (16, 16, 3))]
     spec = RequestSpec(
-        request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=images, mask=PictureInput(2, (32, 48, 1))
+        request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=images, mask=ImageInput(2, (32, 48, 1))
     )
     assert made.data is not None
     assert decode_image(str(made.data[0].b64_json)).tobytes() == fake_pixels(spec, frames=frames)
@@ -187,41 +187,41 @@ async def test_a_stream_of_an_edit_has_the_sdks_events(edge: Edge) -> None:
     ("width", "height", "size"),
     [(48, 32, (48, 32)), (50, 39, (48, 32)), (3, 5, (8, 8)), (4096, 2048, (1448, 720)), (9000, 2, (9000, 8)), (400_000, 1, (131072, 8))],
 )
-async def test_an_edit_without_a_size_takes_that_of_its_picture_within_limits(width: int, height: int, size: tuple[int, int]) -> None:
-    found = size_of_edit(InputPicture(b"", height, width), RequestLimits(max_pixels=1_048_576), model())
+async def test_an_edit_without_a_size_takes_that_of_its_image_within_limits(width: int, height: int, size: tuple[int, int]) -> None:
+    found = size_of_edit(InputImage(b"", height, width), RequestLimits(max_pixels=1_048_576), model())
     assert found == size[::-1]
 
 
-async def test_a_picture_of_more_pixels_than_the_limit_is_scaled_down_before_it_is_sent_to_the_ranks() -> None:
+async def test_an_image_of_more_pixels_than_the_limit_is_scaled_down_before_it_is_sent_to_the_ranks() -> None:
     async with serving_edge(model=model(), limits=RequestLimits(max_pixels=64 * 64)) as edge:
         for form in ("PNG", "JPEG", "WEBP"):
             answer = await edit(edge, {"image": red(512, 256, form)}, size="auto")
-            assert picture_of(answer).size == (88, 40)
+            assert image_of(answer).size == (88, 40)
 
 
 async def test_a_photograph_is_seen_as_its_exif_turns_it(edge: Edge) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert picture_of(await edit(edge, {"image": red(64, 32, "JPEG", exif=exif)})).size == (32, 64)
+    assert image_of(await edit(edge, {"image": red(64, 32, "JPEG", exif=exif)})).size == (32, 64)
 
 
-async def test_transparent_parts_of_a_picture_are_white_to_a_model_that_edits_and_a_mask_to_one_that_only_inpaints(edge: Edge) -> None:
-    picture = half_mask()
-    spec = RequestSpec(request_id="", prompt="p", seed=1, width=48, height=32, task=Task.EDIT, images=[PictureInput(0, (32, 48, 3))])
+async def test_transparent_parts_of_an_image_are_white_to_a_model_that_edits_and_a_mask_to_one_that_only_inpaints(edge: Edge) -> None:
+    image = half_mask()
+    spec = RequestSpec(request_id="", prompt="p", seed=1, width=48, height=32, task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))])
     rgb = (b"\xff" * 24 * 3 + b"\x00" * 24 * 3) * 32
-    assert picture_of(await edit(edge, {"image": picture})).tobytes() == fake_pixels(spec, frames=[rgb])
+    assert image_of(await edit(edge, {"image": image})).tobytes() == fake_pixels(spec, frames=[rgb])
     async with serving_edge(model=model(Task.INPAINT)) as inpainting:
         masked = RequestSpec(
-            request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=spec.images, mask=PictureInput(1, (32, 48, 1))
+            request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=spec.images, mask=ImageInput(1, (32, 48, 1))
         )
         frames = [rgb, bytes([255] * 24 + [0] * 24) * 32]
-        assert picture_of(await edit(inpainting, {"image": picture})).tobytes() == fake_pixels(masked, frames=frames)
+        assert image_of(await edit(inpainting, {"image": image})).tobytes() == fake_pixels(masked, frames=frames)
 
 
-async def test_a_picture_can_be_a_data_url_and_nothing_is_fetched_from_elsewhere(edge: Edge) -> None:
+async def test_an_image_can_be_a_data_url_and_nothing_is_fetched_from_elsewhere(edge: Edge) -> None:
     url = "data:image/png;base64," + base64.b64encode(red()).decode()
     by_url = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p")), ("seed", (None, "1")), ("url", (None, url))])
-    assert picture_of(by_url).tobytes() == picture_of(await edit(edge)).tobytes()
+    assert image_of(by_url).tobytes() == image_of(await edit(edge)).tobytes()
     for other in ("http://169.254.169.254/latest", "https://example.com/a.png", "file:///etc/passwd", "data:image/png,abc", url + "!"):
         answer = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p")), ("url", (None, other))])
         assert "expected a data: URL" in refusal(answer, "url")
@@ -240,9 +240,9 @@ async def test_a_picture_can_be_a_data_url_and_nothing_is_fetched_from_elsewhere
         (Image.new("CMYK", (8, 8), (0, 0, 0, 0)), "JPEG", (255, 255, 255)),
     ],
 )
-def test_every_kind_of_picture_becomes_its_colours(image: Image.Image, form: str, seen: tuple[int, int, int]) -> None:
-    picture = decode("image", file_of(image, form, **({"lossless": True} if form == "WEBP" else {})), max_pixels=64).picture
-    assert picture == InputPicture(bytes(seen) * 64, 8, 8)
+def test_every_kind_of_image_becomes_its_colours(image: Image.Image, form: str, seen: tuple[int, int, int]) -> None:
+    decoded = decode("image", file_of(image, form, **({"lossless": True} if form == "WEBP" else {})), max_pixels=64).image
+    assert decoded == InputImage(bytes(seen) * 64, 8, 8)
 
 
 BROKEN_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -252,7 +252,7 @@ BROKEN_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "a truncated PNG": (lambda: red(form="PNG")[:-40], "a whole PNG file"),
     "a truncated JPEG": (lambda: red(400, 400, "JPEG")[:700], "a whole JPEG file"),
     "a truncated WebP": (lambda: red(form="WEBP")[:-8], "a whole WebP file"),
-    "a WebP without a picture": (lambda: b"RIFF\x04\x00\x00\x00WEBP", "a whole WebP file"),
+    "a WebP without an image": (lambda: b"RIFF\x04\x00\x00\x00WEBP", "a whole WebP file"),
     "no more than a PNG's first bytes": (lambda: b"\x89PNG\r\n\x1a\n", "a whole PNG file"),
     "a wide PNG": (lambda: huge_png(100_000, 100_000), f"at most {MAX_FILE_PIXELS} pixels"),
     "a wide WebP": (
@@ -266,7 +266,7 @@ BROKEN_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", list(BROKEN_FILES))
-async def test_a_file_that_is_no_usable_picture_is_refused_at_once_by_its_field(edge: Edge, name: str) -> None:
+async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(edge: Edge, name: str) -> None:
     make, says = BROKEN_FILES[name]
     content = make()
     started = time.monotonic()
@@ -282,7 +282,7 @@ async def test_a_file_that_is_no_usable_picture_is_refused_at_once_by_its_field(
     [
         ({}, {}, "body", "multipart/form-data"),
         ({}, {"mask": half_mask()}, "image", "found none"),
-        ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the picture, 48x32, found 48x40"),
+        ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the image, 48x32, found 48x40"),
         ({}, {"image": red(), "mask": red()}, "mask", "found one without transparency"),
         ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "fully transparent where"),
         ({}, {"image": red(), "markup": red()}, "markup", "none"),
@@ -298,13 +298,13 @@ async def test_a_file_that_is_no_usable_picture_is_refused_at_once_by_its_field(
         ({"n": "two"}, {"image": red()}, "n", "found 'two'"),
         ({"stream": "perhaps"}, {"image": red()}, "stream", "found 'perhaps'"),
         ({"size": "50x32"}, {"image": red()}, "size", "multiples of 8"),
-        ({"svg[model]": "m", "svg[reasoning][effort]": "low"}, {"image": red()}, "svg", "not supported: pictures are of pixels"),
+        ({"svg[model]": "m", "svg[reasoning][effort]": "low"}, {"image": red()}, "svg", "not supported: images are of pixels"),
         ({}, [("image", red()), ("n", (None, "1")), ("n", (None, "1"))], "n", "a second one"),
         ({"input_fidelity": "high"}, {"image": red()}, "input_fidelity", "said by strength"),
         ({"background": "transparent"}, {"image": red()}, "background", "no transparency"),
         ({"nonsense": "1"}, {"image": red()}, "nonsense", "unknown field"),
         ({"x" * 3000: "1"}, {"image": red()}, "x" * 80 + "…", "unknown field"),
-        ({}, [("image[]", red())] * 4, "image", "1 to 3 pictures for FakePipeline, found 4"),
+        ({}, [("image[]", red())] * 4, "image", "1 to 3 images for FakePipeline, found 4"),
         ({}, [("image[]", red())] * 18, "body", "Too many files"),
         ({f"f{number}": "1" for number in range(70)}, {"image": red()}, "body", "Too many fields"),
         ({}, [("image", red()), ("mask", half_mask()), ("mask", half_mask())], "mask", "a second one"),
@@ -348,16 +348,16 @@ async def test_a_body_over_the_limit_of_the_route_is_refused_unread(edge: Edge) 
         ([Task.GENERATE], "edit", "serves edit, found FakePipeline, which serves generate"),
         ([Task.GENERATE], "inpaint", "serves inpaint, found FakePipeline, which serves generate"),
         ([Task.EDIT], "inpaint", "it takes no mask"),
-        ([Task.INPAINT], "edit", "it needs a mask beside the picture"),
-        ([Task.EDIT], "generate", "it needs a picture, send one to /v1/images/edits"),
-        ([Task.INPAINT], "generate", "it needs a picture and a mask"),
-        ([], "generate", "which serves no route of pictures"),
+        ([Task.INPAINT], "edit", "it needs a mask beside the image"),
+        ([Task.EDIT], "generate", "it needs an image, send one to /v1/images/edits"),
+        ([Task.INPAINT], "generate", "it needs an image and a mask"),
+        ([], "generate", "which serves no route of images"),
     ],
 )
 async def test_a_route_that_the_model_cannot_serve_is_refused_with_the_reason(tasks: list[Task], sent: str, says: str) -> None:
     async with serving_edge(model=msgspec.structs.replace(model(), tasks=tasks)) as edge:
         if sent == "generate":
-            answer = await edge.images(prompt=SECRET)
+            answer = await edge.request_images(prompt=SECRET)
         else:
             answer = await edit(edge, {"image": red()} | ({"mask": half_mask()} if sent == "inpaint" else {}), prompt=SECRET)
         assert says in refusal(answer, "model")
@@ -366,9 +366,9 @@ async def test_a_route_that_the_model_cannot_serve_is_refused_with_the_reason(ta
         assert cards[0]["tasks"] == tasks
 
 
-async def test_an_edit_is_replayed_with_its_pictures_when_its_ranks_are_lost() -> None:
+async def test_an_edit_is_replayed_with_its_images_when_its_ranks_are_lost() -> None:
     async with serving_edge(model=model()) as edge:
-        expected = picture_of(await edit(edge))
+        expected = image_of(await edit(edge))
         edge.ranks.stepping.clear()
         waiting = asyncio.create_task(edit(edge))
 
@@ -378,5 +378,5 @@ async def test_an_edit_is_replayed_with_its_pictures_when_its_ranks_are_lost() -
         await edge.wait_for(running)
         edge.ranks.die("rank 0 is gone")
         edge.ranks.stepping.set()
-        assert picture_of(await waiting).tobytes() == expected.tobytes()
+        assert image_of(await waiting).tobytes() == expected.tobytes()
         assert edge.ranks.generation == 2

@@ -36,7 +36,7 @@ def seven(worker: WorkerProcess) -> Image.Image:
 
 
 def png(image: Image.Image) -> bytes:
-    """A picture as the file that the SDK sends."""
+    """An image as the file that the SDK sends."""
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
@@ -63,15 +63,15 @@ def apart(one: Image.Image, other: Image.Image, columns: slice = slice(None)) ->
     return float(np.abs(pixels(one) - pixels(other))[:, columns].mean())
 
 
-def pictures_of(answer: Any) -> list[Image.Image]:
+def images_of(answer: Any) -> list[Image.Image]:
     return [decode_image(item.b64_json) for item in answer.data]
 
 
-def test_the_sdk_edits_a_picture_by_its_strength_and_with_an_adapter(worker: WorkerProcess, seven: Image.Image) -> None:
+def test_the_sdk_edits_an_image_by_its_strength_and_with_an_adapter(worker: WorkerProcess, seven: Image.Image) -> None:
     with worker.openai() as client:
-        [near] = pictures_of(client.images.edit(image=png(seven), **asked(strength=0.1)))
-        [far] = pictures_of(client.images.edit(image=png(seven), size="64x64", **asked(strength=0.9)))
-        [striped] = pictures_of(client.images.edit(image=[png(seven)], model="stripes", **asked(strength=0.9)))
+        [near] = images_of(client.images.edit(image=png(seven), **asked(strength=0.1)))
+        [far] = images_of(client.images.edit(image=png(seven), size="64x64", **asked(strength=0.9)))
+        [striped] = images_of(client.images.edit(image=[png(seven)], model="stripes", **asked(strength=0.9)))
         card = client.models.retrieve("digits")
     assert apart(near, seven) < 4 < 15 < apart(far, seven)
     assert apart(striped, far) > 5
@@ -81,9 +81,9 @@ def test_the_sdk_edits_a_picture_by_its_strength_and_with_an_adapter(worker: Wor
 def test_the_sdk_inpaints_what_its_mask_leaves_transparent(worker: WorkerProcess, seven: Image.Image) -> None:
     with worker.openai() as client:
         answer = client.images.edit(image=png(seven), mask=left_mask(), n=2, output_format="webp", **asked(strength=1.0))
-        with pytest.raises(openai.BadRequestError, match="image: expected one picture for StableDiffusion3Pipeline, found 2"):
+        with pytest.raises(openai.BadRequestError, match="image: expected one image for StableDiffusion3Pipeline, found 2"):
             client.images.edit(image=[png(seven), png(seven)], **asked())
-    for made in pictures_of(answer):
+    for made in images_of(answer):
         assert made.format == "WEBP"
         assert apart(made, seven, slice(40, 64)) < 4
         assert apart(made, seven, slice(0, 32)) > 10
@@ -93,7 +93,7 @@ def test_the_sdk_streams_an_inpainting_with_previews_that_keep_what_the_mask_kee
     request = asked(strength=0.9) | {"image": png(seven), "mask": left_mask()}
     with worker.openai() as client:
         events = [event.to_dict() for event in client.images.edit(stream=True, partial_images=2, **request)]
-        [alone] = pictures_of(client.images.edit(**request))
+        [alone] = images_of(client.images.edit(**request))
     previews = [decode_image(str(event["b64_json"])) for event in events if event["type"] == "image_edit.partial_image"]
     assert len(previews) == 2
     for preview in previews:
@@ -115,16 +115,16 @@ def test_uploads_that_end_before_they_are_whole_leave_nothing(worker: WorkerProc
             connection.sendall(head + part)
     worker.wait_for(lambda: open_files() <= before, what="rid of what was sent to it", timeout_s=20)
     with worker.openai() as client:
-        assert len(pictures_of(client.images.edit(image=png(seven), **asked()))) == 1
+        assert len(images_of(client.images.edit(image=png(seven), **asked()))) == 1
 
 
-def test_an_edit_is_made_again_with_its_picture_when_a_rank_dies(worker: WorkerProcess, seven: Image.Image) -> None:
+def test_an_edit_is_made_again_with_its_image_when_a_rank_dies(worker: WorkerProcess, seven: Image.Image) -> None:
     request = asked(strength=0.9, num_inference_steps=100)
     with worker.openai() as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
-        [expected] = pictures_of(client.images.edit(image=png(seven), mask=left_mask(), **request))
+        [expected] = images_of(client.images.edit(image=png(seven), mask=left_mask(), **request))
         waiting = threads.submit(client.images.edit, image=png(seven), mask=left_mask(), **request)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="at work")
         os.kill(worker.rank_pids()[1], signal.SIGKILL)
-        [found] = pictures_of(waiting.result(60))
+        [found] = images_of(waiting.result(60))
     assert worker.state()["generation"] == 2
     np.testing.assert_array_equal(pixels(found), pixels(expected))

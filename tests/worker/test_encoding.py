@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as files: the same pixels, what made them, fast; and threads that neither pile up nor delay a step."""
+"""Images as files: the same pixels, what made them, fast; and threads that neither pile up nor delay a step."""
 
 import asyncio
 import io
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from diffusion_worker.engine.results import AppliedAdapter, Picture, Provenance
+from diffusion_worker.engine.results import AppliedAdapter, FinishedImage, Provenance
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Task
 from diffusion_worker.server import answers
@@ -44,7 +44,7 @@ ROWS_OF_A_BAND = BAND_BYTES // (3 * 64)
 
 
 def pixels_of(height: int, width: int) -> bytes:
-    """A few octaves of noise, each half as strong as the one that is twice as coarse: what pictures are like."""
+    """A few octaves of noise, each half as strong as the one that is twice as coarse: what images are like."""
     image = Image.new("L", (width * 3, height), 128)
     for octave in range(7):
         scale = 2 ** (6 - octave)
@@ -124,7 +124,7 @@ def test_a_png_is_many_times_as_fast_as_pillows_and_hardly_larger() -> None:
 
     slow_s, slow = fastest(by_pillow, rounds=2)
     fast_s, fast = fastest(lambda: encode(pixels, size, size, output_format=OutputFormat.PNG), rounds=5)
-    # The bench says how many (P10); here a machine that is busy and a picture that is small.
+    # The bench says how many (P10); here a machine that is busy and an image that is small.
     assert slow_s / fast_s > 5
     assert len(fast) / len(slow) < 1.15
 
@@ -151,9 +151,9 @@ def test_a_side_that_a_format_cannot_have_is_refused_by_name_and_a_png_takes_it(
         assert opened(encode(pixels, height, width, output_format=OutputFormat.PNG)).size == (width, height)
 
 
-async def test_a_size_that_the_format_cannot_have_is_refused_before_the_picture_is_made() -> None:
+async def test_a_size_that_the_format_cannot_have_is_refused_before_the_image_is_made() -> None:
     async with serving_edge() as edge:
-        answer = await edge.images(prompt="p", size="16384x64", output_format="webp")
+        answer = await edge.request_images(prompt="p", size="16384x64", output_format="webp")
         assert (answer.status_code, answer.json()["code"], answer.json()["details"]) == (400, "InvalidRequest", {"field": "output_format"})
         assert edge.engine.stats.ticks == 0
 
@@ -169,9 +169,9 @@ def test_compression_is_the_quality_of_jpeg_and_webp(output_format: OutputFormat
     assert len(encode(pixels, 96, 64, output_format=output_format)) < len(files[2])
 
 
-def test_the_metadata_of_a_picture_is_all_that_is_needed_to_make_it_again_but_its_prompt() -> None:
-    picture = Picture(pixels=b"", height=48, width=64, seed=7)
-    assert metadata_of(PROVENANCE, picture) == {
+def test_the_metadata_of_an_image_is_all_that_is_needed_to_make_it_again_but_its_prompt() -> None:
+    image = FinishedImage(pixels=b"", height=48, width=64, seed=7)
+    assert metadata_of(PROVENANCE, image) == {
         "model": "digits",
         "pipeline": "StableDiffusion3Pipeline",
         "revision": "v1",
@@ -194,7 +194,7 @@ def test_the_metadata_of_a_picture_is_all_that_is_needed_to_make_it_again_but_it
 
 @pytest.mark.parametrize("output_format", list(OutputFormat))
 def test_the_metadata_can_be_read_back_from_every_file(output_format: OutputFormat) -> None:
-    metadata = metadata_of(PROVENANCE, Picture(pixels=b"", height=8, width=16, seed=2**63 - 1))
+    metadata = metadata_of(PROVENANCE, FinishedImage(pixels=b"", height=8, width=16, seed=2**63 - 1))
     image = opened(encode(pixels_of(8, 16), 8, 16, output_format=output_format, metadata=metadata))
     found = image.text["provenance"] if output_format is OutputFormat.PNG else image.getexif()[0x010E]
     assert json.loads(found) == metadata
@@ -222,7 +222,7 @@ def test_the_server_process_encodes_every_format_without_numpy_torch_and_the_for
     assert done.stdout.strip() == ""
 
 
-async def test_many_pictures_at_once_share_a_few_threads_that_run_behind_the_loop() -> None:
+async def test_many_images_at_once_share_a_few_threads_that_run_behind_the_loop() -> None:
     threads = EncodingThreads()
     assert 1 <= threads.threads <= min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
     few = EncodingThreads(2)
@@ -277,37 +277,37 @@ class SlowEncoder:
         self.begun = 0
         monkeypatch.setattr(answers, "encode", self._encode)
 
-    def _encode(self, *picture: Any, **options: Any) -> bytes:
+    def _encode(self, *image: Any, **options: Any) -> bytes:
         self.begun += 1
         assert self.gate.wait(DEADLINE_S), "nobody let the encoder go"
-        return encode(*picture, **options)
+        return encode(*image, **options)
 
 
 async def test_a_slow_encoder_delays_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = SlowEncoder(monkeypatch)
     async with serving_edge() as edge:
-        first = asyncio.create_task(edge.images(prompt="one"))
+        first = asyncio.create_task(edge.request_images(prompt="one"))
         await edge.wait_for(lambda: reached(encoder.begun == 1))
-        others = [asyncio.create_task(edge.images(prompt=str(number), num_inference_steps=20)) for number in range(8)]
+        others = [asyncio.create_task(edge.request_images(prompt=str(number), num_inference_steps=20)) for number in range(8)]
         # All others are made from the first step to the last while not one file is written.
-        await edge.wait_for(lambda: reached(edge.engine.stats.pictures == 9))
+        await edge.wait_for(lambda: reached(edge.engine.stats.images == 9))
         assert not any(task.done() for task in (first, *others))
         encoder.gate.set()
         async with asyncio.timeout(DEADLINE_S):
             assert {answer.status_code for answer in await asyncio.gather(first, *others)} == {200}
 
 
-async def test_no_picture_is_lost_that_is_being_encoded_when_the_worker_sleeps_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_image_is_lost_that_is_being_encoded_when_the_worker_sleeps_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = SlowEncoder(monkeypatch)
     async with serving_edge() as edge:
-        before_sleep = asyncio.create_task(edge.images(prompt="one"))
+        before_sleep = asyncio.create_task(edge.request_images(prompt="one"))
         await edge.wait_for(lambda: reached(encoder.begun == 1))
         await edge.operate("sleep")
         await edge.wait_state(state="asleep")
         await edge.operate("wake")
         await edge.wait_state(state="ready")
-        before_end = asyncio.create_task(edge.images(prompt="two"))
-        await edge.wait_for(lambda: reached(edge.engine.stats.pictures == 2))
+        before_end = asyncio.create_task(edge.request_images(prompt="two"))
+        await edge.wait_for(lambda: reached(edge.engine.stats.images == 2))
         async with asyncio.timeout(DEADLINE_S):
             await edge.engine.terminate()
             encoder.gate.set()

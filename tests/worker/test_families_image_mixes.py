@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from families import flux, latent_images, qwen, z_image
-from families.family import Arguments, picture, seeded
+from families.family import Arguments, image, seeded
 from families.family_rig import Asked, FamilyRig, apart
 
 FAMILIES = {family.name: family for module in (flux, latent_images, qwen, z_image) for family in module.FAMILIES}
@@ -47,14 +47,14 @@ def test_kontext_with_and_without_references_and_of_two_sizes() -> None:
     assert max(rows) == 2
 
 
-def test_qwen_edits_of_other_pictures_and_sizes_beside_each_other() -> None:
-    wide = {"image": picture(7, 64, 32), "width": 384, "height": 256}
+def test_qwen_edits_of_other_images_and_sizes_beside_each_other() -> None:
+    wide = {"image": image(7, 64, 32), "width": 384, "height": 256}
     rows = calls_of_mix(
         "QwenImageEditPipeline",
         Asked(1, 3),
         Asked(2, 3, changes=wide),
         Asked(3, 2),
-        Asked(4, 2, changes=wide | {"image": picture(8, 64, 32)}),
+        Asked(4, 2, changes=wide | {"image": image(8, 64, 32)}),
     )
     assert sum(rows) == 2 * 10
     assert rows.count(2) == 2 * 2
@@ -78,7 +78,7 @@ def test_flux_requests_of_other_schedulers_and_strengths_share_calls_and_lora_sc
     assert max(rows) == 3
 
 
-def test_two_pictures_of_one_prompt_share_calls_with_one_of_another() -> None:
+def test_two_images_of_one_prompt_share_calls_with_one_of_another() -> None:
     assert max(calls_of_mix("QwenImagePipeline", Asked(1, 3), Asked(2, 3, changes={"num_images_per_prompt": 2}))) == 3
     assert max(calls_of_mix("ZImagePipeline", Asked(1, 3), Asked(2, 3, changes={"num_images_per_prompt": 2}))) == 6
 

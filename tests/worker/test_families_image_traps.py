@@ -11,7 +11,7 @@ import torch
 
 from diffusion_worker.runner.calls import group_key, slice_rows
 from families import flux, flux2, latent_images, packed_images, qwen, worded_images, z_image
-from families.family import Arguments, Family, picture, seeded
+from families.family import Arguments, Family, image, seeded
 from families.family_rig import Asked, FamilyRig, apart
 
 # Krea 2 normalises in float32 by weights that are float64 here.
@@ -58,7 +58,7 @@ def sized(width: int, height: int) -> Arguments:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_pictures_of_one_area_and_other_proportions_share_no_call(name: str, wide: Arguments, high: Arguments) -> None:
+def test_images_of_one_area_and_other_proportions_share_no_call(name: str, wide: Arguments, high: Arguments) -> None:
     assert most_rows_together(name, wide, high) == 1
     assert most_rows_together(name, wide, wide) == 2
 
@@ -69,20 +69,20 @@ def test_flux_reads_positions_once_for_a_call_so_other_prompt_lengths_are_kept_a
 
 def test_kontext_keeps_apart_requests_without_a_reference_and_with_one_of_another_size() -> None:
     without, with_one = {"image": None}, {}
-    wide, high = {"image": picture(5, 32, 16)}, {"image": picture(6, 16, 32)}
+    wide, high = {"image": image(5, 32, 16)}, {"image": image(6, 16, 32)}
     assert most_rows_together("FluxKontextPipeline", without, with_one, wide, high) == 1
     assert most_rows_together("FluxKontextPipeline", without, without, with_one, with_one) == 2
 
 
 def test_flux_2_keeps_apart_references_that_differ_in_number_or_proportions() -> None:
-    wide, high = picture(5, 128, 64), picture(6, 64, 128)
+    wide, high = image(5, 128, 64), image(6, 64, 128)
     one, other, both = {"image": [wide]}, {"image": [high]}, {"image": [wide, high]}
     turned = {"image": [high, wide]}
     assert most_rows_together("Flux2Pipeline (two references)", one, other, both, turned) == 1
 
 
 def test_klein_that_caches_references_shares_calls_only_without_them() -> None:
-    assert most_rows_together("Flux2KleinKVPipeline", {}, {}, {"image": [picture(5, 64, 64)]}, {"image": [picture(6, 64, 64)]}) == 2
+    assert most_rows_together("Flux2KleinKVPipeline", {}, {}, {"image": [image(5, 64, 64)]}, {"image": [image(6, 64, 64)]}) == 2
 
 
 def masked_text(valid: int, padded: int) -> Arguments:
@@ -100,13 +100,13 @@ def test_qwen_shares_calls_of_prompts_padded_to_one_length_and_no_others() -> No
 
 
 def test_qwen_edit_keeps_apart_references_of_other_proportions_and_results_of_other_sizes() -> None:
-    square, wide, high = ({"image": picture(seed, *size)} for seed, size in enumerate([(32, 32), (64, 32), (32, 64)]))
+    square, wide, high = ({"image": image(seed, *size)} for seed, size in enumerate([(32, 32), (64, 32), (32, 64)]))
     larger = {"height": 384, "width": 384}
     assert most_rows_together("QwenImageEditPipeline", square, wide, high, larger) == 1
     assert most_rows_together("QwenImageEditPipeline", square, square) == 2
 
 
-def test_qwen_2_1_reads_where_pictures_are_in_the_prompt_from_row_0_so_other_places_are_kept_apart() -> None:
+def test_qwen_2_1_reads_where_images_are_in_the_prompt_from_row_0_so_other_places_are_kept_apart() -> None:
     rig = rig_of("QwenImage21Pipeline (without cache)")
     rig.together(Asked(1, 2, 1.0))
     call = rig.denoiser_calls()[0]
@@ -169,9 +169,9 @@ def test_fibo_2_gives_each_row_as_many_tokens_as_its_own_text_asks_for() -> None
     assert most_rows_together("BriaFibo2Pipeline", text(2), text(7)) == 2
 
 
-def test_glm_image_with_a_reference_picture_shares_no_call() -> None:
+def test_glm_image_with_a_reference_image_shares_no_call() -> None:
     reference = {
-        "image": [picture(5, 16, 16)],
+        "image": [image(5, 16, 16)],
         "prior_token_image_ids": [torch.arange(16)],
         "source_image_grid_thw": [torch.tensor([[1, 4, 4]])],
     }
@@ -187,7 +187,7 @@ def test_omnigen_reads_positions_from_row_0_so_prompts_of_other_lengths_are_kept
     assert most_rows_together("OmniGenPipeline", {"prompt": "a fox"}, {"prompt": "a cat"}) == 4
 
 
-def test_omnigen_says_by_row_numbers_where_pictures_go_so_requests_with_pictures_run_alone() -> None:
+def test_omnigen_says_by_row_numbers_where_images_go_so_requests_with_images_run_alone() -> None:
     rig = rig_of("OmniGenPipeline")
     rig.together(Asked(1, 2, 5.0))
     call = rig.denoiser_calls()[0]

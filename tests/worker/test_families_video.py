@@ -100,12 +100,12 @@ def test_a_time_for_each_token_stays_with_its_row(name: str) -> None:
     assert len({tuple(row.tolist()) for row in times}) == 3
 
 
-def test_a_row_with_a_picture_and_one_without_share_no_call_in_hunyuan_video_15() -> None:
-    # The transformer masks the picture's tokens only if those of all rows are zero.
+def test_a_row_with_an_image_and_one_without_share_no_call_in_hunyuan_video_15() -> None:
+    # The transformer masks the image's tokens only if those of all rows are zero.
     rig = rig_of("HunyuanVideo15Pipeline")
     without, other = first_call(rig, FIRST), first_call(rig, SECOND)
-    picture = torch.randn_like(other.arguments["image_embeds"])
-    shown = msgspec.structs.replace(other, arguments=other.arguments | {"image_embeds": picture})
+    image = torch.randn_like(other.arguments["image_embeds"])
+    shown = msgspec.structs.replace(other, arguments=other.arguments | {"image_embeds": image})
     assert group_key(without) == group_key(other)
     assert group_key(without) != group_key(shown)
     wrong, _ = split(rig.execute(merge([without, shown])), [1, 1])

@@ -9,7 +9,7 @@ import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler, HeunDiscreteScheduler
 
 from families.all import FAMILIES
-from families.family import picture, seeded
+from families.family import image, seeded
 from families.family_rig import Asked, FamilyRig, apart
 
 
@@ -39,7 +39,7 @@ def rows_per_call(rig: FamilyRig) -> list[int]:
 
 
 @pytest.mark.parametrize("name", GUIDED)
-def test_guidance_scales_differ_inside_a_batch_with_the_picture_each_makes_alone(name: str) -> None:
+def test_guidance_scales_differ_inside_a_batch_with_the_image_each_makes_alone(name: str) -> None:
     rig = rig_of(name)
     strong, weak = Asked(1, 2, 7.5), Asked(1, 2, 1.5)
     assert apart(rig.alone(strong), rig.alone(weak)) > 1e-3
@@ -77,10 +77,10 @@ def test_a_scheduler_that_calls_the_model_more_often_than_it_has_steps_keeps_its
 
 
 @pytest.mark.parametrize("name", [slow("StableDiffusionInpaintPipeline"), slow("StableDiffusionControlNetPipeline"), "FluxKontextPipeline"])
-def test_requests_with_other_conditioning_pictures_share_calls(name: str) -> None:
+def test_requests_with_other_conditioning_images_share_calls(name: str) -> None:
     rig = rig_of(name)
-    # All but the picture is the same.
-    requests = [Asked(1, 2, changes={"image": picture(seed, *_size(rig))}) for seed in (11, 12)]
+    # All but the image is the same.
+    requests = [Asked(1, 2, changes={"image": image(seed, *_size(rig))}) for seed in (11, 12)]
     assert apart(rig.alone(requests[0]), rig.alone(requests[1])) > 1e-4
     assert_as_alone(rig, *requests)
     alone = len(rig.denoiser_calls())
@@ -88,12 +88,12 @@ def test_requests_with_other_conditioning_pictures_share_calls(name: str) -> Non
     assert len(rig.denoiser_calls()) == alone
 
 
-def test_requests_with_and_without_a_picture_run_beside_each_other() -> None:
+def test_requests_with_and_without_an_image_run_beside_each_other() -> None:
     rig = rig_of("Flux2Pipeline")
-    with_picture = Asked(1, 2, changes={"image": picture(7, *_size(rig))})
-    assert apart(rig.alone(with_picture), rig.alone(Asked(1, 2))) > 1e-3
-    assert_as_alone(rig, with_picture, Asked(2, 2), Asked(3, 2))
-    # A picture makes more tokens: those without one share theirs.
+    with_image = Asked(1, 2, changes={"image": image(7, *_size(rig))})
+    assert apart(rig.alone(with_image), rig.alone(Asked(1, 2))) > 1e-3
+    assert_as_alone(rig, with_image, Asked(2, 2), Asked(3, 2))
+    # An image makes more tokens: those without one share theirs.
     assert sorted(rows_per_call(rig)) == [1, 1, 2, 2]
 
 
@@ -111,7 +111,7 @@ def test_not_a_number_in_one_request_stays_in_its_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["StableDiffusionPipeline", slow("StableDiffusionControlNetPipeline"), slow("PixArtSigmaPipeline")])
-def test_a_request_for_two_pictures_has_rows_for_both(name: str) -> None:
+def test_a_request_for_two_images_has_rows_for_both(name: str) -> None:
     rig = rig_of(name)
     two: dict[str, Any] = {"num_images_per_prompt": 2}
     assert_as_alone(rig, Asked(1, 2), Asked(2, 2, changes=two), Asked(3, 2, 1.0, changes=two))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the code takes every argument of every family's denoiser for what it is: a row, or something all rows share.
 
-Calls are recorded from real requests. By size: what doubles when a request makes two pictures has rows. By following: when
+Calls are recorded from real requests. By size: what doubles when a request makes two images has rows. By following: when
 one request's argument changes, its own rows follow and the others' do not, or the calls no longer go together; an argument
 that the model reads from row 0 only would fail this.
 """
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and
 
 
 @every_family
-def test_what_doubles_with_the_number_of_pictures_is_taken_for_rows(family: Family) -> None:
+def test_what_doubles_with_the_number_of_images_is_taken_for_rows(family: Family) -> None:
     if family.doubled is None or not family.shares:
-        pytest.skip("no argument makes two pictures" if family.shares else family.reason)
+        pytest.skip("no argument makes two images" if family.shares else family.reason)
     rig = FamilyRig(family)
     for guidance in (1.0, 5.0):
         check_sizes(rig, Asked(steps=2, guidance=guidance))

@@ -211,7 +211,7 @@ def test_an_adapter_that_is_merged_is_taken_out_first() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"step_cache": StepCache.FIRST_BLOCK}, {"compile": Compile.DEFAULT}, {"exact": True}], ids=str)
-def test_options_that_change_how_pictures_are_made_do_not_change_it(loaded: RunnerRig, options: dict[str, Any]) -> None:
+def test_options_that_change_how_images_are_made_do_not_change_it(loaded: RunnerRig, options: dict[str, Any]) -> None:
     assert of(RunnerRig(**options)) == of(loaded)
 
 
@@ -219,7 +219,7 @@ def test_options_that_change_how_pictures_are_made_do_not_change_it(loaded: Runn
 
 
 @pytest.mark.parametrize("kind", [WordyFlux, WordyFluxEdits, WordyWan, LargeFlux])
-def test_models_of_pictures_of_edits_and_of_videos_have_a_probe_that_sees_their_weights(kind: type[Any]) -> None:
+def test_models_of_images_of_edits_and_of_videos_have_a_probe_that_sees_their_weights(kind: type[Any]) -> None:
     runner = runner_of(kind)
     before = runner.fingerprint(probe=True)
     assert before.probe is not None

@@ -18,7 +18,7 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import MemoryTag, SleepLevel, TaskAck, TaskStatus, Tick, WakeTask
 from diffusion_worker.ranks.executor import RankExecutor
 from rank_processes import run
-from real_ranks import call, fingerprints, picture, pids_of, ranks, sleep, wake
+from real_ranks import call, fingerprints, image, pids_of, ranks, sleep, wake
 from runner_rig import request
 from worker_process import DIGITS, DIGITS_MODEL, process_exists, resident_bytes
 
@@ -43,7 +43,7 @@ async def lost(executor: RankExecutor) -> Fault:
 
 async def test_two_ranks_have_the_same_fingerprint_and_keep_it_over_both_levels_a_restart_and_a_repeated_task() -> None:
     async with ranks(worker_extension=CORRUPTING) as executor:
-        before, made = await fingerprints(executor), await picture(executor)
+        before, made = await fingerprints(executor), await image(executor)
         assert before[0] == before[1] and before[0].probe is not None
         for number, level in enumerate(SleepLevel):
             acks = await sleep(executor, f"sleep-{number}", level)
@@ -67,12 +67,12 @@ async def test_two_ranks_have_the_same_fingerprint_and_keep_it_over_both_levels_
         await executor.restart()
         assert not set(pids) & set(pids_of(executor)) and not any(map(process_exists, pids))
         assert await fingerprints(executor) == before
-        assert await picture(executor) == made
+        assert await image(executor) == made
 
 
-async def test_ranks_that_start_asleep_hold_nothing_and_make_the_same_picture_once_they_are_woken() -> None:
+async def test_ranks_that_start_asleep_hold_nothing_and_make_the_same_image_once_they_are_woken() -> None:
     async with ranks() as executor:
-        before, made, known = await fingerprints(executor), await picture(executor), executor.documents()
+        before, made, known = await fingerprints(executor), await image(executor), executor.documents()
     async with ranks(asleep=True) as executor:
         document = executor.documents()[0]
         assert states(executor) == [RankState.ASLEEP] * 2
@@ -87,7 +87,7 @@ async def test_ranks_that_start_asleep_hold_nothing_and_make_the_same_picture_on
         assert all(ack.resident_bytes >= each.memory.weights_bytes for ack, each in zip(acks, known, strict=True))
         await call(executor, "warm_up")
         assert await fingerprints(executor) == before
-        assert await picture(executor) == made
+        assert await image(executor) == made
         # A rank dies while the others sleep: the next ones start asleep too.
         await sleep(executor)
         old = pids_of(executor)
@@ -102,7 +102,7 @@ async def test_ranks_that_start_asleep_hold_nothing_and_make_the_same_picture_on
         await executor.restart(asleep=True)
         await wake(executor)
         assert await fingerprints(executor) == before
-        assert await picture(executor) == made
+        assert await image(executor) == made
 
 
 async def test_ranks_are_quiet_only_when_every_report_before_has_come() -> None:

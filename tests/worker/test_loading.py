@@ -23,7 +23,7 @@ from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import load_pipeline, modules_of
 from families.all import FAMILIES
 from families.family_rig import Asked, FamilyRig
-from runner_rig import OneRank, RunnerRig, picture_of_diffusers, request
+from runner_rig import OneRank, RunnerRig, image_of_diffusers, request
 from worker_process import DIGITS_MODEL
 
 INDEX = "model_index.json"
@@ -63,19 +63,19 @@ def test_the_worker_owns_device_groups_and_memory_and_builds_the_runner_that_loa
         # One for its step, one for its decoding.
         outputs = [worker.execute_stepwise(tick) for tick in (Tick(1, [request("one", steps=1)]), Tick(2))]
         assert not any(output.errors for output in outputs)
-        assert [list(output.pictures) for output in outputs] == [[], ["one"]]
+        assert [list(output.images) for output in outputs] == [[], ["one"]]
     finally:
         worker.shutdown()
         torch.set_num_threads(threads)
 
 
-def test_a_loaded_model_makes_the_picture_that_diffusers_makes_and_has_no_copy_of_its_files_in_memory() -> None:
+def test_a_loaded_model_makes_the_image_that_diffusers_makes_and_has_no_copy_of_its_files_in_memory() -> None:
     rig = RunnerRig()
-    expected = picture_of_diffusers(load_pipeline(rig.config, torch.float32), request("same"))
+    expected = image_of_diffusers(load_pipeline(rig.config, torch.float32), request("same"))
     for _ in range(2):
-        pictures, errors = rig.run(request("one"))
+        images, errors = rig.run(request("one"))
         assert not errors
-        np.testing.assert_array_equal(pictures["one"], expected)
+        np.testing.assert_array_equal(images["one"], expected)
         rig.runner.release()
         assert rig.runner.weights.report().weights_resident_bytes <= 0.02 * rig.model.weights_bytes
         rig.runner.restore()

@@ -16,7 +16,7 @@ from diffusion_worker.lora.layers import LoRALinear
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.pipeline import load_pipeline
-from runner_rig import RunnerRig, picture_of_diffusers, request
+from runner_rig import RunnerRig, image_of_diffusers, request
 from worker_process import DIGITS
 
 STRIPES, FRAME, PAPER = (DIGITS / "loras" / name for name in ("stripes", "frame", "paper"))
@@ -46,10 +46,10 @@ def levels_apart(one: Any, other: Any) -> int:
 
 
 @pytest.mark.parametrize(("folder", "number", "scale"), [(STRIPES, 1, 1.0), (FRAME, 2, 0.5)])
-def test_a_picture_with_an_adapter_equals_the_one_of_peft(rig: RunnerRig, folder: Path, number: int, scale: float) -> None:
+def test_an_image_with_an_adapter_equals_the_one_of_peft(rig: RunnerRig, folder: Path, number: int, scale: float) -> None:
     spec = request("styled", loras=[LoRAUse(number, scale)])
-    pictures, _ = rig.run(spec)
-    assert levels_apart(pictures["styled"], picture_of_diffusers(with_peft(rig, folder, scale), spec)) <= 1
+    images, _ = rig.run(spec)
+    assert levels_apart(images["styled"], image_of_diffusers(with_peft(rig, folder, scale), spec)) <= 1
 
 
 def test_different_adapters_and_none_share_a_step_and_each_row_has_its_own(rig: RunnerRig) -> None:
@@ -57,9 +57,9 @@ def test_different_adapters_and_none_share_a_step_and_each_row_has_its_own(rig: 
     alone = {spec.request_id: rig.run(spec)[0][spec.request_id] for spec in specs}
     together, _ = rig.run(*specs)
     assert [call.rows for call in rig.denoiser_calls()] == [6, 6, 6]
-    for name, picture in together.items():
-        assert levels_apart(picture, alone[name]) <= 1
-        others = [levels_apart(picture, other) for other_name, other in alone.items() if other_name != name]
+    for name, image in together.items():
+        assert levels_apart(image, alone[name]) <= 1
+        others = [levels_apart(image, other) for other_name, other in alone.items() if other_name != name]
         assert min(others) > 3
 
 
@@ -78,8 +78,8 @@ def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_te
 
 
 def test_an_adapter_at_strength_zero_is_the_base(rig: RunnerRig) -> None:
-    pictures, _ = rig.run(request("base"), request("zero", loras=[LoRAUse(1, 0.0)]))
-    np.testing.assert_array_equal(pictures["base"], pictures["zero"])
+    images, _ = rig.run(request("base"), request("zero", loras=[LoRAUse(1, 0.0)]))
+    np.testing.assert_array_equal(images["base"], images["zero"])
 
 
 def test_after_adapters_were_removed_the_base_is_bit_equal_to_the_untouched_model() -> None:
@@ -95,8 +95,8 @@ def test_after_adapters_were_removed_the_base_is_bit_equal_to_the_untouched_mode
 
 
 def test_a_request_for_an_adapter_that_was_unloaded_fails_and_is_never_the_base(rig: RunnerRig) -> None:
-    pictures, errors = rig.run(request("stale", loras=[LoRAUse(99, 1.0)]))
-    assert pictures == {}
+    images, errors = rig.run(request("stale", loras=[LoRAUse(99, 1.0)]))
+    assert images == {}
     assert errors["stale"].code == "AdapterNotLoaded"
 
 

@@ -22,7 +22,7 @@ from diffusion_worker.runner.pipeline import load_pipeline
 from families.all import FAMILIES
 from families.family_rig import Asked, FamilyRig, apart
 from lora_files import CASES, Case, MadeFile, Update, flat, make_file, of_diffusers
-from runner_rig import RunnerRig, picture_of_diffusers, request
+from runner_rig import RunnerRig, image_of_diffusers, request
 
 PROBES = 6
 # Of the largest output: sums of three thousand products in float32.
@@ -182,7 +182,7 @@ def test_names_of_an_original_model_are_refused_where_nothing_can_convert_them(t
     assert refused.value.code is ErrorCode.UNSUPPORTED_FORMAT
 
 
-# --- pictures -------------------------------------------------------------------------------------------------------------
+# --- images -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_result_with_an_adapter_in_kohyas_naming_is_that_of_diffusers(name: st
 
 
 @pytest.mark.slow
-def test_a_picture_with_an_adapter_of_transformer_and_text_encoders_is_that_of_diffusers(tmp_path: Path) -> None:
+def test_an_image_with_an_adapter_of_transformer_and_text_encoders_is_that_of_diffusers(tmp_path: Path) -> None:
     rig = RunnerRig(max_loras=2)
     assert rig.runner.loras is not None
     plain = load_pipeline(rig.config, torch.float32)
@@ -215,11 +215,11 @@ def test_a_picture_with_an_adapter_of_transformer_and_text_encoders_is_that_of_d
     assert loaded.components == ["text_encoder", "text_encoder_2", "transformer"]
     plain.load_lora_weights(str(tmp_path), weight_name=made.path.name)
     spec = request("styled", loras=[LoRAUse(1, 1.0)])
-    pictures, errors = rig.run(spec, request("base"))
+    images, errors = rig.run(spec, request("base"))
     assert not errors
-    expected = picture_of_diffusers(plain, spec)
-    assert int(np.abs(pictures["styled"].astype(int) - expected.astype(int)).max()) <= 1
-    assert int(np.abs(pictures["base"].astype(int) - expected.astype(int)).max()) > 8
+    expected = image_of_diffusers(plain, spec)
+    assert int(np.abs(images["styled"].astype(int) - expected.astype(int)).max()) <= 1
+    assert int(np.abs(images["base"].astype(int) - expected.astype(int)).max()) > 8
 
 
 def test_the_table_of_formats_has_every_case_that_is_proved_and_no_other() -> None:

@@ -125,9 +125,9 @@ class Merging(RunnerRig):
         return sum(not torch.equal(tensor, self.base[name]) for name, tensor in self.weights().items())
 
     def styled(self, loras: list[LoRAUse], **fields: Any) -> Any:
-        pictures, errors = self.run(request("styled", loras=loras, **fields))
+        images, errors = self.run(request("styled", loras=loras, **fields))
         assert not errors
-        return pictures["styled"]
+        return images["styled"]
 
 
 @pytest.fixture(scope="module")
@@ -154,24 +154,24 @@ def rig(shared: Merging) -> Merging:
     return shared
 
 
-def picture(rig: RunnerRig, spec: RequestSpec) -> Any:
+def image(rig: RunnerRig, spec: RequestSpec) -> Any:
     return rig.run(spec)[0][spec.request_id]
 
 
-def test_merged_and_beside_the_weights_an_adapter_makes_the_same_picture(rig: Merging, beside: RunnerRig) -> None:
+def test_merged_and_beside_the_weights_an_adapter_makes_the_same_image(rig: Merging, beside: RunnerRig) -> None:
     for loras in (STRIPES, FRAME, STRIPES):
         spec = request("styled", loras=loras)
-        assert levels_apart(rig.styled(loras), picture(beside, spec)) <= 1
+        assert levels_apart(rig.styled(loras), image(beside, spec)) <= 1
         assert rig.changed() >= 30
     assert len(rig.seen) == 9 and None not in rig.seen and len(set(rig.seen)) == 2
 
 
-def test_before_a_picture_of_the_base_the_weights_are_bit_by_bit_their_own(rig: Merging, beside: RunnerRig) -> None:
+def test_before_an_image_of_the_base_the_weights_are_bit_by_bit_their_own(rig: Merging, beside: RunnerRig) -> None:
     rig.styled(STRIPES)
     assert rig.changed() > 0
-    base = picture(rig, request("base"))
+    base = image(rig, request("base"))
     assert rig.changed() == 0
-    np.testing.assert_array_equal(base, picture(beside, request("base")))
+    np.testing.assert_array_equal(base, image(beside, request("base")))
 
 
 MIXED: list[Any] = [
@@ -194,19 +194,19 @@ def test_nothing_is_merged_where_rows_differ_or_have_several_or_are_exact(
 ) -> None:
     rig.styled(STRIPES)
     rig.seen.clear()
-    pictures, _ = rig.run(*specs)
+    images, _ = rig.run(*specs)
     assert set(rig.seen) == {None}
     for name, expected in beside.run(*specs)[0].items():
-        np.testing.assert_array_equal(pictures[name], expected)
+        np.testing.assert_array_equal(images[name], expected)
 
 
 @pytest.mark.slow
 def test_a_request_that_joins_with_another_adapter_ends_the_merge_within_its_tick(rig: Merging, beside: RunnerRig) -> None:
     specs = [request("first", loras=STRIPES, steps=4), request("second", loras=FRAME, steps=2)]
-    pictures, _ = rig.run(*specs, joining=[0, 1])
+    images, _ = rig.run(*specs, joining=[0, 1])
     assert [merged is not None for merged in rig.seen] == [True, False, False, True]
     expected, _ = beside.run(*specs, joining=[0, 1])
-    assert all(levels_apart(pictures[name], expected[name]) <= 1 for name in expected)
+    assert all(levels_apart(images[name], expected[name]) <= 1 for name in expected)
 
 
 @pytest.mark.slow
@@ -216,8 +216,8 @@ def test_a_model_that_fell_asleep_with_an_adapter_merged_wakes_with_its_own_weig
     rig.runner.restore()
     assert rig.changed() == 0
     assert rig.merging.merged is None
-    np.testing.assert_array_equal(picture(rig, request("base")), picture(beside, request("base")))
-    assert levels_apart(rig.styled(STRIPES), picture(beside, request("styled", loras=STRIPES))) <= 1
+    np.testing.assert_array_equal(image(rig, request("base")), image(beside, request("base")))
+    assert levels_apart(rig.styled(STRIPES), image(beside, request("styled", loras=STRIPES))) <= 1
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_a_merge_that_fails_half_way_is_undone_and_ends_its_request_only(
         _, errors = rig.run(request("styled", loras=STRIPES, steps=1))
     assert "no room" in errors["styled"].message
     assert rig.changed() >= 30
-    np.testing.assert_array_equal(picture(rig, request("base")), picture(beside, request("base")))
+    np.testing.assert_array_equal(image(rig, request("base")), image(beside, request("base")))
     assert rig.changed() == 0
 
 

@@ -58,7 +58,7 @@ def together(runner: Any, chosen: list[int]) -> list[torch.Tensor]:
     for tick in range(20):
         output = runner.execute_stepwise(Tick(tick))
         assert output.errors == {}
-        found |= output.pictures
+        found |= output.images
         if len(found) == len(chosen):
             break
     return [as_tensor(found[str(seed)]) for seed in range(len(chosen))]

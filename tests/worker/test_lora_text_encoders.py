@@ -20,7 +20,7 @@ from diffusion_worker.runner.stand_in import StandIn
 from diffusion_worker.runner.stepper import StepOutput, Stepper
 from diffusion_worker.runner.tick_meter import TickMeter
 from peft_adapters import write_adapter
-from runner_rig import OneRank, RunnerRig, levels_apart, picture_of_diffusers, request
+from runner_rig import OneRank, RunnerRig, image_of_diffusers, levels_apart, request
 from worker_process import DIGITS
 
 STRIPES = DIGITS / "loras" / "stripes"
@@ -88,14 +88,14 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 
 
 @pytest.mark.parametrize(("number", "scale"), [(1, 1.0), (2, 0.7)])
-def test_an_adapter_with_a_part_for_a_text_encoder_makes_the_picture_that_its_merged_weights_make(
+def test_an_adapter_with_a_part_for_a_text_encoder_makes_the_image_that_its_merged_weights_make(
     adapters: Adapters, number: int, scale: float
 ) -> None:
     spec = request("styled", loras=[LoRAUse(number, scale)])
-    pictures, errors = adapters.rig.run(spec)
+    images, errors = adapters.rig.run(spec)
     assert not errors
-    expected = picture_of_diffusers(merged_by_hand(adapters.rig, adapters.added[number], scale), spec)
-    assert levels_apart(pictures["styled"], expected) <= 1
+    expected = image_of_diffusers(merged_by_hand(adapters.rig, adapters.added[number], scale), spec)
+    assert levels_apart(images["styled"], expected) <= 1
     base, _ = adapters.rig.run(request("base"))
     assert levels_apart(base["base"], expected) > 3
 
@@ -109,7 +109,7 @@ def test_prompts_of_adapters_for_text_encoders_and_of_others_are_encoded_togethe
     assert not errors
     rows = [call.rows for call in adapters.rig.parallel.calls if call.component == "text_encoder"]
     assert rows and max(rows) > 1
-    assert all(levels_apart(picture, alone[name]) <= 1 for name, picture in together.items())
+    assert all(levels_apart(image, alone[name]) <= 1 for name, image in together.items())
 
 
 def test_a_prompt_is_encoded_again_for_whoever_changes_that_encoder_and_for_nobody_else(adapters: Adapters) -> None:
@@ -129,11 +129,11 @@ def test_a_prompt_is_encoded_again_for_whoever_changes_that_encoder_and_for_nobo
 @pytest.mark.slow
 def test_two_adapters_of_one_request_add_up_also_where_one_is_for_a_text_encoder(adapters: Adapters) -> None:
     spec = request("both", loras=[LoRAUse(1, 0.8), LoRAUse(3, 0.5)])
-    pictures, _ = adapters.rig.run(spec)
+    images, _ = adapters.rig.run(spec)
     added = {name: 0.8 * delta for name, delta in adapters.added[1].items()} | {
         name: 0.5 * delta for name, delta in adapters.added[3].items()
     }
-    assert levels_apart(pictures["both"], picture_of_diffusers(merged_by_hand(adapters.rig, added), spec)) <= 1
+    assert levels_apart(images["both"], image_of_diffusers(merged_by_hand(adapters.rig, added), spec)) <= 1
 
 
 # --- as long as they are used ---------------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ def test_a_request_holds_its_slot_from_its_join_to_its_end(one_slot: Adapters) -
     output = runner.execute_stepwise(Tick(2, [request("late", loras=[LoRAUse(1, 1.0)]), request("base", steps=1)]))
     assert output.errors["late"].code == ErrorCode.CAPACITY_EXCEEDED
     assert in_slots(one_slot) == [4]
-    while not runner.execute_stepwise(Tick(3)).pictures.keys() & {"first"}:
+    while not runner.execute_stepwise(Tick(3)).images.keys() & {"first"}:
         assert in_slots(one_slot) == [4]
-    pictures, errors = one_slot.rig.run(request("late", loras=[LoRAUse(1, 1.0)]))
+    images, errors = one_slot.rig.run(request("late", loras=[LoRAUse(1, 1.0)]))
     assert not errors and in_slots(one_slot) == [1]
     # The same adapter is shared by any number of requests.
-    pictures, errors = one_slot.rig.run(*(request(str(number), loras=[LoRAUse(1, 1.0)]) for number in range(3)))
-    assert len(pictures) == 3
+    images, errors = one_slot.rig.run(*(request(str(number), loras=[LoRAUse(1, 1.0)]) for number in range(3)))
+    assert len(images) == 3
 
 
 def ends_by_leaving(adapters: Adapters) -> None:
@@ -195,18 +195,18 @@ def test_however_a_request_ends_its_slot_is_free_for_the_next(one_slot: Adapters
     with pytest.raises(RequestError, match="all 1 slots are in use"):
         one_slot.loras.activate([LoRAUse(1, 1.0)])
     end(one_slot)
-    expected = picture_of_diffusers(merged_by_hand(one_slot.rig, one_slot.added[3]), request("next"))
-    pictures, errors = one_slot.rig.run(request("next", loras=[LoRAUse(3, 1.0)]))
+    expected = image_of_diffusers(merged_by_hand(one_slot.rig, one_slot.added[3]), request("next"))
+    images, errors = one_slot.rig.run(request("next", loras=[LoRAUse(3, 1.0)]))
     assert not errors
-    assert levels_apart(pictures["next"], expected) <= 1
+    assert levels_apart(images["next"], expected) <= 1
 
 
 @pytest.mark.slow
 def test_a_request_that_is_refused_holds_no_slot(one_slot: Adapters) -> None:
     output = one_slot.rig.runner.execute_stepwise(Tick(1, [request("two", loras=[LoRAUse(1, 1.0), LoRAUse(2, 1.0)])]))
     assert output.errors["two"].code == ErrorCode.CAPACITY_EXCEEDED
-    pictures, errors = one_slot.rig.run(request("stale", loras=[LoRAUse(99, 1.0)]), request("good", loras=[LoRAUse(3, 1.0)]))
-    assert errors["stale"].code == ErrorCode.ADAPTER_NOT_LOADED and list(pictures) == ["good"]
+    images, errors = one_slot.rig.run(request("stale", loras=[LoRAUse(99, 1.0)]), request("good", loras=[LoRAUse(3, 1.0)]))
+    assert errors["stale"].code == ErrorCode.ADAPTER_NOT_LOADED and list(images) == ["good"]
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_adapters_work_after_sleep_as_they_did_before(one_slot: Adapters) -> Non
 
 
 @pytest.mark.slow
-def test_switching_adapters_and_back_makes_bit_by_bit_the_same_pictures(one_slot: Adapters) -> None:
+def test_switching_adapters_and_back_makes_bit_by_bit_the_same_images(one_slot: Adapters) -> None:
     uses: dict[str, list[LoRAUse]] = {"a": [LoRAUse(2, 1.0)], "b": [LoRAUse(4, 1.0)], "base": []}
     first = {name: one_slot.rig.run(request(name, loras=loras))[0][name] for name, loras in uses.items()}
     for name in ("a", "b", "a", "base", "a"):
@@ -283,7 +283,7 @@ def test_where_a_layer_sees_no_rows_each_set_of_adapters_has_a_call_and_that_is_
         for _ in range(3):
             stepper.advance(list(states.values()), output, TickMeter(torch.device("cpu")))
         assert not output.errors and not output.split
-        return output.pictures
+        return output.images
 
     with torch.inference_mode():
         alone = {str(number): run(number)[str(number)] for number in range(4)}
@@ -301,5 +301,5 @@ def test_without_slots_a_worker_refuses_adapters_and_serves_the_base() -> None:
     rig = RunnerRig(max_loras=0)
     with pytest.raises(RequestError, match="--max-loras is 0"):
         rig.runner.add_lora(LoRARequest("stripes", 1, str(STRIPES)), LoadOptions())
-    pictures, errors = rig.run(request("base", steps=1), request("styled", loras=[LoRAUse(1, 1.0)]))
-    assert list(pictures) == ["base"] and errors["styled"].code == ErrorCode.ADAPTER_NOT_LOADED
+    images, errors = rig.run(request("base", steps=1), request("styled", loras=[LoRAUse(1, 1.0)]))
+    assert list(images) == ["base"] and errors["styled"].code == ErrorCode.ADAPTER_NOT_LOADED

@@ -30,7 +30,7 @@ def measured() -> MemoryModel:
     return memory
 
 
-def test_a_picture_larger_than_what_fits_in_memory_is_refused_with_its_size_and_what_fits() -> None:
+def test_an_image_larger_than_what_fits_in_memory_is_refused_with_its_size_and_what_fits() -> None:
     most = measured().most_load(0.0)
     check_memory(GenerationParams(prompt="p", width=960, height=960, guidance_scale=1.0), MODEL, most)
     with pytest.raises(
@@ -40,7 +40,7 @@ def test_a_picture_larger_than_what_fits_in_memory_is_refused_with_its_size_and_
     assert (refused.value.code, refused.value.status, refused.value.details) == (ErrorCode.INVALID_REQUEST, 400, {"field": "size"})
 
 
-def test_guidance_doubles_what_a_picture_needs() -> None:
+def test_guidance_doubles_what_an_image_needs() -> None:
     with pytest.raises(RequestError, match="960x960"):
         check_memory(GenerationParams(prompt="p", width=960, height=960, guidance_scale=5.0), MODEL, measured().most_load(0.0))
 
@@ -52,7 +52,7 @@ def test_nothing_is_refused_where_memory_is_not_known_or_was_measured_at_one_siz
     check_memory(GenerationParams(prompt="p", width=2048, height=2048), MODEL, once.most_load(0.0))
 
 
-def test_a_picture_whose_pixels_alone_are_larger_than_the_device_is_refused_before_anything_was_measured() -> None:
+def test_an_image_whose_pixels_alone_are_larger_than_the_device_is_refused_before_anything_was_measured() -> None:
     with pytest.raises(RequestError, match="found 8192x8192"):
         check_memory(GenerationParams(prompt="p", width=8192, height=8192), MODEL, MemoryModel(500 * MIB).most_load(0.0))
 
@@ -76,7 +76,7 @@ def test_the_batch_of_a_class_is_as_large_as_its_own_peaks_let_it_be_and_never_e
     assert memory.batch(square(1024), 8) == 2
 
 
-def test_a_peak_that_decoding_made_counts_for_the_size_of_the_picture() -> None:
+def test_a_peak_that_decoding_made_counts_for_the_size_of_the_image() -> None:
     memory = measured()
     before = memory.most_load(0.0)
     memory.observe(square(512), 1, 900 * MIB)  # the last tick of a request, in which nothing is denoised

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a real worker with real ranks, before and after it made pictures."""
+"""The metrics of a real worker with real ranks, before and after it made images."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from worker_process import WorkerProcess
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-# One rank on 2 cores, with other tests' pictures before.
+# One rank on 2 cores, with other tests' images before.
 MOST_RESIDENT_BYTES = 120_000_000
 
 
@@ -26,17 +26,17 @@ def metrics(worker: WorkerProcess) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_a_real_worker_shows_what_its_pictures_took(worker: WorkerProcess) -> None:
+def test_a_real_worker_shows_what_its_images_took(worker: WorkerProcess) -> None:
     before = metrics(worker)
     for prompt in ("a red digit seven that is counted", "a red digit seven that is counted"):
-        assert worker.images(prompt=prompt, n=2, num_inference_steps=3, size="64x64", model="stripes").status_code == 200
+        assert worker.request_images(prompt=prompt, n=2, num_inference_steps=3, size="64x64", model="stripes").status_code == 200
     after = metrics(worker)
     rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
     assert (rise["images_total",], rise["pixels_total",], rise["adapter_images_total",]) == (4, 4 * 64 * 64, 4)
     assert rise["requests_total", "OK", "generations"] == rise["request_seconds_count", "generations"] == 2
     for phase in ("queue", "encode", "denoise", "decode", "post"):
         assert rise["phase_seconds_count", phase] == 4
-    # The parts are in the whole: two pictures of a request share its time.
+    # The parts are in the whole: two images of a request share its time.
     assert 0 < rise["phase_seconds_sum", "denoise"] < 2 * rise["request_seconds_sum", "generations"]
     assert rise["phase_seconds_sum", "decode"] > 0
     assert 0 < rise["step_seconds_sum",] < rise["request_seconds_sum", "generations"]

@@ -22,7 +22,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.results import AppliedAdapter
 from diffusion_worker.messages import ErrorReport, Task
 from diffusion_worker.offline import engine as offline_engine
-from diffusion_worker.offline.inputs import picture_fields
+from diffusion_worker.offline.inputs import image_fields
 from diffusion_worker.offline.progress import StepCounts
 from fake_rank_group import FakeRankGroup, fake_digest
 from worker_process import DIGITS, DIGITS_MODEL
@@ -83,7 +83,7 @@ def test_the_public_names_are_sorted_and_all_there() -> None:
         "ConfigError",
         "DiffusionEngine",
         "ErrorCode",
-        "GeneratedPicture",
+        "GeneratedImage",
         "GroupFailed",
         "LoRARequest",
         "RequestError",
@@ -106,12 +106,12 @@ def test_the_public_names_bring_no_torch_into_the_script() -> None:
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60).stdout == "[]\n"
 
 
-def test_pictures_come_in_the_order_of_their_prompts_with_seeds_that_follow_each_other(engine: DiffusionEngine) -> None:
-    pictures = engine.generate(["a red digit seven", "a blue digit one"], n=2, seed=5, size="48x64", steps=2)
-    assert [(picture.prompt[:5], picture.seed) for picture in pictures] == [("a red", 5), ("a red", 6), ("a blu", 5), ("a blu", 6)]
-    assert {picture.image.size for picture in pictures} == {(48, 64)}
+def test_images_come_in_the_order_of_their_prompts_with_seeds_that_follow_each_other(engine: DiffusionEngine) -> None:
+    images = engine.generate(["a red digit seven", "a blue digit one"], n=2, seed=5, size="48x64", steps=2)
+    assert [(image.prompt[:5], image.seed) for image in images] == [("a red", 5), ("a red", 6), ("a blu", 5), ("a blu", 6)]
+    assert {image.image.size for image in images} == {(48, 64)}
     again = engine.generate("a blue digit one", seed=6, height=64, width=48, steps=2)
-    assert again[0].image.tobytes() == pictures[3].image.tobytes()
+    assert again[0].image.tobytes() == images[3].image.tobytes()
 
 
 def test_an_adapter_that_a_call_brings_is_loaded_once_and_used_at_its_strength(
@@ -119,18 +119,18 @@ def test_an_adapter_that_a_call_brings_is_loaded_once_and_used_at_its_strength(
 ) -> None:
     style = LoRARequest("style", 7, str(loras / "style"))
     for _ in range(2):
-        (picture,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request=style, lora_scale=0.8)
-        assert picture.provenance.adapters == [AppliedAdapter("style", fake_digest(style.lora_path), 0.8)]
+        (image,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request=style, lora_scale=0.8)
+        assert image.provenance.adapters == [AppliedAdapter("style", fake_digest(style.lora_path), 0.8)]
     assert groups.made[0].calls.count("add_lora") == 2  # that of the construction, and this one
     (base,) = engine.generate("a red digit seven", seed=5, steps=2)
-    assert base.provenance.adapters == [] and base.image.tobytes() != picture.image.tobytes()
+    assert base.provenance.adapters == [] and base.image.tobytes() != image.image.tobytes()
 
 
 def test_several_adapters_of_a_call_have_a_strength_each_for_every_prompt(engine: DiffusionEngine, loras: Path) -> None:
     asked: Any = ["stripes", LoRARequest("style", 1, loras / "style")]  # type: ignore[arg-type]
-    pictures = engine.generate(["a red one", "a blue one"], steps=2, lora_request=asked, lora_scale=[0.8, -1])
+    images = engine.generate(["a red one", "a blue one"], steps=2, lora_request=asked, lora_scale=[0.8, -1])
     uses = [AppliedAdapter("stripes", fake_digest(str(STRIPES)), 0.8), AppliedAdapter("style", fake_digest(str(loras / "style")), -1.0)]
-    assert [picture.provenance.adapters for picture in pictures] == [uses, uses]
+    assert [image.provenance.adapters for image in images] == [uses, uses]
 
 
 def test_another_path_under_a_name_replaces_its_adapter_and_another_id_does_not(
@@ -138,8 +138,8 @@ def test_another_path_under_a_name_replaces_its_adapter_and_another_id_does_not(
 ) -> None:
     digests = []
     for number, name in ((1, "one"), (2, "one"), (1, "two"), (1, "two")):
-        (picture,) = engine.generate("a red digit seven", steps=1, lora_request=LoRARequest("style", number, str(loras / name)))
-        digests += [adapter.digest for adapter in picture.provenance.adapters]
+        (image,) = engine.generate("a red digit seven", steps=1, lora_request=LoRARequest("style", number, str(loras / name)))
+        digests += [adapter.digest for adapter in image.provenance.adapters]
     one, two = fake_digest(str(loras / "one")), fake_digest(str(loras / "two"))
     assert digests == [one, one, two, two] and groups.made[0].calls.count("add_lora") == 3
 
@@ -161,31 +161,31 @@ def test_adapters_that_went_from_memory_are_loaded_again_for_the_call_that_needs
     with DiffusionEngine(DIGITS_MODEL, served_name="digits", loras={"stripes": STRIPES}, max_loras=1, max_cached_loras=1) as engine:
         for name in ("one", "two"):
             engine.generate("a red digit seven", steps=1, lora_request=LoRARequest(name, 1, str(loras / name)))
-        (picture,) = engine.generate("a red digit seven", steps=1, lora_request="stripes")
-        assert picture.provenance.adapters[0].digest == fake_digest(str(STRIPES))
+        (image,) = engine.generate("a red digit seven", steps=1, lora_request="stripes")
+        assert image.provenance.adapters[0].digest == fake_digest(str(STRIPES))
 
 
-def test_a_picture_says_what_made_it(engine: DiffusionEngine) -> None:
-    (picture,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request="stripes", guidance_scale=3.0)
-    assert (picture.provenance.model, picture.provenance.steps, picture.provenance.guidance_scale) == ("digits", 2, 3.0)
-    assert [adapter.name for adapter in picture.provenance.adapters] == ["stripes"]
-    assert picture.metadata["seed"] == 5 and "seven" not in repr(picture.metadata)
-    assert picture.timings.total > 0
+def test_an_image_says_what_made_it(engine: DiffusionEngine) -> None:
+    (image,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request="stripes", guidance_scale=3.0)
+    assert (image.provenance.model, image.provenance.steps, image.provenance.guidance_scale) == ("digits", 2, 3.0)
+    assert [adapter.name for adapter in image.provenance.adapters] == ["stripes"]
+    assert image.metadata["seed"] == 5 and "seven" not in repr(image.metadata)
+    assert image.timings.total > 0
 
 
 @pytest.mark.parametrize("name", ["seven.png", "seven.JPG", "seven.webp"])
-def test_a_saved_picture_has_its_metadata_in_it(engine: DiffusionEngine, tmp_path: Path, name: str) -> None:
-    (picture,) = engine.generate("a red digit seven", seed=5, steps=1)
-    saved = picture.save(tmp_path / name)
+def test_a_saved_image_has_its_metadata_in_it(engine: DiffusionEngine, tmp_path: Path, name: str) -> None:
+    (image,) = engine.generate("a red digit seven", seed=5, steps=1)
+    saved = image.save(tmp_path / name)
     assert b'"seed": 5' in saved.read_bytes().replace(b'"seed":5', b'"seed": 5')
 
 
 def test_a_name_or_quality_that_cannot_be_saved_is_refused(engine: DiffusionEngine, tmp_path: Path) -> None:
-    (picture,) = engine.generate("a red digit seven", steps=1)
+    (image,) = engine.generate("a red digit seven", steps=1)
     with pytest.raises(RequestError, match=r"path: expected a name that ends in \.png"):
-        picture.save(tmp_path / "seven.gif")
+        image.save(tmp_path / "seven.gif")
     with pytest.raises(RequestError, match="quality: expected 0 to 100"):
-        picture.save(tmp_path / "seven.jpg", quality=101)
+        image.save(tmp_path / "seven.jpg", quality=101)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -211,9 +211,9 @@ def test_a_name_or_quality_that_cannot_be_saved_is_refused(engine: DiffusionEngi
         ({"lora_request": "stripes", "lora_scale": "1"}, "lora_scale: expected"),
         ({"lora_request": "stripes", "lora_scale": [1, 2]}, "lora_scale: expected one number for each of 1 adapters, found 2"),
         ({"lora_scale": 0.5}, "lora_scale: expected"),
-        ({"image": "seven.png"}, "image: expected a picture of Pillow, found str"),
+        ({"image": "seven.png"}, "image: expected an image of Pillow, found str"),
         ({"image": []}, "model: expected one that serves edit"),
-        ({"image": Image.new("RGB", (8, 8)), "mask": 7}, "mask: expected a picture of Pillow, found int"),
+        ({"image": Image.new("RGB", (8, 8)), "mask": 7}, "mask: expected an image of Pillow, found int"),
         ({"image": Image.new("RGB", (8, 8))}, "model: expected one that serves edit"),
         ({"mask": Image.new("L", (8, 8))}, "mask: expected an image with it, found none"),
         ({"strength": 0.5}, "strength: expected an image with it, found none"),
@@ -224,10 +224,10 @@ def test_a_wrong_value_is_refused_by_name(engine: DiffusionEngine, wrong: dict[s
         engine.generate(**{"prompt": "a red digit seven", **wrong})
 
 
-def test_pictures_to_start_from_are_taken_as_they_are_seen() -> None:
+def test_images_to_start_from_are_taken_as_they_are_seen() -> None:
     turned = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
     turned.getexif()[0x0112] = 6
-    fields: Any = picture_fields(turned, Image.new("1", (1, 2), 1), 0.5)
+    fields: Any = image_fields(turned, Image.new("1", (1, 2), 1), 0.5)
     (image,) = fields["images"]
     assert (image.width, image.height, image.channels, image.pixels) == (1, 2, 3, b"\xff" * 6)
     assert (fields["mask"].pixels, fields["mask"].channels, fields["task"], fields["strength"]) == (b"\xff\xff", 1, Task.INPAINT, 0.5)
@@ -303,11 +303,11 @@ def test_a_forked_child_leaves_the_engine_of_its_parent_alone(
     assert len(engine.generate("a red digit seven", steps=1)) == 1
 
 
-def test_calls_of_several_threads_get_their_own_pictures(engine: DiffusionEngine) -> None:
+def test_calls_of_several_threads_get_their_own_images(engine: DiffusionEngine) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        pictures = list(threads.map(lambda seed: engine.generate("a red digit seven", seed=seed, steps=3)[0], range(8)))
-    assert [picture.seed for picture in pictures] == list(range(8))
-    assert len({picture.image.tobytes() for picture in pictures}) == 8
+        images = list(threads.map(lambda seed: engine.generate("a red digit seven", seed=seed, steps=3)[0], range(8)))
+    assert [image.seed for image in images] == list(range(8))
+    assert len({image.image.tobytes() for image in images}) == 8
 
 
 def test_an_interrupted_call_raises_and_frees_its_places(engine: DiffusionEngine, groups: Groups) -> None:
@@ -346,9 +346,9 @@ def test_ranks_that_are_lost_too_often_are_the_packages_own_error(groups: Groups
     assert raised.value.code is ErrorCode.ENGINE_FAILED
 
 
-def test_the_bar_of_a_call_ends_with_all_its_pictures_and_steps(engine: DiffusionEngine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_of_a_call_ends_with_all_its_images_and_steps(engine: DiffusionEngine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate(["a red digit seven", "a blue digit one"], n=2, steps=3, progress=True)
-    assert "4/4 pictures: 100%" in capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+    assert "4/4 images: 100%" in capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
 
 
 def test_the_load_has_a_bar_of_its_bytes(groups: Groups, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,5 +361,5 @@ def test_there_is_no_bar_where_stderr_is_no_terminal_unless_asked(engine: Diffus
     assert capsys.readouterr().err == ""
 
 
-def test_counts_of_steps_wait_for_the_first_picture_that_knows() -> None:
+def test_counts_of_steps_wait_for_the_first_image_that_knows() -> None:
     assert (StepCounts(3).expected, StepCounts(3).taken, StepCounts(3).finished) == (None, 0, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from diffusion_worker import DiffusionEngine, ErrorCode, GeneratedPicture, LoRARequest, RequestError
+from diffusion_worker import DiffusionEngine, ErrorCode, GeneratedImage, LoRARequest, RequestError
 from worker_process import DIGITS, DIGITS_MODEL, REPOSITORY, WorkerProcess, decode_image, descendants
 
 # Every engine loads the model in processes of its own.
@@ -74,9 +74,9 @@ def script_from_standard_input(text: str, folder: Path) -> Iterator[subprocess.P
                 os.killpg(script.pid, signal.SIGKILL)
 
 
-def edited(worker: WorkerProcess, picture: Path, *, prompt: str, **fields: float) -> Image.Image:
-    """What a server makes of a picture."""
-    with picture.open("rb") as image:
+def edited(worker: WorkerProcess, path: Path, *, prompt: str, **fields: float) -> Image.Image:
+    """What a server makes of an image."""
+    with path.open("rb") as image:
         answer = worker.openai().images.edit(image=image, prompt=prompt, extra_body=fields)
     assert answer.data is not None
     return decode_image(str(answer.data[0].b64_json))
@@ -113,16 +113,16 @@ def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, 
     assert "%|" not in ran.stderr, "a progress bar where stderr is no terminal"
 
 
-def test_adapters_of_calls_make_the_pictures_that_a_server_makes_with_them(tmp_path: Path, worker: WorkerProcess) -> None:
+def test_adapters_of_calls_make_the_images_that_a_server_makes_with_them(tmp_path: Path, worker: WorkerProcess) -> None:
     request = {"seed": 3, "steps": 4, "guidance_scale": 3.0}
     asked = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0}
     own = tmp_path / "own"
     shutil.copytree(LORAS / "stripes", own)
     with DiffusionEngine(DIGITS_MODEL, loras={"stripes": LORAS / "stripes"}, max_batch_size=1) as engine:
 
-        def made(*loras: str | LoRARequest, scale: float | list[float] | None = None) -> GeneratedPicture:
-            (picture,) = engine.generate("a red digit seven", lora_request=list(loras), lora_scale=scale, **request)
-            return picture
+        def made(*loras: str | LoRARequest, scale: float | list[float] | None = None) -> GeneratedImage:
+            (image,) = engine.generate("a red digit seven", lora_request=list(loras), lora_scale=scale, **request)
+            return image
 
         stripes, frame = LoRARequest("stripes", 1, str(LORAS / "stripes")), LoRARequest("frame", 2, str(LORAS / "frame"))
         assert made(stripes).image.tobytes() == made("stripes").image.tobytes() == worker.image(**asked, model="stripes").tobytes()

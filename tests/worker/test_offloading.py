@@ -109,7 +109,7 @@ def test_the_arguments_of_a_call_go_where_its_weights_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Offload.MODEL, Offload.GROUP])
-def test_pictures_with_offload_are_bit_for_bit_those_without_also_with_adapters(kind: Offload) -> None:
+def test_images_with_offload_are_bit_for_bit_those_without_also_with_adapters(kind: Offload) -> None:
     plain, rig = RunnerRig(), RunnerRig(offload=kind)
     assert rig.model.features == {"offload": kind}
     transformer, seen = rig.runner.pipeline.transformer, set()

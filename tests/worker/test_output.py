@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished pictures are copied, made bytes and sent beside the next step: nothing waits for them but what comes after them."""
+"""Finished images are copied, made bytes and sent beside the next step: nothing waits for them but what comes after them."""
 
 import threading
 from collections.abc import Callable
@@ -12,19 +12,19 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.messages import Fatal, Finished, Rpc, RpcReply, Shutdown, SleepTask, Tick, TickDone, pack
-from diffusion_worker.ranks.finished_pictures import PictureReport
+from diffusion_worker.ranks.finished_images import ImageReport
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.faults import RankFault
-from diffusion_worker.runner.pixels import RawPicture, bytes_of, to_pixels
+from diffusion_worker.runner.pixels import RawImage, bytes_of, to_pixels
 from diffusion_worker.runner.stage_clock import StageClock
 from diffusion_worker.runner.stepper import StepOutput
 
 DEADLINE_S = 10.0
 
 
-class SlowPicture(RawPicture):
-    """A picture that is there when `ready` says so: one that never is would end the test by its deadline."""
+class SlowImage(RawImage):
+    """An image that is there when `ready` says so: one that never is would end the test by its deadline."""
 
     def __init__(self, ready: threading.Event, error: BaseException | None = None) -> None:
         super().__init__(np.ones((1, 4, 6, 3)))
@@ -32,7 +32,7 @@ class SlowPicture(RawPicture):
 
     def pixels(self) -> Any:
         if not self._ready.wait(DEADLINE_S):
-            raise TimeoutError("nobody went on: everybody waits for this picture")
+            raise TimeoutError("nobody went on: everybody waits for this image")
         if self._error is not None:
             raise self._error
         return super().pixels()
@@ -75,15 +75,15 @@ class Wire:
         return [message for message, _ in self.sent]
 
 
-def finished(name: str, picture: RawPicture) -> StepOutput:
-    return StepOutput(pictures={name: picture}, clocks={name: StageClock()})
+def finished(name: str, image: RawImage) -> StepOutput:
+    return StepOutput(images={name: image}, clocks={name: StageClock()})
 
 
 def loop(wire: Wire, worker: FakeWorker, *, rank: int = 0) -> None:
     WorkerProc(rank, Output(wire.send), wire, worker).worker_busy_loop()  # type: ignore[arg-type]
 
 
-def test_the_next_step_begins_while_a_large_picture_is_on_its_way_and_reports_come_in_order() -> None:
+def test_the_next_step_begins_while_a_large_image_is_on_its_way_and_reports_come_in_order() -> None:
     next_begun = threading.Event()
 
     def second() -> StepOutput:
@@ -91,19 +91,19 @@ def test_the_next_step_begins_while_a_large_picture_is_on_its_way_and_reports_co
         return StepOutput()
 
     wire = Wire(Tick(1), Tick(2), Tick(3), Shutdown())
-    loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(next_begun)), 2: second}))
+    loop(wire, FakeWorker({1: lambda: finished("a", SlowImage(next_begun)), 2: second}))
     assert [done.number for done in wire.said] == [1, 2, 3]
     assert wire.said[0].finished[0].request_id == "a"
     assert wire.sent[0][1] == [b"\xff" * (4 * 6 * 3)]
 
 
-def test_a_tick_without_pictures_is_sent_by_the_thread_that_made_it() -> None:
+def test_a_tick_without_images_is_sent_by_the_thread_that_made_it() -> None:
     wire = Wire(Tick(1), Tick(2), Shutdown())
     loop(wire, FakeWorker({}))
     assert wire.threads == [threading.current_thread()] * 2
 
 
-def test_sleep_is_answered_after_the_pictures_that_were_finished_before_it() -> None:
+def test_sleep_is_answered_after_the_images_that_were_finished_before_it() -> None:
     asleep = threading.Event()
 
     class Sleeps(FakeWorker):
@@ -111,12 +111,12 @@ def test_sleep_is_answered_after_the_pictures_that_were_finished_before_it() -> 
             asleep.set()
 
     wire = Wire(Tick(1), Rpc(7, "handle_sleep_task", pack(task=SleepTask("s"))), Shutdown())
-    loop(wire, Sleeps({1: lambda: finished("a", SlowPicture(asleep))}))
+    loop(wire, Sleeps({1: lambda: finished("a", SlowImage(asleep))}))
     assert [type(message) for message in wire.said] == [TickDone, RpcReply]
     assert (wire.said[0].finished[0].request_id, wire.said[1].error) == ("a", None)
 
 
-def test_a_rank_says_that_it_is_quiet_when_its_device_is_and_every_picture_before_is_sent() -> None:
+def test_a_rank_says_that_it_is_quiet_when_its_device_is_and_every_image_before_is_sent() -> None:
     synchronized = threading.Event()
 
     class Device(FakeWorker):
@@ -124,12 +124,12 @@ def test_a_rank_says_that_it_is_quiet_when_its_device_is_and_every_picture_befor
             synchronized.set()
 
     wire = Wire(Tick(1), Rpc(7, "synchronize"), Shutdown())
-    loop(wire, Device({1: lambda: finished("a", SlowPicture(synchronized))}))
+    loop(wire, Device({1: lambda: finished("a", SlowImage(synchronized))}))
     assert [type(message) for message in wire.said] == [TickDone, RpcReply]
     assert (wire.said[0].finished[0].request_id, wire.said[1].error) == ("a", None)
 
 
-def test_shutdown_waits_until_every_picture_is_sent() -> None:
+def test_shutdown_waits_until_every_image_is_sent() -> None:
     ready = threading.Event()
 
     class Late(Wire):
@@ -140,7 +140,7 @@ def test_shutdown_waits_until_every_picture_is_sent() -> None:
             return message, frames
 
     wire = Late(Tick(1), Tick(2), Shutdown())
-    loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(ready)), 2: lambda: finished("b", SlowPicture(ready))}))
+    loop(wire, FakeWorker({1: lambda: finished("a", SlowImage(ready)), 2: lambda: finished("b", SlowImage(ready))}))
     assert [done.finished[0].request_id for done in wire.said] == ["a", "b"]
 
 
@@ -153,18 +153,18 @@ def test_a_rank_that_dies_sends_what_it_has_finished_before_its_last_words() -> 
 
     wire = Wire(Tick(1), Tick(2))
     output = Output(wire.send)
-    proc = WorkerProc(0, output, wire, FakeWorker({1: lambda: finished("a", SlowPicture(dying)), 2: dies}))  # type: ignore[arg-type]
+    proc = WorkerProc(0, output, wire, FakeWorker({1: lambda: finished("a", SlowImage(dying)), 2: dies}))  # type: ignore[arg-type]
     with pytest.raises(RankFault):
         proc.worker_busy_loop()
     output.last_words(Fatal(0, "a peer is gone"))
     assert [type(message) for message in wire.said] == [TickDone, Fatal]
 
 
-def test_a_picture_of_no_numbers_is_the_error_of_its_own_request_and_the_others_of_the_tick_get_theirs() -> None:
+def test_an_image_of_no_numbers_is_the_error_of_its_own_request_and_the_others_of_the_tick_get_theirs() -> None:
     at_once = threading.Event()
     at_once.set()
-    good, bad = SlowPicture(at_once), RawPicture(np.full((1, 2, 2, 3), np.nan))
-    both = StepOutput(pictures={"bad": bad, "good": good}, clocks={"bad": StageClock(), "good": StageClock()})
+    good, bad = SlowImage(at_once), RawImage(np.full((1, 2, 2, 3), np.nan))
+    both = StepOutput(images={"bad": bad, "good": good}, clocks={"bad": StageClock(), "good": StageClock()})
     wire = Wire(Tick(1), Shutdown())
     loop(wire, FakeWorker({1: lambda: both}))
     (done,) = wire.said
@@ -173,7 +173,7 @@ def test_a_picture_of_no_numbers_is_the_error_of_its_own_request_and_the_others_
     assert [(item.request_id, item.frame) for item in done.finished] == [("good", 0)]
 
 
-def test_a_device_that_is_lost_while_a_picture_is_copied_ends_the_rank_also_when_nothing_comes() -> None:
+def test_a_device_that_is_lost_while_an_image_is_copied_ends_the_rank_also_when_nothing_comes() -> None:
     at_once = threading.Event()
     at_once.set()
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -186,27 +186,27 @@ def test_a_device_that_is_lost_while_a_picture_is_copied_ends_the_rank_also_when
 
     wire = Idle(Tick(1))
     with pytest.raises(RankFault, match="illegal memory access"):
-        loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(at_once, lost))}))
+        loop(wire, FakeWorker({1: lambda: finished("a", SlowImage(at_once, lost))}))
     assert wire.sent == []
 
 
-def test_only_the_rank_that_answers_makes_pictures_pixels() -> None:
+def test_only_the_rank_that_answers_makes_images_pixels() -> None:
     never = threading.Event()
     wire = Wire(Tick(1), Shutdown())
-    loop(wire, FakeWorker({1: lambda: finished("a", SlowPicture(never))}), rank=1)
+    loop(wire, FakeWorker({1: lambda: finished("a", SlowImage(never))}), rank=1)
     assert wire.sent == []
 
 
-def test_making_pixels_counts_as_post_and_the_picture_goes_with_what_its_stages_took() -> None:
+def test_making_pixels_counts_as_post_and_the_image_goes_with_what_its_stages_took() -> None:
     clock = StageClock()
     clock.peak_bytes = 5
-    made, frames = PictureReport(TickDone(1), StepOutput(pictures={"a": RawPicture(np.zeros((1, 64, 64, 3)))}, clocks={"a": clock})).make()
+    made, frames = ImageReport(TickDone(1), StepOutput(images={"a": RawImage(np.zeros((1, 64, 64, 3)))}, clocks={"a": clock})).make()
     assert isinstance(made, TickDone)
-    (picture,) = made.finished
-    assert isinstance(picture, Finished)
-    assert (picture.shape, len(frames[0]), picture.stages.peak_bytes) == ((64, 64, 3), 64 * 64 * 3, 5)
-    assert 0 < picture.stages.post < 1
-    assert msgspec.structs.replace(picture.stages, post=0.0).denoise == 0
+    (image,) = made.finished
+    assert isinstance(image, Finished)
+    assert (image.shape, len(frames[0]), image.stages.peak_bytes) == ((64, 64, 3), 64 * 64 * 3, 5)
+    assert 0 < image.stages.post < 1
+    assert msgspec.structs.replace(image.stages, post=0.0).denoise == 0
 
 
 def test_a_gpu_would_make_the_same_bytes_as_a_cpu() -> None:

@@ -131,7 +131,7 @@ async def test_the_status_tells_of_held_requests_and_of_the_policy_that_lets_the
         await edge.operate("sleep")
         await edge.wait_state(state="asleep", operation=None)
         edge.ranks.calling.clear()
-        held = asyncio.create_task(edge.images(prompt="p"))
+        held = asyncio.create_task(edge.request_images(prompt="p"))
         await edge.wait_held(1)
         status = (await edge.data.get("/v1/status")).json()
         assert (status["held"], status["queued"], status["policy"]) == (1, 0, "OnIdle")

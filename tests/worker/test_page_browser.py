@@ -19,20 +19,20 @@ from worker_process import FAKE_PROGRAM, WorkerProcess
 pytestmark = pytest.mark.slow
 
 DEADLINE_MS = 30_000
-# What a person sees while a picture is made; the page has no such record itself.
+# What a person sees while an image is made; the page has no such record itself.
 WATCH = """() => {
   window.seen = {steps: [], previews: 0};
-  const text = document.getElementById("progress-text"), picture = document.getElementById("picture");
+  const text = document.getElementById("progress-text"), image = document.getElementById("image");
   new MutationObserver(() => window.seen.steps.push(text.textContent)).observe(text, {childList: true});
-  new MutationObserver(() => { window.seen.previews += picture.classList.contains("preview"); })
-    .observe(picture, {attributes: true, attributeFilter: ["src"]});
+  new MutationObserver(() => { window.seen.previews += image.classList.contains("preview"); })
+    .observe(image, {attributes: true, attributeFilter: ["src"]});
 }"""
-# The page lets scripts reach its worker alone, so the picture is read off the screen.
+# The page lets scripts reach its worker alone, so the image is read off the screen.
 PIXELS = """() => {
-  const picture = document.getElementById("picture"), canvas = document.createElement("canvas");
-  [canvas.width, canvas.height] = [picture.naturalWidth, picture.naturalHeight];
+  const image = document.getElementById("image"), canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
   const context = canvas.getContext("2d");
-  context.drawImage(picture, 0, 0);
+  context.drawImage(image, 0, 0);
   return [canvas.width, canvas.height, [...context.getImageData(0, 0, canvas.width, canvas.height).data]];
 }"""
 
@@ -98,22 +98,22 @@ def make(page: Page, **fields: str) -> None:
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=DEADLINE_MS)
     fill(page, **fields)
     page.evaluate(WATCH)
-    page.get_by_role("button", name="Make a picture").press("Enter")
+    page.get_by_role("button", name="Make an image").press("Enter")
 
 
 def finished(page: Page) -> dict[str, str]:
-    """Wait for the picture; what the page says of how it was made."""
+    """Wait for the image; what the page says of how it was made."""
     expect(page.locator("#progress-text")).to_have_text("Finished.", timeout=DEADLINE_MS)
     expect(page.locator("#caption")).to_be_visible()
     return dict(zip(page.locator("#provenance dt").all_inner_texts(), page.locator("#provenance dd").all_inner_texts(), strict=True))
 
 
-def picture_of(page: Page) -> Image.Image:
+def image_of(page: Page) -> Image.Image:
     width, height, pixels = page.evaluate(PIXELS)
     return Image.frombytes("RGBA", (width, height), bytes(pixels)).convert("RGB")
 
 
-def test_a_picture_is_made_with_progress_and_shown_with_what_made_it(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
+def test_an_image_is_made_with_progress_and_shown_with_what_made_it(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(worker)
     make(page, prompt="a red digit seven", num_inference_steps="12", guidance_scale="3", seed="7")
     made_by = finished(page)
@@ -132,10 +132,10 @@ def test_a_picture_is_made_with_progress_and_shown_with_what_made_it(worker: Wor
     assert steps == sorted(steps) and len(steps) >= 6
     assert seen["previews"] >= 1
     expected = worker.image(prompt="a red digit seven", num_inference_steps=12, guidance_scale=3.0, seed=7)
-    assert picture_of(page).tobytes() == expected.tobytes()
+    assert image_of(page).tobytes() == expected.tobytes()
 
 
-def test_the_picture_is_downloaded_in_the_format_that_was_asked_for(
+def test_the_image_is_downloaded_in_the_format_that_was_asked_for(
     fake_worker: WorkerProcess, open_page: Callable[..., Page], tmp_path: Path
 ) -> None:
     page = open_page(fake_worker)
@@ -145,20 +145,20 @@ def test_the_picture_is_downloaded_in_the_format_that_was_asked_for(
     with page.expect_download() as download:
         page.get_by_role("link", name="Download").click()
     assert download.value.suggested_filename == "digits-9223372036854775000.webp"
-    download.value.save_as(tmp_path / "picture.webp")
-    with Image.open(tmp_path / "picture.webp") as image:
+    download.value.save_as(tmp_path / "image.webp")
+    with Image.open(tmp_path / "image.webp") as image:
         assert (image.format, image.size) == ("WEBP", (96, 64))
         assert json.loads(image.getexif()[0x010E])["model"] == "digits"
 
 
-def test_a_picture_by_an_adapter_is_the_adapters_and_says_so(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
+def test_an_image_by_an_adapter_is_the_adapters_and_says_so(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(worker)
     expect(page.locator("#add_adapter option")).to_have_text(["none, the base model", "frame", "stripes"])
     page.get_by_label("Adapters", exact=True).select_option("stripes")
     make(page, prompt="a blue digit four", num_inference_steps="6", seed="3")
     assert re.match(r"stripes × 1 \(sha256:[0-9a-f]{12}…\)", finished(page)["adapters"])
     request = {"prompt": "a blue digit four", "num_inference_steps": 6, "seed": 3}
-    assert picture_of(page).tobytes() == worker.image(**request, model="stripes").tobytes() != worker.image(**request).tobytes()
+    assert image_of(page).tobytes() == worker.image(**request, model="stripes").tobytes() != worker.image(**request).tobytes()
 
 
 def test_several_adapters_are_chosen_with_a_strength_each_and_taken_away_again(
@@ -174,16 +174,16 @@ def test_several_adapters_are_chosen_with_a_strength_each_and_taken_away_again(
     assert re.match(r"stripes × 0\.5 \(.*\), frame × 1 \(", finished(page)["adapters"])
     request = {"prompt": "a blue digit four", "num_inference_steps": 6, "seed": 3}
     both = [{"name": "stripes", "scale": 0.5}, {"name": "frame"}]
-    assert picture_of(page).tobytes() == worker.image(**request, lora=both).tobytes()
+    assert image_of(page).tobytes() == worker.image(**request, lora=both).tobytes()
     page.get_by_label("frame", exact=True).fill("9")
-    page.get_by_role("button", name="Make a picture").click()
+    page.get_by_role("button", name="Make an image").click()
     expect(page.get_by_role("alert")).to_contain_text("lora[1].scale")
     expect(page.get_by_label("frame", exact=True)).to_be_focused()
     for name in ("frame", "stripes"):
         page.get_by_role("button", name=f"Remove {name}").click()
     make(page, prompt="a blue digit four", num_inference_steps="6", seed="3")
     assert finished(page)["adapters"] == "none"
-    assert picture_of(page).tobytes() == worker.image(**request).tobytes()
+    assert image_of(page).tobytes() == worker.image(**request).tobytes()
 
 
 def test_an_error_is_told_with_its_field_its_code_and_what_to_do(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
@@ -201,15 +201,15 @@ def test_an_error_is_told_with_its_field_its_code_and_what_to_do(worker: WorkerP
     expect(alert).to_be_hidden()
 
 
-def test_a_cancelled_picture_leaves_the_ranks_free(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
+def test_a_cancelled_image_leaves_the_ranks_free(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(worker)
     make(page, prompt="a red digit seven", num_inference_steps="200")
     expect(page.locator("#progress-text")).to_have_text(re.compile(r"Step \d+ of 200"), timeout=DEADLINE_MS)
     page.get_by_role("button", name="Cancel").click()
     expect(page.locator("#progress-text")).to_have_text("Cancelled.")
     expect(page.locator("#news")).to_have_text("Cancelled.")
-    expect(page.get_by_role("button", name="Make a picture")).to_be_focused()
-    expect(page.get_by_role("button", name="Make a picture")).to_be_enabled()
+    expect(page.get_by_role("button", name="Make an image")).to_be_focused()
+    expect(page.get_by_role("button", name="Make an image")).to_be_enabled()
     worker.wait_for(lambda: worker.state()["inFlight"] == 0, what="free", timeout_s=10)
 
 
@@ -220,7 +220,7 @@ def test_the_state_of_the_ranks_and_of_sleep_is_shown_live(fake_worker: WorkerPr
     expect(page.locator("#state-text")).to_have_text(re.compile("^asleep: .*wake"), timeout=DEADLINE_MS)
     expect(page.locator("#ranks li")).to_have_text(["rank 0: asleep"])
     fill(page, prompt="a red digit seven")
-    page.get_by_role("button", name="Make a picture").click()
+    page.get_by_role("button", name="Make an image").click()
     expect(page.get_by_role("alert")).to_contain_text("Code: Asleep")
     fake_worker.wake()
     expect(page.locator("#state-text")).to_have_text("ready", timeout=DEADLINE_MS)
@@ -234,10 +234,10 @@ def test_a_model_that_a_request_wakes_says_so_and_what_is_waited_for(open_page: 
         worker.wait_ready()
         worker.sleep()
         page = open_page(worker)
-        expect(page.locator("#state-text")).to_have_text(re.compile("^asleep: the next picture .* wakes it"), timeout=DEADLINE_MS)
+        expect(page.locator("#state-text")).to_have_text(re.compile("^asleep: the next image .* wakes it"), timeout=DEADLINE_MS)
         fill(page, prompt="a red digit seven")
         page.evaluate(WATCH)
-        page.get_by_role("button", name="Make a picture").press("Enter")
+        page.get_by_role("button", name="Make an image").press("Enter")
         expect(page.locator("#state-text")).to_have_text(re.compile("^waking up, 1 held"), timeout=DEADLINE_MS)
         finished(page)
         assert any(re.match("Waiting: the model is (asleep|waking)", step) for step in page.evaluate("window.seen.steps"))
@@ -274,7 +274,7 @@ def test_a_worker_that_is_gone_is_told_as_such(open_page: Callable[..., Page]) -
         page = open_page(worker, expected_errors="ERR_CONNECTION_REFUSED")
         expect(page.locator("#state-text")).to_have_text("ready")
         fill(page, prompt="a red digit seven")
-    page.get_by_role("button", name="Make a picture").click()
+    page.get_by_role("button", name="Make an image").click()
     expect(page.get_by_role("alert")).to_contain_text("Code: Unreachable")
     expect(page.locator("#state-text")).to_have_text("the worker does not answer")
 

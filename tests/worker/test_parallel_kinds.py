@@ -116,7 +116,7 @@ def test_a_video_is_decoded_by_rows_and_not_by_tiles(two: list[dict[str, Any]]) 
     assert all(rank["tiles"]["two frames"]["close"] for rank in two)
 
 
-def test_an_error_in_a_tile_of_one_rank_is_the_same_error_on_both_and_the_next_picture_works(two: list[dict[str, Any]]) -> None:
+def test_an_error_in_a_tile_of_one_rank_is_the_same_error_on_both_and_the_next_image_works(two: list[dict[str, Any]]) -> None:
     assert [rank["tiles"]["a tile fails"] for rank in two] == [["rank 1: RuntimeError: out of memory", "(1, 3, 34, 34)"]] * 2
 
 

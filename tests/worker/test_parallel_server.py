@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel kinds through real servers with the digits model: pictures, adapters, sleep, and refusals at start."""
+"""The parallel kinds through real servers with the digits model: images, adapters, sleep, and refusals at start."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from picture_difference import levels_apart
+from image_difference import levels_apart
 from worker_process import DIGITS, WorkerProcess
 
 # A start of a real worker imports torch for ten seconds.
@@ -17,7 +17,7 @@ REQUEST = {"prompt": "a red digit seven", "seed": 1, "num_inference_steps": 6, "
 
 @pytest.fixture(scope="module")
 def split_worker() -> Iterator[WorkerProcess]:
-    """Two ranks with the tokens of a picture over both."""
+    """Two ranks with the tokens of an image over both."""
     with WorkerProcess(ranks=2, loras=STRIPES, options=("--sequence=2", "--vae-tiling")) as worker:
         worker.wait_ready()
         yield worker
@@ -32,12 +32,12 @@ def sharded_worker() -> Iterator[WorkerProcess]:
 
 
 @pytest.mark.parametrize("model", ["digits", "stripes"])
-def test_two_ranks_that_share_tokens_make_the_picture_of_one(worker: WorkerProcess, split_worker: WorkerProcess, model: str) -> None:
+def test_two_ranks_that_share_tokens_make_the_image_of_one(worker: WorkerProcess, split_worker: WorkerProcess, model: str) -> None:
     asked = REQUEST | {"model": model}
     assert levels_apart(worker.image(**asked), split_worker.image(**asked)) <= 1
 
 
-def test_a_picture_of_many_tiles_comes_out_whole_after_a_sleep(split_worker: WorkerProcess) -> None:
+def test_an_image_of_many_tiles_comes_out_whole_after_a_sleep(split_worker: WorkerProcess) -> None:
     asked = REQUEST | {"size": "128x96"}
     before = split_worker.image(**asked)
     assert before.size == (128, 96)
@@ -49,7 +49,7 @@ def test_a_picture_of_many_tiles_comes_out_whole_after_a_sleep(split_worker: Wor
 def test_a_size_that_the_model_refuses_on_all_ranks_is_an_error_of_its_request_and_the_ranks_live_on(split_worker: WorkerProcess) -> None:
     ranks, before = split_worker.rank_pids(), split_worker.image(**REQUEST)
     # The model has positions for 32 x 32 tokens of 8 pixels.
-    answer = split_worker.images(**REQUEST, size="512x512")
+    answer = split_worker.request_images(**REQUEST, size="512x512")
     assert answer.status_code == 500
     assert "pos_embed_max_size" in answer.text
     assert split_worker.image(**REQUEST).tobytes() == before.tobytes()
@@ -58,13 +58,13 @@ def test_a_size_that_the_model_refuses_on_all_ranks_is_an_error_of_its_request_a
 
 def test_a_size_whose_tokens_cannot_be_shared_is_refused_by_name(split_worker: WorkerProcess) -> None:
     # 8 pixels a token: 5 x 5 of them.
-    answer = split_worker.images(**REQUEST, size="40x40")
+    answer = split_worker.request_images(**REQUEST, size="40x40")
     assert answer.status_code == 400
     assert "size: expected a number of 8x8 tokens that --sequence 2 divides, found 40x40" in answer.text
 
 
 @pytest.mark.parametrize("model", ["digits", "stripes"])
-def test_two_ranks_that_share_the_memory_make_the_picture_of_one(worker: WorkerProcess, sharded_worker: WorkerProcess, model: str) -> None:
+def test_two_ranks_that_share_the_memory_make_the_image_of_one(worker: WorkerProcess, sharded_worker: WorkerProcess, model: str) -> None:
     asked = REQUEST | {"model": model}
     assert levels_apart(worker.image(**asked), sharded_worker.image(**asked)) <= 1
     weights = [rank["memory"]["weightsBytes"] for rank in sharded_worker.state()["ranks"]]

@@ -38,7 +38,7 @@ async def test_a_pause_is_answered_when_the_steps_that_run_are_over_and_the_rank
     await asyncio.sleep(100)
     assert (rig.engine.stats.ticks, request.done()) == (ticks, False)
     rig.engine.resume(RESUME)
-    assert (await request).pictures
+    assert (await request).images
     assert not rig.document.paused
 
 
@@ -48,7 +48,7 @@ async def test_results_that_are_finished_go_out_before_the_pause_is_answered(rig
     rig.ranks.stepping.set()
     await pausing
     await asyncio.sleep(0.001)
-    assert request.done() and request.result().pictures
+    assert request.done() and request.result().images
 
 
 async def test_queued_requests_keep_their_order_through_a_pause(rig: SleepRig) -> None:
@@ -56,7 +56,7 @@ async def test_queued_requests_keep_their_order_through_a_pause(rig: SleepRig) -
     done: list[int] = []
 
     async def asked(seed: int) -> None:
-        await rig.picture(seed)
+        await rig.image(seed)
         done.append(seed)
 
     requests = [asyncio.create_task(asked(seed)) for seed in range(4)]
@@ -69,7 +69,7 @@ async def test_queued_requests_keep_their_order_through_a_pause(rig: SleepRig) -
 
 async def test_a_queued_request_that_is_given_up_is_gone_at_once_and_a_running_one_from_the_ranks_too(rig: SleepRig) -> None:
     running = await rig.running()
-    queued = asyncio.create_task(rig.picture(1))
+    queued = asyncio.create_task(rig.image(1))
     rig.ranks.stepping.set()
     await pause(rig)
     for request in (running, queued):
@@ -86,7 +86,7 @@ async def test_pause_and_resume_may_be_repeated(rig: SleepRig) -> None:
     await pause(rig)
     for _ in range(2):
         rig.engine.resume(RESUME)
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 async def test_a_pause_past_its_deadline_is_an_error_and_the_steps_go_on(rig: SleepRig) -> None:
@@ -95,14 +95,14 @@ async def test_a_pause_past_its_deadline_is_an_error_and_the_steps_go_on(rig: Sl
         await pause(rig, 3.0)
     assert (late.value.code, rig.document.paused) == (ErrorCode.TIMEOUT, False)
     rig.ranks.stepping.set()
-    assert (await request).pictures
+    assert (await request).images
 
 
 async def test_an_error_of_a_rank_in_a_pause_reaches_the_caller_and_the_steps_go_on(rig: SleepRig) -> None:
     rig.ranks.method_errors["synchronize"] = ErrorReport(ErrorCode.RANK_FAILED, "a copy failed")
     with pytest.raises(RequestError, match="a copy failed"):
         await pause(rig)
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 async def test_ranks_that_are_lost_in_a_pause_are_paused_when_they_are_back(rig: SleepRig) -> None:
@@ -115,7 +115,7 @@ async def test_ranks_that_are_lost_in_a_pause_are_paused_when_they_are_back(rig:
     await asyncio.sleep(10)
     assert (rig.document.paused, rig.document.state, request.done()) == (True, "ready", False)
     rig.engine.resume(RESUME)
-    assert (await request).pictures
+    assert (await request).images
 
 
 async def test_a_model_that_sleeps_cannot_be_paused_and_one_that_is_paused_can_sleep(rig: SleepRig) -> None:
@@ -125,11 +125,11 @@ async def test_a_model_that_sleeps_cannot_be_paused_and_one_that_is_paused_can_s
         await pause(rig)
     assert refused.value.code is ErrorCode.ASLEEP
     await rig.wake()
-    request = asyncio.create_task(rig.picture())
+    request = asyncio.create_task(rig.image())
     await asyncio.sleep(10)
     assert (rig.document.paused, request.done()) == (True, False)
     rig.engine.resume(RESUME)
-    assert (await request).pictures
+    assert (await request).images
 
 
 async def test_a_paused_request_is_ended_by_a_sleep_that_aborts(rig: SleepRig) -> None:
@@ -154,7 +154,7 @@ async def test_the_end_of_the_server_lets_what_was_paused_finish(rig: SleepRig) 
     rig.ranks.stepping.set()
     await pause(rig)
     await rig.engine.terminate()
-    assert (await request).pictures
+    assert (await request).images
 
 
 async def test_a_pause_for_another_boot_is_refused(rig: SleepRig) -> None:

@@ -21,7 +21,7 @@ from diffusion_worker.runner.pipeline import describe, load_pipeline, make_body
 from diffusion_worker.runner.pixels import pixels_of, to_pixels
 from diffusion_worker.runner.request_body import default_guidance
 from families.all import FAMILIES
-from families.family import mask, picture
+from families.family import image, mask
 from runner_rig import RunnerRig, request
 from worker_process import DIGITS_MODEL
 
@@ -82,18 +82,18 @@ def test_what_the_class_does_not_take_is_refused_by_the_fields_name(name: str, f
     assert refused.value.message.startswith(f"{field}: {name} ")
 
 
-def test_a_conditioning_picture_that_the_class_does_not_take_is_refused_by_its_name() -> None:
+def test_a_conditioning_image_that_the_class_does_not_take_is_refused_by_its_name() -> None:
     pipeline = without_loading("StableDiffusion3Pipeline")
     with pytest.raises(RequestError, match=r"mask_image: StableDiffusion3Pipeline takes no such argument"):
         make_body(pipeline, request("one"), conditioning={"mask_image": mask(1)})
 
 
-IMG2IMG = {"image": picture(1), "strength": 0.5}
-INPAINT = {"image": picture(2), "mask_image": mask(2)}
+IMG2IMG = {"image": image(1), "strength": 0.5}
+INPAINT = {"image": image(2), "mask_image": mask(2)}
 
 
-def plain_picture(plain: Any, spec: RequestSpec, conditioning: dict[str, Any]) -> Any:
-    """What diffusers' own call makes of a request with pictures, in 0..255."""
+def plain_image(plain: Any, spec: RequestSpec, conditioning: dict[str, Any]) -> Any:
+    """What diffusers' own call makes of a request with images, in 0..255."""
     given = {} if spec.guidance_scale is None else {"guidance_scale": spec.guidance_scale}
     generator = torch.Generator().manual_seed(spec.seed)
     size = {"height": spec.height, "width": spec.width}
@@ -104,24 +104,24 @@ def plain_picture(plain: Any, spec: RequestSpec, conditioning: dict[str, Any]) -
     )
 
 
-def check_with_pictures(rig: RunnerRig, asked: list[tuple[RequestSpec, dict[str, Any]]]) -> None:
-    """Requests with pictures, all at once through the runner, are what diffusers makes of each, in shared calls."""
+def check_with_images(rig: RunnerRig, asked: list[tuple[RequestSpec, dict[str, Any]]]) -> None:
+    """Requests with images, all at once through the runner, are what diffusers makes of each, in shared calls."""
     plain = load_pipeline(rig.config, torch.float32)
-    pictures: dict[str, Any] = {}
+    images: dict[str, Any] = {}
     for spec, conditioning in asked:
         rig.runner.join(spec, make_body(rig.runner.pipeline, spec, conditioning=conditioning))
     for tick in range(8):
         output = rig.runner.execute_stepwise(Tick(tick))
         assert not output.errors, output.errors
-        pictures |= {name: pixels_of(returned) for name, returned in output.pictures.items()}
+        images |= {name: pixels_of(returned) for name, returned in output.images.items()}
     assert max(call.rows for call in rig.denoiser_calls()) == 4
     for spec, conditioning in asked:
-        assert np.abs(pictures[spec.request_id].astype(float) - plain_picture(plain, spec, conditioning)).max() <= 1.5
+        assert np.abs(images[spec.request_id].astype(float) - plain_image(plain, spec, conditioning)).max() <= 1.5
 
 
 def test_image_to_image_requests_run_through_the_runner_as_diffusers_runs_them() -> None:
     asked = [(request("one", steps=4), IMG2IMG), (request("other", seed=2, guidance_scale=3.0), IMG2IMG | {"strength": 1.0})]
-    check_with_pictures(RunnerRig(pipeline="StableDiffusion3Img2ImgPipeline"), asked)
+    check_with_images(RunnerRig(pipeline="StableDiffusion3Img2ImgPipeline"), asked)
 
 
 def test_inpaint_requests_run_through_the_runner_as_diffusers_runs_them(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_inpaint_requests_run_through_the_runner_as_diffusers_runs_them(tmp_path
         (request("one", steps=4), INPAINT | {"strength": 1.0}),
         (request("other", seed=2, steps=5, guidance_scale=3.0), INPAINT | {"mask_image": mask(3), "strength": 0.6}),
     ]
-    check_with_pictures(rig, asked)
+    check_with_images(rig, asked)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def modular() -> RunnerRig:
     return RunnerRig(pipeline="StableDiffusion3ModularPipeline")
 
 
-def picture_of_modular(rig: RunnerRig, spec: RequestSpec) -> Any:
+def image_of_modular(rig: RunnerRig, spec: RequestSpec) -> Any:
     """What diffusers' own modular call makes of a request."""
     pipeline = load_pipeline(rig.config, torch.float32)
     if spec.guidance_scale is not None:
@@ -159,23 +159,23 @@ def picture_of_modular(rig: RunnerRig, spec: RequestSpec) -> Any:
 
 def test_a_modular_pipeline_alone_is_bit_equal_to_diffusers(modular: RunnerRig) -> None:
     spec = request("one", guidance_scale=3.0, negative_prompt="stripes")
-    pictures, errors = modular.run(spec)
+    images, errors = modular.run(spec)
     assert not errors
-    np.testing.assert_array_equal(pictures["one"], picture_of_modular(modular, spec))
+    np.testing.assert_array_equal(images["one"], image_of_modular(modular, spec))
 
 
-def test_modular_requests_with_other_guidance_share_steps_and_equal_their_pictures_alone(modular: RunnerRig) -> None:
+def test_modular_requests_with_other_guidance_share_steps_and_equal_their_images_alone(modular: RunnerRig) -> None:
     asked = [
         request("one", seed=1, steps=4, guidance_scale=5.0),
         request("two", seed=2, steps=6, guidance_scale=1.0),
         request("three", seed=3, steps=3, prompt="a green digit three"),
     ]
-    pictures, errors = modular.run(*asked, joining=[0, 1, 2])
+    images, errors = modular.run(*asked, joining=[0, 1, 2])
     assert not errors
     # Alone: two calls a step for one and three, one for two, whose scale of 1 needs no second.
     assert len(modular.denoiser_calls()) < 4 * 2 + 6 + 3 * 2
     for spec in asked:
-        assert np.abs(pictures[spec.request_id].astype(int) - picture_of_modular(modular, spec).astype(int)).max() <= 1
+        assert np.abs(images[spec.request_id].astype(int) - image_of_modular(modular, spec).astype(int)).max() <= 1
 
 
 def test_a_modular_pipeline_that_takes_no_frames_refuses_them(modular: RunnerRig) -> None:
@@ -197,7 +197,7 @@ def test_pixels_are_bytes_whatever_the_pipeline_returns() -> None:
     assert to_pixels(np.full((1, 4, 6, 3), 1.7)).max() == 255
 
 
-def test_values_that_are_no_numbers_make_no_picture() -> None:
+def test_values_that_are_no_numbers_make_no_image() -> None:
     with pytest.raises(RequestError, match="no numbers"):
         to_pixels(np.full((1, 4, 6, 3), np.nan))
 
@@ -222,8 +222,8 @@ def test_sizes_and_kind_are_told_of_a_pipeline(name: str, kind: str, size_multip
 
 def test_the_defaults_of_a_request_that_says_nothing_are_told() -> None:
     rig = RunnerRig()
-    pictures, _ = rig.run(request("silent", height=None, width=None, steps=None))
-    assert pictures["silent"].shape == (rig.model.default_height, rig.model.default_width, 3)
+    images, _ = rig.run(request("silent", height=None, width=None, steps=None))
+    assert images["silent"].shape == (rig.model.default_height, rig.model.default_width, 3)
     assert (len(rig.denoiser_calls()), rig.model.default_frames) == (rig.model.default_steps, None)
     wan = describe(BUILDERS["WanPipeline"](), torch.float32, 0)
     assert (wan.default_height, wan.default_width, wan.default_frames, wan.default_steps) == (480, 832, 81, 50)
@@ -249,7 +249,7 @@ def test_no_step_over_the_limit_runs_where_a_request_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("StableAudioPipeline", "StableAudioPipeline makes neither pictures nor videos"),
+        ("StableAudioPipeline", "StableAudioPipeline makes neither images nor videos"),
         ("StableDiffusionAttendAndExcitePipeline", "StableDiffusionAttendAndExcitePipeline needs gradients"),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_pipeline_that_cannot_be_served_is_refused_at_load(name: str, says: st
 
 def test_a_model_that_makes_videos_is_refused_by_the_images_api_before_anything_runs() -> None:
     video = describe(BUILDERS["WanPipeline"](), torch.float32, 0)
-    with pytest.raises(RequestError, match=r"model: expected one that makes pictures, found WanPipeline, which makes a video") as refused:
+    with pytest.raises(RequestError, match=r"model: expected one that makes images, found WanPipeline, which makes a video") as refused:
         check(GenerationParams(prompt="a wave"), RequestLimits(), video)
     assert refused.value.code == "InvalidRequest"
     check(GenerationParams(prompt="a wave"), RequestLimits(), msgspec.structs.replace(video, kind="image"))
@@ -270,10 +270,10 @@ def test_the_guidance_scale_of_a_request_that_has_none_is_known_and_asking_for_i
     rig = RunnerRig()
     known = rig.model.default_guidance_scale
     assert known == 7.0
-    pictures, errors = rig.run(request("silent", steps=2))
+    images, errors = rig.run(request("silent", steps=2))
     asked, more_errors = rig.run(request("asks", steps=2, guidance_scale=known))
     assert not errors and not more_errors
-    assert np.array_equal(pictures["silent"], asked["asks"])
+    assert np.array_equal(images["silent"], asked["asks"])
 
 
 def test_a_class_that_guides_only_with_a_negative_prompt_has_no_scale_by_itself() -> None:

@@ -17,7 +17,7 @@ from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.runner.pipeline import describe, load_pipeline, modules_of
 from families.all import FAMILIES
-from runner_rig import RunnerRig, picture_of_diffusers, request
+from runner_rig import RunnerRig, image_of_diffusers, request
 from worker_process import DIGITS_MODEL
 
 CUSTOM = """
@@ -50,9 +50,9 @@ def test_a_custom_pipeline_class_given_by_its_import_path_is_used(custom_module:
     rig = RunnerRig(load_format=LoadFormat.CUSTOM_PIPELINE, pipeline=f"{custom_module}{separator}Loud")
     assert rig.model.pipeline == "Loud"
     spec = request("one", prompt="a red digit seven")
-    pictures, _ = rig.run(spec)
+    images, _ = rig.run(spec)
     plain = load_pipeline(config_of(), torch.float32)
-    np.testing.assert_array_equal(pictures["one"], picture_of_diffusers(plain, request("same", prompt="a blue digit two")))
+    np.testing.assert_array_equal(images["one"], image_of_diffusers(plain, request("same", prompt="a blue digit two")))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_dummy_weights_need_no_weights_file_and_every_later_step_runs(without_we
     rig = RunnerRig(model=str(without_weights), load_format=LoadFormat.DUMMY, served_name="bare")
     real = RunnerRig()
     assert rig.model.weights_bytes == real.model.weights_bytes
-    pictures, errors = rig.run(request("one", seed=1), request("two", seed=2))
+    images, errors = rig.run(request("one", seed=1), request("two", seed=2))
     assert not errors
-    assert pictures["one"].shape == (32, 32, 3)
-    assert not np.array_equal(pictures["one"], pictures["two"])
+    assert images["one"].shape == (32, 32, 3)
+    assert not np.array_equal(images["one"], images["two"])
 
 
 def test_dummy_weights_are_the_same_at_every_start_and_wake_up_as_they_were(without_weights: Path) -> None:

@@ -16,7 +16,7 @@ from diffusion_worker.runner.pipeline_view import guide, guiders_of, schedulers_
 from diffusion_worker.runner.request_state import DiffusionRequestState, Done
 from families.all import FAMILIES
 from families.modular import wan22
-from runner_rig import RunnerRig, picture_of_diffusers, request
+from runner_rig import RunnerRig, image_of_diffusers, request
 
 SAYING = """
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
@@ -72,31 +72,31 @@ def rig_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def plain(rig: RunnerRig, spec: RequestSpec) -> Any:
-    return picture_of_diffusers(load_pipeline(rig.config, torch.float32), spec)
+    return image_of_diffusers(load_pipeline(rig.config, torch.float32), spec)
 
 
 def test_requests_whose_pipeline_gives_them_another_batch_key_share_no_call(rig_of: Any) -> None:
     rig = rig_of("Keyed")
     low, same = request("low", seed=1, guidance_scale=2.0), request("same", seed=2, guidance_scale=3.0)
     high = request("high", seed=3, guidance_scale=5.0)
-    pictures, errors = rig.run(low, same, high)
+    images, errors = rig.run(low, same, high)
     assert not errors
     assert sorted({call.rows for call in rig.denoiser_calls()}) == [2, 4]
     assert len(rig.denoiser_calls()) == 2 * 3
-    np.testing.assert_array_equal(pictures["high"], plain(rig, high))
+    np.testing.assert_array_equal(images["high"], plain(rig, high))
 
 
 def test_a_request_that_its_pipeline_calls_whole_runs_by_itself_and_is_never_mixed(rig_of: Any) -> None:
     rig = rig_of("Whole")
     before, whole, after = request("before", steps=5), request("whole", seed=2, steps=2), request("after", seed=3, steps=4)
-    pictures, errors = rig.run(before, whole, after, joining=[0, 1, 1])
+    images, errors = rig.run(before, whole, after, joining=[0, 1, 1])
     assert not errors
     assert {call.rows for call in rig.denoiser_calls() if call.whole} == {2}
     own = [number for number, call in enumerate(rig.denoiser_calls()) if call.whole]
     assert own == list(range(own[0], own[0] + 2))
     # The other two share what is left of theirs.
     assert max(call.rows for call in rig.denoiser_calls()) == 4
-    np.testing.assert_array_equal(pictures["whole"], plain(rig, whole))
+    np.testing.assert_array_equal(images["whole"], plain(rig, whole))
 
 
 def test_what_a_pipeline_raises_when_it_is_asked_about_a_request_is_that_requests_error(rig_of: Any) -> None:
@@ -108,9 +108,9 @@ def test_what_a_pipeline_raises_when_it_is_asked_about_a_request_is_that_request
 def test_a_class_that_passes_its_arguments_on_takes_what_the_class_takes_that_it_extends(rig_of: Any) -> None:
     rig = rig_of("PassingOn")
     assert rig.model.kind == "image"
-    pictures, errors = rig.run(request("one", prompt="a red digit two"))
+    images, errors = rig.run(request("one", prompt="a red digit two"))
     assert not errors
-    np.testing.assert_array_equal(pictures["one"], plain(RunnerRig(), request("same", prompt="a blue digit two")))
+    np.testing.assert_array_equal(images["one"], plain(RunnerRig(), request("same", prompt="a blue digit two")))
     _, errors = rig.run(request("one", frames=3))
     assert errors["one"].message.startswith("frames: PassingOn takes no such argument")
 
@@ -118,32 +118,32 @@ def test_a_class_that_passes_its_arguments_on_takes_what_the_class_takes_that_it
 def test_a_class_says_itself_what_it_makes_where_that_cannot_be_read(rig_of: Any) -> None:
     rig = rig_of("Bare")
     assert rig.model.kind == "video"
-    pictures, errors = rig.run(request("one", height=None, width=None, steps=None))
+    images, errors = rig.run(request("one", height=None, width=None, steps=None))
     assert not errors
-    assert pictures["one"].shape == (2, 64, 64, 3)
+    assert images["one"].shape == (2, 64, 64, 3)
 
 
 def test_a_pipeline_made_of_others_shares_calls_through_them(rig_of: Any) -> None:
     rig = rig_of("Combined")
     one, other = request("one", steps=4), request("other", seed=2, guidance_scale=3.0)
-    pictures, errors = rig.run(one, other, joining=[0, 1])
+    images, errors = rig.run(one, other, joining=[0, 1])
     assert not errors
     assert len(rig.denoiser_calls()) == 4
     reference = RunnerRig()
     for spec in (one, other):
         expected = plain(reference, spec).astype(int)
-        assert np.abs(pictures[spec.request_id].astype(int) - expected).max() <= 1
+        assert np.abs(images[spec.request_id].astype(int) - expected).max() <= 1
 
 
 def test_a_pipeline_that_swaps_attention_processors_leaves_them_to_nobody_else() -> None:
     rig = RunnerRig(pipeline="StableDiffusion3PAGPipeline")
     processors = {name: type(part) for name, part in rig.runner.pipeline.transformer.attn_processors.items()}
     asked = [request("one", steps=4), request("other", seed=2, guidance_scale=3.0)]
-    pictures, errors = rig.run(*asked, joining=[0, 1])
+    images, errors = rig.run(*asked, joining=[0, 1])
     assert not errors
     reference = load_pipeline(rig.config, torch.float32)
     for spec in asked:
-        np.testing.assert_array_equal(pictures[spec.request_id], picture_of_diffusers(reference, spec))
+        np.testing.assert_array_equal(images[spec.request_id], image_of_diffusers(reference, spec))
     assert {name: type(part) for name, part in rig.runner.pipeline.transformer.attn_processors.items()} == processors
 
 
@@ -170,11 +170,11 @@ def hooking() -> RunnerRig:
 def test_requests_of_a_guider_that_hooks_the_model_run_one_after_the_other(hooking: RunnerRig) -> None:
     asked = [request("one"), request("other", seed=2, guidance_scale=3.0)]
     alone = {spec.request_id: hooking.run(spec)[0][spec.request_id] for spec in asked}
-    pictures, errors = hooking.run(*asked)
+    images, errors = hooking.run(*asked)
     assert not errors
     assert {call.whole for call in hooking.denoiser_calls()} == {True}
-    for name, picture in alone.items():
-        np.testing.assert_array_equal(pictures[name], picture)
+    for name, image in alone.items():
+        np.testing.assert_array_equal(images[name], image)
 
 
 def test_a_request_that_fails_inside_a_hook_leaves_none_on_the_model(hooking: RunnerRig) -> None:

@@ -183,8 +183,8 @@ def test_another_pipeline_is_loaded_after_the_old_one_was_freed_and_adapters_sta
     assert told.pipeline == "Other"
     assert rig.runner.weights.report().weights_bytes == weights_bytes
     assert rig.runner.loras.list_adapters() == []
-    pictures, _ = rig.run(request("two", prompt="a red digit seven"))
-    np.testing.assert_array_equal(pictures["two"], expected["two"])
+    images, _ = rig.run(request("two", prompt="a red digit seven"))
+    np.testing.assert_array_equal(images["two"], expected["two"])
     rig.runner.loras.add_adapter(STRIPES)
     styled, _ = rig.run(request("two", loras=[LoRAUse(1, 1.0)]))
     assert not np.array_equal(styled["two"], expected["two"])

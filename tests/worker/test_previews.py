@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress and previews on the ranks: what a request shows of its way, and that its picture and its company know nothing of it."""
+"""Progress and previews on the ranks: what a request shows of its way, and that its image and its company know nothing of it."""
 
 import logging
 from collections import Counter
@@ -52,20 +52,20 @@ def outputs(rig: RunnerRig, *requests: RequestSpec) -> list[StepOutput]:
     """What the ticks brought until all these were done, without an error."""
     rig.parallel.calls.clear()
     found = [rig.runner.execute_stepwise(Tick(0, list(requests)))]
-    while sum(len(output.pictures) for output in found) < len(requests):
+    while sum(len(output.images) for output in found) < len(requests):
         found.append(rig.runner.execute_stepwise(Tick(len(found))))
         assert not found[-1].errors
         assert len(found) < 100
     return found
 
 
-def picture_of(name: str, found: list[StepOutput]) -> Pixels:
-    return next(pixels_of(output.pictures[name]) for output in found if name in output.pictures)
+def image_of(name: str, found: list[StepOutput]) -> Pixels:
+    return next(pixels_of(output.images[name]) for output in found if name in output.images)
 
 
 def previews_of(name: str, found: list[StepOutput]) -> list[tuple[int, Pixels]]:
     shown = [preview for output in found for preview in output.previews if preview.request_id == name]
-    return [(preview.number, pixels_of(preview.picture)) for preview in shown]
+    return [(preview.number, pixels_of(preview.image)) for preview in shown]
 
 
 def test_every_step_is_told_with_how_many_there_will_be(rig: RunnerRig) -> None:
@@ -75,26 +75,26 @@ def test_every_step_is_told_with_how_many_there_will_be(rig: RunnerRig) -> None:
     assert [item for item in told if item[0] == "b"] == [("b", step, 5) for step in (1, 2, 3, 4, 5)]
 
 
-def test_previews_come_ever_closer_to_the_picture_which_is_bit_for_bit_the_one_without(rig: RunnerRig) -> None:
+def test_previews_come_ever_closer_to_the_image_which_is_bit_for_bit_the_one_without(rig: RunnerRig) -> None:
     plain = outputs(rig, request("a", steps=6))
     asked = Counter(call.component for call in rig.parallel.calls)
     shown = outputs(rig, request("a", steps=6, previews=3))
-    picture, previews = picture_of("a", shown), previews_of("a", shown)
-    assert np.array_equal(picture, picture_of("a", plain))
+    image, previews = image_of("a", shown), previews_of("a", shown)
+    assert np.array_equal(image, image_of("a", plain))
     assert [number for number, _ in previews] == [0, 1, 2]
-    off = [float(np.abs(preview.astype(int) - picture).mean()) for _, preview in previews]
+    off = [float(np.abs(preview.astype(int) - image).mean()) for _, preview in previews]
     assert off[0] > off[1] > off[2]
-    assert off[0] < float(np.abs(picture.astype(int) - picture.mean()).mean())
+    assert off[0] < float(np.abs(image.astype(int) - image.mean()).mean())
     # A decode for each, and nothing else: no words are encoded and nothing is denoised for them.
     assert Counter(call.component for call in rig.parallel.calls) == asked + Counter(vae=3)
     assert [index + 1 for index, output in enumerate(shown) if output.previews] == [1, 3, 4] == preview_steps(6, 3)
 
 
 @pytest.mark.slow
-def test_the_pictures_of_the_company_and_its_shared_calls_are_those_without_previews(rig: RunnerRig) -> None:
+def test_the_images_of_the_company_and_its_shared_calls_are_those_without_previews(rig: RunnerRig) -> None:
     def together(previews: int) -> tuple[Pixels, list[int]]:
         found = outputs(rig, request("shows", steps=4, previews=previews), request("plain", seed=2, steps=4, guidance_scale=3.0))
-        return picture_of("plain", found), [call.rows for call in rig.denoiser_calls()]
+        return image_of("plain", found), [call.rows for call in rig.denoiser_calls()]
 
     (one, one_calls), (other, other_calls) = together(0), together(2)
     assert np.array_equal(one, other)
@@ -109,10 +109,10 @@ def test_the_time_that_previews_take_counts_as_the_requests_own(rig: RunnerRig) 
     assert clocks["a"].denoise == clocks["b"].denoise > 0
 
 
-def test_where_no_preview_can_be_made_none_is_sent_it_is_said_once_and_the_picture_comes_all_the_same(
+def test_where_no_preview_can_be_made_none_is_sent_it_is_said_once_and_the_image_comes_all_the_same(
     rig: RunnerRig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = picture_of("a", outputs(rig, request("a", steps=4)))
+    plain = image_of("a", outputs(rig, request("a", steps=4)))
     ends = [0]
 
     def refuse(call: ModelCall) -> None:
@@ -125,7 +125,7 @@ def test_where_no_preview_can_be_made_none_is_sent_it_is_said_once_and_the_pictu
         found = outputs(rig, request("a", steps=4, previews=2))
     rig.parallel.before = lambda call: None
     assert (ends, previews_of("a", found)) == ([2], [])
-    assert np.array_equal(picture_of("a", found), plain)
+    assert np.array_equal(image_of("a", found), plain)
     assert caplog.text.count("have no previews: ") == 1
 
 
@@ -152,27 +152,27 @@ def test_previews_are_evenly_spaced_and_never_of_the_start_or_the_end(steps: int
 @pytest.mark.parametrize(
     ("scheduler", "noisy"),
     [
-        (FlowMatchEulerDiscreteScheduler(), lambda picture, noise, sigma: ((1 - sigma) * picture + sigma * noise, noise - picture)),
-        (EulerDiscreteScheduler(), lambda picture, noise, sigma: (picture + sigma * noise, noise)),
+        (FlowMatchEulerDiscreteScheduler(), lambda image, noise, sigma: ((1 - sigma) * image + sigma * noise, noise - image)),
+        (EulerDiscreteScheduler(), lambda image, noise, sigma: (image + sigma * noise, noise)),
         (DDIMScheduler(clip_sample=False), None),
         (DPMSolverMultistepScheduler(), None),
         (UniPCMultistepScheduler(), None),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "config") else "",
 )
-def test_from_a_perfect_prediction_the_estimate_is_the_picture_whatever_the_scheduler(scheduler: Any, noisy: Any) -> None:
+def test_from_a_perfect_prediction_the_estimate_is_the_image_whatever_the_scheduler(scheduler: Any, noisy: Any) -> None:
     generator = torch.Generator().manual_seed(1)
-    picture, noise = torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 4, 8, 8, generator=generator)
+    image, noise = torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 4, 8, 8, generator=generator)
     scheduler.set_timesteps(10)
     time = scheduler.timesteps[4]
     if noisy is not None:
-        sample, predicted = noisy(picture, noise, scheduler.sigmas[4])
+        sample, predicted = noisy(image, noise, scheduler.sigmas[4])
     else:
         kept = scheduler.alphas_cumprod[int(time)]
-        sample, predicted = kept.sqrt() * picture + (1 - kept).sqrt() * noise, noise
+        sample, predicted = kept.sqrt() * image + (1 - kept).sqrt() * noise, noise
     result = scheduler.step(predicted, time, sample, return_dict=False)
     estimate = Step(scheduler, (predicted, time, sample), {}, result).estimate()
-    assert (estimate - picture).abs().max() < 1e-3
+    assert (estimate - image).abs().max() < 1e-3
     returned = Step(scheduler, (predicted, time, sample), {"return_dict": False}, result).returning(estimate)
     assert type(returned) is type(result) and torch.equal(returned[0], estimate)
     assert returned[0].data_ptr() != estimate.data_ptr()
@@ -203,7 +203,7 @@ class Shown:
 def run_family(rig: FamilyRig, previews: int) -> list[StepOutput]:
     rig.runner.join(msgspec.structs.replace(request("a", steps=4), previews=previews), Shown(rig))
     found: list[StepOutput] = []
-    while not (found and found[-1].pictures):
+    while not (found and found[-1].images):
         found.append(rig.runner.execute_stepwise(Tick(len(found))))
         assert not found[-1].errors
     return found
@@ -211,12 +211,12 @@ def run_family(rig: FamilyRig, previews: int) -> list[StepOutput]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
-def test_pipelines_of_every_kind_show_their_way_tell_their_steps_and_make_the_same_picture(name: str) -> None:
+def test_pipelines_of_every_kind_show_their_way_tell_their_steps_and_make_the_same_image(name: str) -> None:
     rig = FamilyRig(BY_NAME[name])
     plain, shown = run_family(rig, 0), run_family(rig, 2)
-    one, other = (as_tensor(found[-1].pictures["a"]) for found in (plain, shown))
+    one, other = (as_tensor(found[-1].images["a"]) for found in (plain, shown))
     assert torch.equal(one, other)
-    previews = [as_tensor(preview.picture) for output in shown for preview in output.previews]
+    previews = [as_tensor(preview.image) for output in shown for preview in output.previews]
     assert previews and all(preview.shape == one.shape and not torch.equal(preview, one) for preview in previews)
     told = [step for output in shown for step in output.progress]
     assert told[-1].step == told[-1].steps == len(told)
@@ -237,7 +237,7 @@ class OddScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
 @pytest.mark.slow
 def test_a_scheduler_of_its_own_kind_costs_a_request_its_previews_and_nobody_anything_else(rig: RunnerRig) -> None:
-    plain = picture_of("a", outputs(rig, request("a", steps=4)))
+    plain = image_of("a", outputs(rig, request("a", steps=4)))
     own = rig.runner.pipeline.scheduler
     rig.runner.pipeline.scheduler = OddScheduler.from_config(own.config)
     try:
@@ -245,7 +245,7 @@ def test_a_scheduler_of_its_own_kind_costs_a_request_its_previews_and_nobody_any
     finally:
         rig.runner.pipeline.scheduler = own
     assert previews_of("a", found) == []
-    assert np.abs(picture_of("a", found).astype(int) - plain).max() <= 2
+    assert np.abs(image_of("a", found).astype(int) - plain).max() <= 2
 
 
 def test_a_request_that_has_ended_keeps_nothing_of_its_way(rig: RunnerRig) -> None:
@@ -253,5 +253,5 @@ def test_a_request_that_has_ended_keeps_nothing_of_its_way(rig: RunnerRig) -> No
     ways = [rig.runner.state_of(name).way for name in ("a", "leaves")]
     assert all(way is not None and way.answers and way.denoised and way.steps for way in ways)
     outputs_left = [rig.runner.execute_stepwise(Tick(number, leave=["leaves"] if number == 1 else [])) for number in (1, 2)]
-    assert any(output.pictures for output in outputs_left)
+    assert any(output.images for output in outputs_left)
     assert not any(way is None or way.answers or way.denoised or way.steps for way in ways)

@@ -47,10 +47,10 @@ def fake_a_gpu_for_nf4(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def drawn(plain: RunnerRig) -> list[np.ndarray[Any, Any]]:
-    return pictures(plain)
+    return images(plain)
 
 
-def pictures(rig: RunnerRig, **fields: Any) -> list[np.ndarray[Any, Any]]:
+def images(rig: RunnerRig, **fields: Any) -> list[np.ndarray[Any, Any]]:
     specs = [request(word, prompt=f"a {colour} digit {word}", **DIGIT | fields) for colour, _, word in ASKED]
     made, errors = rig.run(*specs)
     assert not errors, errors
@@ -61,11 +61,11 @@ def weights_bytes(rig: RunnerRig) -> int:
     return rig.runner.weights.report().weights_bytes
 
 
-def test_a_quantized_model_draws_what_it_is_asked_for_and_nearly_the_same_picture(
+def test_a_quantized_model_draws_what_it_is_asked_for_and_nearly_the_same_image(
     drawn: list[np.ndarray[Any, Any]], quantized: RunnerRig
 ) -> None:
-    made = pictures(quantized)
-    for (colour, digit, _), verdict in zip(ASKED, judge_all([Image.fromarray(picture) for picture in made]), strict=True):
+    made = images(quantized)
+    for (colour, digit, _), verdict in zip(ASKED, judge_all([Image.fromarray(image) for image in made]), strict=True):
         assert verdict.shows(digit=digit, colour=colour), (colour, digit, verdict)
     kind = str(quantized.config.quantization)
     bound = {"int8": 0.6, "fp8": 2.0, "nf4": 10.0}[kind]
@@ -83,21 +83,21 @@ def test_quantized_weights_take_less_memory(plain: RunnerRig, quantized: RunnerR
 def test_quantized_weights_are_given_back_in_sleep_and_are_the_same_bits_after_it(quantized: RunnerRig) -> None:
     if quantized.config.quantization is Quantization.NF4:
         pytest.skip("on a CPU, where nobody can ask for it, bitsandbytes packs four bits anew at its first call, out of our memory")
-    before = pictures(quantized, steps=3)
+    before = images(quantized, steps=3)
     awake = quantized.runner.weights.report()
     quantized.runner.release()
     asleep = quantized.runner.weights.report()
     assert asleep.weights_resident_bytes < 0.02 * awake.weights_resident_bytes
     quantized.runner.restore()
-    for one, other in zip(before, pictures(quantized, steps=3), strict=True):
+    for one, other in zip(before, images(quantized, steps=3), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_adapters_apply_to_a_quantized_model(quantized: RunnerRig) -> None:
     assert quantized.runner.loras is not None
     quantized.runner.loras.add_adapter(LoRARequest("stripes", 1, str(DIGITS / "loras" / "stripes")))
-    for picture in pictures(quantized, loras=[LoRAUse(1, 1.0)]):
-        assert has_style(Image.fromarray(picture), "stripes")
+    for image in images(quantized, loras=[LoRAUse(1, 1.0)]):
+        assert has_style(Image.fromarray(image), "stripes")
     quantized.runner.loras.remove_adapter(1)
 
 

@@ -20,7 +20,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.messages import Tick
 from diffusion_worker.ranks.executor import RankExecutor
-from real_ranks import picture, pids_of, ranks, results
+from real_ranks import image, pids_of, ranks, results
 from runner_rig import request
 from worker_process import DIGITS_MODEL, process_exists
 
@@ -68,7 +68,7 @@ async def test_a_rank_that_never_answers_a_call_is_taken_for_lost() -> None:
             loss = await executor.failed()
         assert (loss.fault, loss.reason) == (Fault.STALLED, "nap: rank [1] never answered")
         await executor.restart()
-        assert await picture(executor)
+        assert await image(executor)
 
 
 async def test_a_rank_that_hangs_in_a_step_loses_the_group_at_the_steps_deadline_with_the_rank_and_the_phase_named() -> None:
@@ -80,9 +80,9 @@ async def test_a_rank_that_hangs_in_a_step_loses_the_group_at_the_steps_deadline
         assert loss.fault is Fault.STALLED
 
 
-async def test_every_way_of_losing_a_rank_is_noticed_at_once_and_the_next_generation_makes_the_same_picture() -> None:
+async def test_every_way_of_losing_a_rank_is_noticed_at_once_and_the_next_generation_makes_the_same_image() -> None:
     async with ranks(worker_extension="polite_extension:Polite") as executor:
-        before = await picture(executor)
+        before = await image(executor)
         descriptors = open_descriptors()
         for generation, (how, fault, says) in enumerate(
             [
@@ -105,7 +105,7 @@ async def test_every_way_of_losing_a_rank_is_noticed_at_once_and_the_next_genera
             await executor.restart()
             assert executor.generation == generation
             assert [pid for pid in old if process_exists(pid)] == []
-            assert await picture(executor) == before
+            assert await image(executor) == before
         gc.collect()
         assert open_descriptors() <= descriptors
 
@@ -128,7 +128,7 @@ def open_descriptors() -> int:
 
 async def test_a_rank_killed_in_the_middle_of_a_step_takes_the_group_with_it() -> None:
     async with ranks() as executor:
-        before = await picture(executor)
+        before = await image(executor)
         for rank in (0, 1):
             executor.broadcast_tick(Tick(1, [request("long", steps=200, height=64, width=64)]))
             for number in range(2, 200):
@@ -141,7 +141,7 @@ async def test_a_rank_killed_in_the_middle_of_a_step_takes_the_group_with_it() -
                     await executor.next_report(60)
             await executor.restart()
             assert [pid for pid in old if process_exists(pid)] == []
-            assert await picture(executor) == before
+            assert await image(executor) == before
 
 
 async def test_a_rank_that_hears_no_shutdown_is_killed_after_the_grace_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,12 +159,12 @@ async def test_a_rank_that_hears_no_shutdown_is_killed_after_the_grace_and_named
 
 async def test_frames_that_are_no_message_are_counted_and_change_nothing() -> None:
     async with ranks() as executor:
-        before = await picture(executor)
+        before = await image(executor)
         current = executor._current
         assert current is not None
         for frame in (b"", b"\xc1\xc1", b"\x81\xa4type\xa4nope", os.urandom(50)):
             current.wire._broadcast.send(frame)
-        assert await picture(executor) == before
+        assert await image(executor) == before
         await executor.call("list_loras", timeout_s=30)
         assert executor.dropped_frames == (0, 8)
         os.kill(pids_of(executor)[0], signal.SIGKILL)
@@ -175,22 +175,22 @@ async def test_frames_that_are_no_message_are_counted_and_change_nothing() -> No
 
 async def test_a_pipeline_is_loaded_anew_and_one_that_does_not_fit_leaves_the_old_one_serving() -> None:
     async with ranks(worker_extension="polite_extension:Polite") as executor:
-        before = await picture(executor)
+        before = await image(executor)
         refused = await executor.call("re_init_pipeline", timeout_s=60, pipeline="FluxPipeline")
         assert [reply.error and reply.error.code for reply in refused] == [ErrorCode.INVALID_REQUEST] * 2
-        assert await picture(executor) == before
+        assert await image(executor) == before
         loaded = await executor.call("re_init_pipeline", timeout_s=60, pipeline="StableDiffusion3Img2ImgPipeline")
         assert [reply.error for reply in loaded] == [None, None]
         assert results(await executor.call("pipeline_name", timeout_s=30)) == ["StableDiffusion3Img2ImgPipeline"] * 2
         assert results(await executor.call("list_loras", timeout_s=30)) == [[], []]
         await executor.call("re_init_pipeline", timeout_s=60, pipeline="StableDiffusion3Pipeline")
-        assert await picture(executor) == before
+        assert await image(executor) == before
 
 
 async def test_every_rank_writes_a_trace_of_its_own(tmp_path: Path) -> None:
     async with ranks(profile_dir=str(tmp_path / "traces")) as executor:
         assert results(await executor.call("profile", timeout_s=30, is_start=True, prefix="p")) == [True, True]
-        await picture(executor)
+        await image(executor)
         paths = results(await executor.call("profile", timeout_s=60, is_start=False, prefix=""))
         assert [Path(path).name.split("-")[:2] for path in paths] == [["p", "rank0"], ["p", "rank1"]]
         assert all(is_trace(path) for path in paths)
@@ -224,11 +224,11 @@ async def test_ranks_meet_where_they_are_told_to() -> None:
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
     async with ranks(rendezvous_host="127.0.0.2", rendezvous_port=port) as executor:
-        before = await picture(executor)
+        before = await image(executor)
         os.kill(pids_of(executor)[0], signal.SIGKILL)
         await executor.failed()
         await executor.restart()
-        assert await picture(executor) == before
+        assert await image(executor) == before
     with socket.create_server(("127.0.0.2", port)):
         taken = RankExecutor(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", rendezvous_host="127.0.0.2", rendezvous_port=port))
         with pytest.raises(ConfigError, match=f"--rendezvous-address 127.0.0.2:{port}: cannot listen"):

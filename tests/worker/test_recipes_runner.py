@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import PictureInput, RequestSpec, Task
+from diffusion_worker.messages import ImageInput, RequestSpec, Task
 from diffusion_worker.runner.pipeline import load_pipeline
 from diffusion_worker.runner.request_body import make_body
 from diffusion_worker.runner.schedule import own_scheduler
@@ -25,7 +25,7 @@ def rig() -> RunnerRig:
 
 
 def by_diffusers(rig: RunnerRig, spec: RequestSpec) -> Any:
-    """The picture of the plain pipeline, with the schedule that somebody would give it by hand."""
+    """The image of the plain pipeline, with the schedule that somebody would give it by hand."""
     pipeline = load_pipeline(rig.config, torch.float32)
     if spec.shift is not None:
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=spec.shift)
@@ -40,13 +40,11 @@ RECIPES = [{"sigmas": SIGMAS, "steps": None}, {"sigmas": SIGMAS, "steps": 3}, {"
 
 
 @pytest.mark.parametrize("recipe", [*(pytest.param(each, marks=pytest.mark.slow) for each in RECIPES[:3]), RECIPES[3]], ids=str)
-def test_a_request_with_a_schedule_of_its_own_makes_the_picture_that_diffusers_makes_with_it(
-    rig: RunnerRig, recipe: dict[str, Any]
-) -> None:
+def test_a_request_with_a_schedule_of_its_own_makes_the_image_that_diffusers_makes_with_it(rig: RunnerRig, recipe: dict[str, Any]) -> None:
     spec = request("recipe", **recipe)
-    pictures, errors = rig.run(spec)
+    images, errors = rig.run(spec)
     assert not errors
-    assert levels_apart(pictures["recipe"], by_diffusers(rig, spec)) <= 1
+    assert levels_apart(images["recipe"], by_diffusers(rig, spec)) <= 1
 
 
 @pytest.mark.slow
@@ -56,7 +54,7 @@ def test_requests_of_different_schedules_share_calls_and_leave_the_pipeline_as_i
     alone = {spec.request_id: rig.run(spec)[0][spec.request_id] for spec in specs}
     together, _ = rig.run(*specs)
     assert [call.rows for call in rig.denoiser_calls()] == [10, 10, 10]
-    assert all(levels_apart(picture, alone[name]) <= 1 for name, picture in together.items())
+    assert all(levels_apart(image, alone[name]) <= 1 for name, image in together.items())
     # Three schedules and the plain one; sigmas come out the same with and without their number.
     assert levels_apart(alone["recipe 0"], alone["recipe 1"]) == 0
     different = [alone[name] for name in ("plain", "recipe 0", "recipe 2", "recipe 3")]
@@ -65,17 +63,17 @@ def test_requests_of_different_schedules_share_calls_and_leave_the_pipeline_as_i
 
 
 def test_sigmas_that_are_not_one_for_each_step_are_refused_with_both_numbers(rig: RunnerRig) -> None:
-    pictures, errors = rig.run(request("two", sigmas=SIGMAS, steps=2), request("good", steps=1))
-    assert list(pictures) == ["good"]
+    images, errors = rig.run(request("two", sigmas=SIGMAS, steps=2), request("good", steps=1))
+    assert list(images) == ["good"]
     assert errors["two"].code == ErrorCode.INVALID_REQUEST
     assert errors["two"].message == "num_inference_steps: expected 3, the number of the adapter's sigmas, found 2"
 
 
 @pytest.mark.slow
 def test_an_edit_takes_as_many_steps_as_there_are_sigmas(rig: RunnerRig) -> None:
-    spec = request("edit", sigmas=SIGMAS, steps=None, task=Task.EDIT, images=[PictureInput(0, (32, 32, 3))], strength=1.0)
-    pictures, errors = rig.run(spec, frames={"edit": [bytes(32 * 32 * 3)]})
-    assert not errors and pictures["edit"].shape == (32, 32, 3)
+    spec = request("edit", sigmas=SIGMAS, steps=None, task=Task.EDIT, images=[ImageInput(0, (32, 32, 3))], strength=1.0)
+    images, errors = rig.run(spec, frames={"edit": [bytes(32 * 32 * 3)]})
+    assert not errors and images["edit"].shape == (32, 32, 3)
     assert len(rig.denoiser_calls()) == 3
 
 

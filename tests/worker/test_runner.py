@@ -12,7 +12,7 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.pipeline import load_pipeline
-from runner_rig import RunnerRig, levels_apart, picture_of_diffusers, request
+from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 from worker_process import DIGITS_MODEL
 
 
@@ -36,25 +36,25 @@ REQUESTS = [
 
 @pytest.mark.parametrize("spec", REQUESTS, ids=lambda spec: spec.request_id)
 def test_a_request_alone_is_bit_equal_to_diffusers(rig: RunnerRig, plain: Any, spec: Any) -> None:
-    pictures, _ = rig.run(spec)
-    np.testing.assert_array_equal(pictures[spec.request_id], picture_of_diffusers(plain, spec))
+    images, _ = rig.run(spec)
+    np.testing.assert_array_equal(images[spec.request_id], image_of_diffusers(plain, spec))
 
 
-def test_requests_that_join_at_different_times_share_steps_and_equal_their_pictures_alone(rig: RunnerRig, plain: Any) -> None:
-    pictures, _ = rig.run(*REQUESTS, joining=[0, 1, 2])
+def test_requests_that_join_at_different_times_share_steps_and_equal_their_images_alone(rig: RunnerRig, plain: Any) -> None:
+    images, _ = rig.run(*REQUESTS, joining=[0, 1, 2])
     for spec in REQUESTS:
-        assert levels_apart(pictures[spec.request_id], picture_of_diffusers(plain, spec)) <= 1
+        assert levels_apart(images[spec.request_id], image_of_diffusers(plain, spec)) <= 1
     # Steps run at ticks 0-3, 1-6 and 2-4: seven ticks with a call, where alone there would be thirteen.
     assert len(rig.denoiser_calls()) == 7
 
 
 def test_other_sizes_do_not_share_a_call(rig: RunnerRig, plain: Any) -> None:
     small, large = request("small"), request("large", height=64, width=64)
-    pictures, _ = rig.run(small, large)
+    images, _ = rig.run(small, large)
     assert len(rig.denoiser_calls()) == 6
     # Not bit-equal: the prompts' encoding is shared.
-    assert levels_apart(pictures["small"], picture_of_diffusers(plain, small)) <= 1
-    assert levels_apart(pictures["large"], picture_of_diffusers(plain, large)) <= 1
+    assert levels_apart(images["small"], image_of_diffusers(plain, small)) <= 1
+    assert levels_apart(images["large"], image_of_diffusers(plain, large)) <= 1
 
 
 def test_one_tick_is_one_step_of_every_request(rig: RunnerRig) -> None:
@@ -68,16 +68,16 @@ def test_a_request_that_leaves_frees_its_rows_by_the_next_step(rig: RunnerRig) -
     rig.runner.execute_stepwise(Tick(1, [request("stays", steps=4), request("leaves", steps=4)]))
     rig.parallel.calls.clear()
     rig.runner.execute_stepwise(Tick(2, leave=["leaves", "unknown"]))
-    assert [call.rows for call in rig.denoiser_calls()] == [2]  # guidance: two rows a picture
+    assert [call.rows for call in rig.denoiser_calls()] == [2]  # guidance: two rows an image
     rig.runner.drop_all()
 
 
 def test_an_input_the_pipeline_refuses_is_the_callers_error_and_touches_nobody_else(rig: RunnerRig, plain: Any) -> None:
     good = request("good")
-    pictures, errors = rig.run(good, request("bad", height=33))
+    images, errors = rig.run(good, request("bad", height=33))
     assert errors["bad"].code == "InvalidRequest"
     assert "divisible" in errors["bad"].message
-    assert levels_apart(pictures["good"], picture_of_diffusers(plain, good)) <= 1
+    assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
 
 
 def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: RunnerRig, plain: Any) -> None:
@@ -90,10 +90,10 @@ def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: Run
 
     rig.parallel.before = fail_for_a_lone_row
     try:
-        pictures, errors = rig.run(good, poisoned)
+        images, errors = rig.run(good, poisoned)
     finally:
         rig.parallel.before = lambda call: None
-    assert levels_apart(pictures["good"], picture_of_diffusers(plain, good)) <= 1
+    assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
     assert errors["poisoned"].code == "EngineFailed"
     assert "no kernel" in errors["poisoned"].message
 

@@ -14,7 +14,7 @@ from diffusion_worker.runner.model_runner import DiffusionModelRunner, Duplicate
 from diffusion_worker.runner.pipeline import load_pipeline
 from diffusion_worker.runner.request_state import mark_step
 from diffusion_worker.runner.stand_in import StandIn
-from runner_rig import RunnerRig, levels_apart, picture_of_diffusers, request
+from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def joined(rig: RunnerRig) -> Any:
     rig.runner.drop_all()
 
 
-def test_the_same_seed_is_the_same_picture_and_another_seed_another_one_whoever_else_runs(rig: RunnerRig) -> None:
+def test_the_same_seed_is_the_same_image_and_another_seed_another_one_whoever_else_runs(rig: RunnerRig) -> None:
     first, _ = rig.run(request("a", seed=5, exact=True))
     second, _ = rig.run(request("b", seed=6), request("a", seed=5, exact=True), request("c", seed=7), joining=[0, 1, 0])
     np.testing.assert_array_equal(first["a"], second["a"])
@@ -82,25 +82,25 @@ def test_numbers_drawn_without_a_generator_are_the_requests_own(rig: RunnerRig, 
     def drawn(*names: str) -> dict[str, torch.Tensor]:
         joined(**dict.fromkeys(names, draw))
         rig.runner.execute_stepwise(Tick(1))
-        return rig.runner.execute_stepwise(Tick(2)).pictures
+        return rig.runner.execute_stepwise(Tick(2)).images
 
     alone, company = drawn("a"), drawn("b", "a")
     assert torch.equal(alone["a"], company["a"])
 
 
-def test_guidance_may_differ_inside_one_call_and_each_picture_is_its_own(rig: RunnerRig, plain: Any) -> None:
+def test_guidance_may_differ_inside_one_call_and_each_image_is_its_own(rig: RunnerRig, plain: Any) -> None:
     requests = [request(f"g{scale}", guidance_scale=scale) for scale in (2.0, 5.0, 9.0)]
-    pictures, _ = rig.run(*requests)
+    images, _ = rig.run(*requests)
     assert [call.rows for call in rig.denoiser_calls()] == [6, 6, 6]
     for spec in requests:
-        assert levels_apart(pictures[spec.request_id], picture_of_diffusers(plain, spec)) <= 1
-    assert levels_apart(pictures["g2.0"], pictures["g9.0"]) > 5
+        assert levels_apart(images[spec.request_id], image_of_diffusers(plain, spec)) <= 1
+    assert levels_apart(images["g2.0"], images["g9.0"]) > 5
 
 
 def test_an_exact_request_in_company_is_bit_equal_to_diffusers_and_its_rows_stay_together(rig: RunnerRig, plain: Any) -> None:
     exact, other = request("exact", exact=True), request("other", seed=2)
-    pictures, _ = rig.run(exact, other)
-    np.testing.assert_array_equal(pictures["exact"], picture_of_diffusers(plain, exact))
+    images, _ = rig.run(exact, other)
+    np.testing.assert_array_equal(images["exact"], image_of_diffusers(plain, exact))
     assert sorted((call.rows, call.whole) for call in rig.denoiser_calls()) == [(2, False)] * 3 + [(2, True)] * 3
 
 
@@ -132,7 +132,7 @@ def test_a_pipeline_without_steps_is_cancelled_between_its_calls(rig: RunnerRig,
     made = whole.made
     assert 0 < made < 20
     output = rig.runner.execute_stepwise(Tick(3, leave=["whole"]))
-    assert (whole.made, output.pictures, output.errors) == (made, {}, {})
+    assert (whole.made, output.images, output.errors) == (made, {}, {})
     with pytest.raises(UnknownRequest):
         rig.runner.state_of("whole")
 
@@ -147,8 +147,8 @@ def test_frames_that_are_decoded_in_parts_are_cancelled_between_parts(rig: Runne
 def test_a_pipeline_without_steps_is_made_to_its_end(rig: RunnerRig, joined: Any) -> None:
     joined(whole=FakePipeline(calls=12))
     outputs = [rig.runner.execute_stepwise(Tick(number)) for number in range(14)]
-    (picture,) = [output.pictures["whole"] for output in outputs if output.pictures]
-    assert picture.tolist() == [[4096.0, 4096.0]]
+    (image,) = [output.images["whole"] for output in outputs if output.images]
+    assert image.tolist() == [[4096.0, 4096.0]]
 
 
 def test_a_request_that_changes_the_model_runs_while_the_others_wait(rig: RunnerRig, joined: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_request_is_found_from_its_first_tick_to_its_end(rig: RunnerRig) -> No
     rig.runner.execute_stepwise(Tick(1, [request("a", steps=2)]))
     assert rig.runner.state_of("a").steps_done == 1
     rig.runner.execute_stepwise(Tick(2))
-    assert list(rig.runner.execute_stepwise(Tick(3)).pictures) == ["a"]
+    assert list(rig.runner.execute_stepwise(Tick(3)).images) == ["a"]
     with pytest.raises(UnknownRequest, match="'a' runs, there are: none"):
         rig.runner.state_of("a")
 
@@ -232,9 +232,9 @@ def test_one_request_at_a_time_fails_as_its_request_does(rig: RunnerRig) -> None
         rig.runner.execute_model(request("one", height=33))
 
 
-def test_a_pipeline_that_returns_no_picture_is_refused_by_its_name(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_returns_no_image_is_refused_by_its_name(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diffusion_worker.runner.tasks.make_body", lambda pipeline, spec, **_: lambda: "a string")
-    with pytest.raises(RequestError, match="StableDiffusion3Pipeline returned str, expected a picture"):
+    with pytest.raises(RequestError, match="StableDiffusion3Pipeline returned str, expected an image"):
         rig.runner.execute_model(request("one"))
 
 
@@ -270,7 +270,7 @@ def test_a_precision_of_one_request_is_not_the_others(rig: RunnerRig, joined: An
 
     joined(half=under_autocast, full=plainly)
     outputs = [rig.runner.execute_stepwise(Tick(number)) for number in range(4)]
-    assert outputs[-1].pictures == {"half": torch.bfloat16, "full": [torch.float32, False] * 3}
+    assert outputs[-1].images == {"half": torch.bfloat16, "full": [torch.float32, False] * 3}
     assert not torch.is_autocast_enabled("cpu")
 
 

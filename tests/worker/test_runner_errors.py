@@ -12,7 +12,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import LoRAUse, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.pipeline import load_pipeline, make_body
-from runner_rig import RunnerRig, levels_apart, picture_of_diffusers, request
+from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def test_a_batch_that_is_too_large_for_the_memory_is_made_one_by_one(rig: Runner
     requests = [request("a", seed=1), request("b", seed=2)]
     output = rig.runner.execute_stepwise(Tick(0, requests))
     assert output.split
-    pictures, errors = rig.run(*[], running=2)
+    images, errors = rig.run(*[], running=2)
     assert not errors
     for spec in requests:
-        assert levels_apart(pictures[spec.request_id], picture_of_diffusers(plain, spec)) <= 1
+        assert levels_apart(images[spec.request_id], image_of_diffusers(plain, spec)) <= 1
 
 
 def test_a_tick_without_a_failed_call_does_not_say_split(rig: RunnerRig) -> None:
@@ -58,9 +58,9 @@ def test_a_request_that_does_not_fit_fails_with_a_code_of_its_own_and_the_others
 ) -> None:
     small, large = request("small", guidance_scale=1.0), request("large")
     failing(rig, monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), over_rows=1)
-    pictures, errors = rig.run(small, large)
+    images, errors = rig.run(small, large)
     assert errors["large"].code == ErrorCode.INSUFFICIENT_MEMORY
-    assert levels_apart(pictures["small"], picture_of_diffusers(plain, small)) <= 1
+    assert levels_apart(images["small"], image_of_diffusers(plain, small)) <= 1
 
 
 def test_what_a_failed_call_held_is_free_again(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,24 +86,24 @@ def test_what_a_failed_call_held_is_free_again(rig: RunnerRig, monkeypatch: pyte
     assert [ref() for ref in held + latents] == [None, None]
 
 
-def test_a_picture_that_is_not_finite_is_an_error_and_no_black_picture(rig: RunnerRig, plain: Any) -> None:
+def test_an_image_that_is_not_finite_is_an_error_and_no_black_image(rig: RunnerRig, plain: Any) -> None:
     good = request("good")
     poison = torch.full((1, 4, 16, 16), float("nan"))
     rig.runner.join(request("poisoned"), make_body(rig.runner.pipeline, request("poisoned"), conditioning={"latents": poison}))
-    pictures, errors = rig.run(good, running=1)
+    images, errors = rig.run(good, running=1)
     assert errors["poisoned"].code == ErrorCode.ENGINE_FAILED
     assert "no numbers" in errors["poisoned"].message
-    assert levels_apart(pictures["good"], picture_of_diffusers(plain, good)) <= 1
+    assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
 
 
 def test_a_scheduler_that_fails_ends_its_request_only(rig: RunnerRig, plain: Any) -> None:
     good = request("good")
     body = make_body(rig.runner.pipeline, request("bad"), conditioning={"sigmas": [1.0, 0.5], "callback_on_step_end": _raising})
     rig.runner.join(request("bad"), body)
-    pictures, errors = rig.run(good, running=1)
+    images, errors = rig.run(good, running=1)
     assert errors["bad"].code == ErrorCode.ENGINE_FAILED
     assert "after the step" in errors["bad"].message
-    assert levels_apart(pictures["good"], picture_of_diffusers(plain, good)) <= 1
+    assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
 
 
 def _raising(*_: Any) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def test_a_refusal_in_the_middle_of_a_run_keeps_its_code(rig: RunnerRig, monkeyp
 
 
 def test_a_request_whose_adapter_went_is_refused_and_never_the_base_model(rig: RunnerRig) -> None:
-    pictures, errors = rig.run(request("styled", loras=[LoRAUse(7, 1.0)]), request("plain"))
+    images, errors = rig.run(request("styled", loras=[LoRAUse(7, 1.0)]), request("plain"))
     assert errors["styled"].code == ErrorCode.ADAPTER_NOT_LOADED
-    assert list(pictures) == ["plain"]
+    assert list(images) == ["plain"]
 
 
 def test_a_request_that_cannot_even_be_prepared_fails_alone(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +129,9 @@ def test_a_request_that_cannot_even_be_prepared_fails_alone(rig: RunnerRig, monk
         return make_body(pipeline, spec)
 
     monkeypatch.setattr("diffusion_worker.runner.tasks.make_body", prepare)
-    pictures, errors = rig.run(request("odd"), request("good"))
+    images, errors = rig.run(request("odd"), request("good"))
     assert errors["odd"].code == ErrorCode.ENGINE_FAILED
-    assert list(pictures) == ["good"]
+    assert list(images) == ["good"]
 
 
 def test_a_merge_that_does_not_fit_in_memory_is_made_one_by_one(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_a_merge_that_does_not_fit_in_memory_is_made_one_by_one(rig: RunnerRig, 
         return calls[0]
 
     monkeypatch.setattr("diffusion_worker.runner.input_batch.merge", merge)
-    pictures, errors = rig.run(request("a"), request("b"))
-    assert (sorted(pictures), errors) == (["a", "b"], {})
+    images, errors = rig.run(request("a"), request("b"))
+    assert (sorted(images), errors) == (["a", "b"], {})
 
 
 @pytest.mark.slow
@@ -154,4 +154,4 @@ def test_a_request_that_fails_on_one_rank_fails_on_all_with_its_code_and_the_oth
         "in a call": ["CapacityExceeded", "rank 1 has no room"],
         "broken": ["EngineFailed", "RuntimeError: rank 1 broke"],
     }
-    assert first["pictures"] == ["good"]
+    assert first["images"] == ["good"]

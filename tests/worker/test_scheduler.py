@@ -19,7 +19,7 @@ def spec(name: str, side: int = 512, steps: int = 4, **fields: Any) -> RequestSp
 
 
 def cost(specs: list[RequestSpec]) -> float:
-    """A device that is launch-bound at 512 pixels, up to 4 pictures, and bound by arithmetic at 1024."""
+    """A device that is launch-bound at 512 pixels, up to 4 images, and bound by arithmetic at 1024."""
     return max(SMALL_S, SMALL_S / 4 * len(specs)) if specs[0].height == 512 else LARGE_S * len(specs)
 
 
@@ -181,7 +181,7 @@ def test_a_report_of_a_request_that_was_removed_does_not_end_a_new_one_of_its_na
     assert scheduler.waiting == 1
 
 
-def test_a_picture_that_is_only_decoded_takes_no_place_from_one_that_is_denoised() -> None:
+def test_an_image_that_is_only_decoded_takes_no_place_from_one_that_is_denoised() -> None:
     scheduler = scheduler_with(spec("first"), spec("a"), spec("b"), size=1)
     for number in range(5):
         step(scheduler, finished=("first",) if number == 4 else ())

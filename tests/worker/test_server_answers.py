@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pictures are answered: formats, files, quality, timings, provenance, and OpenAI's fields that mean nothing here."""
+"""How images are answered: formats, files, quality, timings, provenance, and OpenAI's fields that mean nothing here."""
 
 import asyncio
 import base64
@@ -30,9 +30,9 @@ async def edge() -> AsyncIterator[Edge]:
         yield edge
 
 
-def stored_provenance(picture: Image.Image) -> dict[str, Any]:
-    """What a picture's own metadata says of how it was made."""
-    text = picture.info["provenance"] if picture.format == "PNG" else picture.getexif()[0x010E]
+def stored_provenance(image: Image.Image) -> dict[str, Any]:
+    """What an image's own metadata says of how it was made."""
+    text = image.info["provenance"] if image.format == "PNG" else image.getexif()[0x010E]
     found: dict[str, Any] = json.loads(text)
     return found
 
@@ -42,18 +42,18 @@ def stored_provenance(picture: Image.Image) -> dict[str, Any]:
 
 @pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
 async def test_each_output_format_is_answered_as_such(edge: Edge, output_format: str) -> None:
-    answer = (await edge.images(prompt="p", seed=3, size="48x32", output_format=output_format)).json()
-    picture = decode_image(answer["data"][0]["b64_json"])
+    answer = (await edge.request_images(prompt="p", seed=3, size="48x32", output_format=output_format)).json()
+    image = decode_image(answer["data"][0]["b64_json"])
     assert (answer["output_format"], answer["size"], answer["background"]) == (output_format, "48x32", "opaque")
-    assert (picture.format, picture.size) == (output_format.upper(), (48, 32))
+    assert (image.format, image.size) == (output_format.upper(), (48, 32))
 
 
 @pytest.mark.parametrize("output_format", ["jpeg", "webp"])
 async def test_less_compression_makes_larger_files(edge: Edge, output_format: str) -> None:
-    sizes = [
-        len((await edge.images(prompt="p", seed=3, output_format=output_format, output_compression=quality)).json()["data"][0]["b64_json"])
-        for quality in (0, 50, 100)
-    ]
+    sizes = []
+    for quality in (0, 50, 100):
+        answer = await edge.request_images(prompt="p", seed=3, output_format=output_format, output_compression=quality)
+        sizes.append(len(answer.json()["data"][0]["b64_json"]))
     assert sizes == sorted(set(sizes))
 
 
@@ -77,36 +77,36 @@ async def test_less_compression_makes_larger_files(edge: Edge, output_format: st
     ],
 )
 async def test_what_cannot_be_answered_is_refused_by_name(edge: Edge, body: dict[str, Any], field: str, says: str) -> None:
-    answer = await edge.images(prompt="p", **body)
+    answer = await edge.request_images(prompt="p", **body)
     assert (answer.status_code, answer.json()["code"], answer.json()["details"]) == (400, "InvalidRequest", {"field": field})
     assert says in answer.json()["message"]
 
 
-async def test_a_file_is_the_picture_itself(edge: Edge) -> None:
-    answer = await edge.images(prompt="p", seed=3, response_format="file", output_format="webp")
+async def test_a_file_is_the_image_itself(edge: Edge) -> None:
+    answer = await edge.request_images(prompt="p", seed=3, response_format="file", output_format="webp")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "image/webp")
-    picture = Image.open(io.BytesIO(answer.content))
-    assert (picture.format, stored_provenance(picture)["seed"]) == ("WEBP", 3)
+    image = Image.open(io.BytesIO(answer.content))
+    assert (image.format, stored_provenance(image)["seed"]) == ("WEBP", 3)
 
 
 async def test_several_files_are_a_zip_in_the_order_of_their_seeds(edge: Edge) -> None:
-    answer = await edge.images(prompt="p", seed=3, n=2, response_format="file")
+    answer = await edge.request_images(prompt="p", seed=3, n=2, response_format="file")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/zip")
     with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
         assert archive.namelist() == ["0.png", "1.png"]
-        pictures = [Image.open(io.BytesIO(archive.read(name))) for name in archive.namelist()]
+        images = [Image.open(io.BytesIO(archive.read(name))) for name in archive.namelist()]
     expected = [fake_pixels(RequestSpec(request_id="", prompt="p", seed=seed)) for seed in (3, 4)]
-    assert [picture.tobytes() for picture in pictures] == expected
+    assert [image.tobytes() for image in images] == expected
 
 
 # Provenance, timings, quality
 
 
 @pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
-async def test_the_answer_and_the_picture_itself_say_what_made_it_and_not_from_which_words(edge: Edge, output_format: str) -> None:
+async def test_the_answer_and_the_image_itself_say_what_made_it_and_not_from_which_words(edge: Edge, output_format: str) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
     body = {"prompt": "words of mine", "model": "stripes", "lora_scale": 0.5, "seed": 3, "num_inference_steps": 2, "guidance_scale": 1.5}
-    item = (await edge.images(**body, output_format=output_format)).json()["data"][0]
+    item = (await edge.request_images(**body, output_format=output_format)).json()["data"][0]
     provenance = item["provenance"]
     expected = {"model": "digits", "pipeline": "FakePipeline", "seed": 3, "steps": 2, "guidance_scale": 1.5, "width": 64, "height": 64}
     assert {name: provenance[name] for name in expected} == expected
@@ -115,10 +115,10 @@ async def test_the_answer_and_the_picture_itself_say_what_made_it_and_not_from_w
     assert b"words of mine" not in base64.b64decode(item["b64_json"]) + json.dumps(provenance).encode()
 
 
-async def test_timings_and_peak_memory_of_each_picture_are_answered_on_request_only(edge: Edge) -> None:
-    [plain] = (await edge.images(prompt="p")).json()["data"]
+async def test_timings_and_peak_memory_of_each_image_are_answered_on_request_only(edge: Edge) -> None:
+    [plain] = (await edge.request_images(prompt="p")).json()["data"]
     assert not {"timings", "peak_memory_bytes"} & set(plain)
-    for item in (await edge.images(prompt="p", n=2, timings=True)).json()["data"]:
+    for item in (await edge.request_images(prompt="p", n=2, timings=True)).json()["data"]:
         timings = item["timings"]
         assert list(timings) == ["queue", "encode", "denoise", "decode", "post", "total"]
         assert (timings["denoise"], timings["decode"]) == (FAKE_STAGES.denoise, FAKE_STAGES.decode)
@@ -133,13 +133,13 @@ async def test_timings_and_peak_memory_of_each_picture_are_answered_on_request_o
 async def test_quality_chooses_the_accelerated_path_or_every_step_and_the_answer_says_which_ran(asked: str | None, with_cache: str) -> None:
     for step_cache, expected in ((StepCache.FIRST_BLOCK, with_cache), (StepCache.NONE, "high")):
         async with serving_edge(step_cache=step_cache) as edge:
-            answer = (await edge.images(prompt="p", quality=asked)).json()
+            answer = (await edge.request_images(prompt="p", quality=asked)).json()
         assert (answer["quality"], answer["data"][0]["provenance"]["accelerated"]) == (expected, expected == "medium")
 
 
 async def test_an_exact_request_is_never_accelerated() -> None:
     async with serving_edge(step_cache=StepCache.FIRST_BLOCK) as edge:
-        answer = (await edge.images(prompt="p", quality="low", exact=True)).json()
+        answer = (await edge.request_images(prompt="p", quality="low", exact=True)).json()
     assert answer["quality"] == "high"
 
 
@@ -160,7 +160,7 @@ async def test_an_exact_request_is_never_accelerated() -> None:
     ],
 )
 async def test_fields_that_ask_for_nothing_that_could_be_missed_are_accepted(edge: Edge, body: dict[str, Any]) -> None:
-    assert (await edge.images(prompt="p", **body)).status_code == 200
+    assert (await edge.request_images(prompt="p", **body)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ async def test_fields_that_ask_for_nothing_that_could_be_missed_are_accepted(edg
         ("frame_duration_ms", 100),
         ("background", "transparent"),
         ("input_fidelity", "high"),
-        ("image", "a picture"),
-        ("mask", "a picture"),
+        ("image", "an image"),
+        ("mask", "an image"),
     ],
 )
 async def test_fields_that_mean_nothing_here_are_refused_with_what_is_possible(edge: Edge, field: str, value: object) -> None:
-    answer = await edge.images(prompt="p", **{field: value})
+    answer = await edge.request_images(prompt="p", **{field: value})
     assert (answer.status_code, answer.json()["details"]) == (400, {"field": field})
     assert REFUSED[field] in answer.json()["message"]
 
@@ -203,8 +203,8 @@ async def test_half_of_a_surrogate_pair_is_no_text(edge: Edge, field: str) -> No
 async def test_what_a_request_leaves_open_is_taken_from_the_options() -> None:
     defaults = RequestDefaults(steps=3, guidance_scale=2.5, width=48, height=32)
     async with serving_edge(defaults=defaults) as edge:
-        [item] = (await edge.images(prompt="p", seed=1)).json()["data"]
-        [own] = (await edge.images(prompt="p", seed=1, size="32x32", num_inference_steps=1, guidance_scale=0.0)).json()["data"]
+        [item] = (await edge.request_images(prompt="p", seed=1)).json()["data"]
+        [own] = (await edge.request_images(prompt="p", seed=1, size="32x32", num_inference_steps=1, guidance_scale=0.0)).json()["data"]
     spec = RequestSpec(request_id="", prompt="p", seed=1, steps=3, guidance_scale=2.5, width=48, height=32)
     assert decode_image(item["b64_json"]).tobytes() == fake_pixels(spec)
     assert (item["provenance"]["steps"], item["provenance"]["guidance_scale"]) == (3, 2.5)
@@ -223,8 +223,8 @@ async def test_what_a_request_leaves_open_is_taken_from_the_options() -> None:
 async def test_a_request_over_a_limit_of_the_options_is_refused_with_the_limit(body: dict[str, Any], field: str, limit: str) -> None:
     limits = RequestLimits(max_images=2, max_steps=5, max_pixels=4096, max_prompt_chars=10)
     async with serving_edge(limits=limits) as edge:
-        refused = await edge.images(**{"prompt": "p", **body})
-        fits = await edge.images(prompt="p" * 10, n=2, num_inference_steps=5, size="64x64")
+        refused = await edge.request_images(**{"prompt": "p", **body})
+        fits = await edge.request_images(prompt="p" * 10, n=2, num_inference_steps=5, size="64x64")
     assert (refused.status_code, refused.json()["details"]) == (400, {"field": field})
     assert limit in refused.json()["message"]
     assert fits.status_code == 200
@@ -236,7 +236,7 @@ OWN_DEFAULTS = ModelInfo("P", "float32", size_multiple=8, weights_bytes=1, defau
 @pytest.mark.parametrize(("max_steps", "made"), [(20, 20), (50, 50), (200, 50)])
 async def test_a_request_that_says_no_steps_never_gets_more_than_the_limit(max_steps: int, made: int) -> None:
     async with serving_edge(model=OWN_DEFAULTS, limits=RequestLimits(max_steps=max_steps)) as edge:
-        [item] = (await edge.images(prompt="p", seed=1, size="32x32")).json()["data"]
+        [item] = (await edge.request_images(prompt="p", seed=1, size="32x32")).json()["data"]
         card = (await edge.data.get("/v1/models/digits")).json()
     spec = RequestSpec(request_id="", prompt="p", seed=1, steps=made, width=32, height=32)
     assert decode_image(item["b64_json"]).tobytes() == fake_pixels(spec), "so many were asked of the ranks"
@@ -249,7 +249,7 @@ async def test_a_recipe_of_more_steps_than_the_limit_is_refused() -> None:
     edge = Edge(group, limits=RequestLimits(max_steps=7))
     await edge.engine.start()
     await edge.put_adapter("stripes", "/loras/stripes")
-    refused = await edge.images(prompt="p", model="stripes")
+    refused = await edge.request_images(prompt="p", model="stripes")
     assert (refused.status_code, refused.json()["details"]) == (400, {"field": "num_inference_steps"})
     await edge.engine.terminate()
 

@@ -178,11 +178,11 @@ async def test_an_operation_for_another_boot_is_refused(edge: Edge, kind: str) -
 
 async def test_sleep_waits_for_a_running_request_and_refuses_new_ones(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.images(prompt="p"))
+    running = asyncio.create_task(edge.request_images(prompt="p"))
     await edge.wait_state(inFlight=1)
     await edge.operate("sleep", mode="Wait")
     await edge.wait_state(state="draining")
-    assert (await edge.images(prompt="p")).json()["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p")).json()["code"] == "Asleep"
     edge.ranks.stepping.set()
     assert (await running).status_code == 200
     await edge.wait_state(state="asleep")
@@ -190,7 +190,7 @@ async def test_sleep_waits_for_a_running_request_and_refuses_new_ones(edge: Edge
 
 async def test_sleep_with_abort_ends_a_running_request_with_a_code(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.images(prompt="p"))
+    running = asyncio.create_task(edge.request_images(prompt="p"))
     await edge.wait_state(inFlight=1)
     await edge.operate("sleep", mode="Abort")
     answer = await running
@@ -212,14 +212,14 @@ async def test_a_wake_of_some_tags_serves_nothing_until_the_last_one_is_there(ed
     await edge.operate("wake", tags=["weights", "caches"])
     document = await edge.wait_state(operation=None)
     assert (document["state"], [rank["memory"]["asleep"] for rank in document["ranks"]]) == ("asleep", [["adapters"], ["adapters"]])
-    assert (await edge.images(prompt="p")).json()["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p")).json()["code"] == "Asleep"
     await edge.operate("wake", tags=["adapters"])
     await edge.wait_state(state="ready")
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p")).status_code == 200
 
 
 async def test_a_sleep_of_an_idle_model_is_refused_where_a_request_came_lately(edge: Edge) -> None:
-    await edge.images(prompt="p")
+    await edge.request_images(prompt="p")
     answer = await edge.operate("sleep", ifIdleSince=60)
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Busy", True)
     assert (await edge.state())["state"] == "ready"
@@ -243,7 +243,7 @@ async def test_a_failed_sleep_is_in_the_state_document_and_the_model_serves_on(e
     document = await edge.wait_state(state="ready", operation=None)
     assert document["lastOperation"]["error"]["code"] == "RankFailed"
     assert "no memory to map" in document["lastOperation"]["error"]["message"]
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,10 @@ async def test_a_wrong_field_of_an_operation_is_refused_by_name(edge: Edge, path
 # Pause and probe
 
 
-async def test_a_pause_keeps_requests_waiting_and_a_resume_makes_their_pictures(edge: Edge) -> None:
+async def test_a_pause_keeps_requests_waiting_and_a_resume_makes_their_images(edge: Edge) -> None:
     answer = await edge.operate("pause", operationId="p-1")
     assert (answer.status_code, answer.json()) == (200, {"operationId": "p-1", "paused": True})
-    waiting = [asyncio.create_task(edge.images(prompt="p", seed=seed)) for seed in range(2)]
+    waiting = [asyncio.create_task(edge.request_images(prompt="p", seed=seed)) for seed in range(2)]
     document = await edge.wait_state(queued=2)
     assert (document["paused"], document["state"], document["inFlight"]) == (True, "ready", 0)
     assert (await edge.operate("pause")).status_code == 200
@@ -297,7 +297,7 @@ async def test_a_pause_that_the_ranks_do_not_join_in_time_is_an_error_and_change
     answer = await edge.operate("pause", deadlineSeconds=0.02)
     assert (answer.status_code, answer.json()["code"]) == (504, "Timeout")
     assert (await edge.state())["paused"] is False
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p")).status_code == 200
 
 
 async def test_an_error_of_a_rank_in_a_pause_is_the_answer(edge: Edge) -> None:
@@ -379,7 +379,7 @@ async def test_a_repeated_put_only_changes_the_scale(edge: Edge) -> None:
 
 async def test_another_source_replaces_an_adapter_without_a_gap(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/one")
-    before = (await edge.images(prompt="p", seed=1, model="style")).json()["data"]
+    before = (await edge.request_images(prompt="p", seed=1, model="style")).json()["data"]
     edge.ranks.calling.clear()
     replacing = asyncio.create_task(edge.put_adapter("style", "/loras/two"))
 
@@ -387,17 +387,17 @@ async def test_another_source_replaces_an_adapter_without_a_gap(edge: Edge) -> N
         return edge.ranks.calls.count("add_lora") == 2
 
     await edge.wait_for(second_load_runs)
-    assert (await edge.images(prompt="p", seed=1, model="style")).json()["data"] == before
+    assert (await edge.request_images(prompt="p", seed=1, model="style")).json()["data"] == before
     edge.ranks.calling.set()
     assert (await replacing).json()["digest"] == fake_digest("/loras/two")
-    assert (await edge.images(prompt="p", seed=1, model="style")).json()["data"] != before
+    assert (await edge.request_images(prompt="p", seed=1, model="style")).json()["data"] != before
 
 
 async def test_a_replacement_that_fails_leaves_the_old_one_serving(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/one")
     answer = await edge.put_adapter("style", "/loras/two", digest="sha256:" + "0" * 64)
     assert (answer.status_code, answer.json()["code"]) == (409, "DigestMismatch")
-    assert (await edge.images(prompt="p", model="style")).status_code == 200
+    assert (await edge.request_images(prompt="p", model="style")).status_code == 200
 
 
 async def test_an_adapter_that_is_none_is_refused_and_recorded_as_failed(edge: Edge) -> None:
@@ -427,7 +427,7 @@ async def test_a_deleted_adapter_is_unknown_from_then_on(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/style")
     answer = await edge.delete_adapter("style")
     assert (answer.status_code, answer.json()) == (200, {"name": "style"})
-    assert (await edge.images(prompt="p", model="style")).status_code == 404
+    assert (await edge.request_images(prompt="p", model="style")).status_code == 404
     assert (await edge.state())["adapters"] == []
     again = await edge.delete_adapter("style")
     assert (again.status_code, again.json()["code"]) == (404, "NotFound")
@@ -437,7 +437,7 @@ async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: 
     """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.images(prompt="p", model="style"))
+    running = asyncio.create_task(edge.request_images(prompt="p", model="style"))
     await edge.wait_state(inFlight=1)
     deleting = asyncio.create_task(edge.delete_adapter("style"))
 
@@ -445,7 +445,7 @@ async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: 
         return bool((await edge.state())["adapters"][0]["state"] == "Draining")
 
     await edge.wait_for(drains)
-    assert (await edge.images(prompt="p", model="style")).status_code == 404
+    assert (await edge.request_images(prompt="p", model="style")).status_code == 404
     edge.ranks.stepping.set()
     assert (await running).status_code == 200
     assert (await deleting).status_code == 200
@@ -455,7 +455,7 @@ async def test_a_delete_ends_requests_that_outlast_the_drain(edge: Edge) -> None
     """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.images(prompt="p", model="style"))
+    running = asyncio.create_task(edge.request_images(prompt="p", model="style"))
     await edge.wait_state(inFlight=1)
     assert (await edge.delete_adapter("style", drainSeconds=0)).status_code == 200
     answer = await running

@@ -92,7 +92,7 @@ async def test_an_answer_may_take_longer_than_a_head_and_the_next_head_has_its_o
         request = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
         writer.write(request)
         await edge.wait_state(inFlight=1)
-        # Twice the time of a head, in which a picture is made.
+        # Twice the time of a head, in which an image is made.
         waiting = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
         done, _ = await asyncio.wait({waiting}, timeout=2 * ImpatientConnection.head_timeout_s)
         assert not done
@@ -127,7 +127,7 @@ async def test_what_is_no_http_is_refused_and_closed(edge: Edge, garbage: bytes)
         writer.write(garbage)
         assert (await read_all(reader)).startswith(b"HTTP/1.1 400")
         writer.close()
-        assert (await edge.images(prompt="p")).status_code == 200
+        assert (await edge.request_images(prompt="p")).status_code == 200
 
 
 # Answers that nobody reads
@@ -234,10 +234,10 @@ async def test_a_client_that_leaves_while_queued_or_stepping_frees_its_place(edg
     await running.leave()
     edge.ranks.stepping.set()
     await edge.wait_state(inFlight=0, queued=0)
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p")).status_code == 200
 
 
-async def test_a_client_that_leaves_while_its_picture_is_encoded_gets_none(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_while_its_image_is_encoded_gets_none(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     encoding = asyncio.Event()
 
     async def never(self: EncodingThreads, *_: object, **__: object) -> None:
@@ -267,7 +267,7 @@ async def test_nothing_is_left_of_clients_that_left(edge: Edge) -> None:
 
 
 class Leaving:
-    """A client that asks for pictures and goes away when told."""
+    """A client that asks for images and goes away when told."""
 
     def __init__(self, edge: Edge, **body: Any) -> None:
         self.sent: list[dict[str, Any]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data port over a fake rank group: pictures, refusals, and what is never said."""
+"""The data port over a fake rank group: images, refusals, and what is never said."""
 
 import asyncio
 import json
@@ -26,29 +26,29 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 async def test_a_request_is_answered_as_the_openai_sdk_expects(edge: Edge) -> None:
-    answer = await edge.images(prompt="a red seven", model="digits", n=2, size="48x32", seed=7, response_format="b64_json")
+    answer = await edge.request_images(prompt="a red seven", model="digits", n=2, size="48x32", seed=7, response_format="b64_json")
     assert answer.status_code == 200
     body = answer.json()
     assert isinstance(body["created"], int)
     assert [item["seed"] for item in body["data"]] == [7, 8]
     for seed, item in zip((7, 8), body["data"], strict=True):
-        picture = decode_image(item["b64_json"])
-        assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (48, 32))
+        image = decode_image(item["b64_json"])
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (48, 32))
         expected = fake_pixels(RequestSpec(request_id="", prompt="a red seven", seed=seed, width=48, height=32))
-        assert picture.tobytes() == expected
+        assert image.tobytes() == expected
 
 
 async def test_a_request_without_a_model_a_size_or_a_seed_gets_the_defaults(edge: Edge) -> None:
-    answer = await edge.images(prompt="a red seven", size="auto")
+    answer = await edge.request_images(prompt="a red seven", size="auto")
     [item] = answer.json()["data"]
-    again = await edge.images(prompt="a red seven", seed=item["seed"])
+    again = await edge.request_images(prompt="a red seven", seed=item["seed"])
     assert decode_image(item["b64_json"]).size == (64, 64)
     assert again.json()["data"] == [item]
 
 
 async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
     body = {"prompt": "p", "seed": 1, "num_inference_steps": 3, "guidance_scale": 2.5, "negative_prompt": "blur"}
-    answer = await edge.images(**body)
+    answer = await edge.request_images(**body)
     spec = RequestSpec(request_id="", prompt="p", seed=1, steps=3, guidance_scale=2.5, negative_prompt="blur")
     assert decode_image(answer.json()["data"][0]["b64_json"]).tobytes() == fake_pixels(spec)
 
@@ -92,7 +92,7 @@ async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
     ],
 )
 async def test_a_wrong_field_is_refused_by_name(edge: Edge, body: dict[str, Any], field: str, says: str) -> None:
-    answer = await edge.images(**body)
+    answer = await edge.request_images(**body)
     assert answer.status_code == 400
     problem = answer.json()
     assert (problem["code"], problem["retryable"], problem["retryAfterSeconds"]) == ("InvalidRequest", False, None)
@@ -140,15 +140,15 @@ async def test_a_body_over_the_limit_is_refused_whether_its_length_is_declared_o
 
 
 async def test_an_unknown_model_is_not_found_and_never_the_base(edge: Edge) -> None:
-    answer = await edge.images(prompt="p", model="nobody")
+    answer = await edge.request_images(prompt="p", model="nobody")
     assert (answer.status_code, answer.json()["code"]) == (404, "NotFound")
     assert "'nobody'" in answer.json()["message"]
 
 
 async def test_an_adapter_is_served_under_its_name_and_listed(edge: Edge) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
-    answer = await edge.images(prompt="p", seed=1, model="stripes")
-    base = await edge.images(prompt="p", seed=1)
+    answer = await edge.request_images(prompt="p", seed=1, model="stripes")
+    base = await edge.request_images(prompt="p", seed=1)
     assert answer.status_code == 200
     assert answer.json()["data"] != base.json()["data"]
     models = (await edge.data.get("/v1/models")).json()
@@ -159,24 +159,24 @@ async def test_an_adapter_is_served_under_its_name_and_listed(edge: Edge) -> Non
 
 async def test_the_strength_of_an_adapter_can_be_given_per_request(edge: Edge) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
-    strong, weak = [await edge.images(prompt="p", seed=1, model="stripes", lora_scale=scale) for scale in (1.0, 0.25)]
+    strong, weak = [await edge.request_images(prompt="p", seed=1, model="stripes", lora_scale=scale) for scale in (1.0, 0.25)]
     assert strong.json()["data"] != weak.json()["data"]
 
 
 async def test_an_adapter_that_failed_to_load_is_refused_with_the_reason(edge: Edge) -> None:
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json")
     await edge.put_adapter("broken", "/loras/broken")
-    answer = await edge.images(prompt="p", model="broken")
+    answer = await edge.request_images(prompt="p", model="broken")
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "AdapterNotLoaded", True)
     assert "no adapter_config.json" in answer.json()["message"]
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p")).status_code == 200
 
 
 async def test_a_worker_that_loads_is_not_ready_for_the_kubelet_and_keeps_its_requests() -> None:
     edge = Edge(FakeRankGroup())
     edge.ranks.loading.clear()
     starting = asyncio.create_task(edge.engine.start())
-    early = asyncio.create_task(edge.images(prompt="p"))
+    early = asyncio.create_task(edge.request_images(prompt="p"))
     await edge.wait_held(1)
     assert (await edge.data.get("/healthz")).status_code == 200
     ready = await edge.data.get("/readyz")
@@ -192,26 +192,26 @@ async def test_a_worker_that_loads_is_not_ready_for_the_kubelet_and_keeps_its_re
 async def test_a_sleeping_model_refuses_requests_but_stays_ready_for_the_kubelet(edge: Edge) -> None:
     await edge.operate("sleep")
     await edge.wait_state(state="asleep")
-    answer = await edge.images(prompt="p")
+    answer = await edge.request_images(prompt="p")
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Asleep", True)
     assert (await edge.data.get("/readyz")).status_code == 200
     await edge.operate("wake")
     await edge.wait_state(state="ready")
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p")).status_code == 200
 
 
 async def test_a_group_that_is_lost_for_good_fails_the_requests_that_wait_for_it() -> None:
     async with serving_edge(max_restarts=0) as edge:
         edge.ranks.stepping.clear()
         watching = asyncio.create_task(edge.engine.run_until_failure())
-        request = asyncio.create_task(edge.images(prompt="p"))
+        request = asyncio.create_task(edge.request_images(prompt="p"))
         await edge.wait_state(inFlight=1)
         edge.ranks.die("rank 0 was ended by SIGKILL")
         answer = await request
         assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
         assert "SIGKILL" in answer.json()["message"]
         assert "SIGKILL" in await watching
-        assert (await edge.images(prompt="p")).status_code == 500
+        assert (await edge.request_images(prompt="p")).status_code == 500
         assert (await edge.data.get("/readyz")).status_code == 503
 
 
@@ -232,7 +232,7 @@ async def test_a_client_that_goes_away_frees_its_place_in_the_batch(edge: Edge) 
 
     leaving = asyncio.create_task(edge.data_application(image_scope(), receive, send))
     await edge.wait_state(inFlight=2)
-    staying = asyncio.create_task(edge.images(prompt="p"))
+    staying = asyncio.create_task(edge.request_images(prompt="p"))
     await edge.wait_state(queued=1)
     gone.set()
     async with asyncio.timeout(DEADLINE_S):
@@ -265,15 +265,15 @@ async def test_a_fault_of_ours_is_an_engine_failure_without_its_details(edge: Ed
         raise ZeroDivisionError(SECRET)
 
     monkeypatch.setattr(edge.engine, "generate", broken)
-    answer = await edge.images(prompt="p")
+    answer = await edge.request_images(prompt="p")
     assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
     assert SECRET not in answer.text
 
 
 async def test_no_prompt_is_logged(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    await edge.images(prompt=SECRET)
-    await edge.images(prompt=SECRET, n=0)
+    await edge.request_images(prompt=SECRET)
+    await edge.request_images(prompt=SECRET, n=0)
     assert "image request" in caplog.text
     assert SECRET not in caplog.text
 

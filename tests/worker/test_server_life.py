@@ -28,7 +28,7 @@ def fake(behaviour: Mapping[str, Any] | None = None, **options: Any) -> WorkerPr
 def images_or_nothing(worker: WorkerProcess) -> httpx2.Response | None:
     """The answer, or None where the connection broke."""
     try:
-        return worker.images(prompt="p", num_inference_steps=200)
+        return worker.request_images(prompt="p", num_inference_steps=200)
     except httpx2.TransportError:
         return None
 
@@ -56,7 +56,7 @@ def test_a_terminated_worker_finishes_its_request_and_exits_with_0() -> None:
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         worker.send_signal(signal.SIGTERM)
         worker.wait_for(lambda: worker.get("/readyz").status_code == 503, what="draining")
-        refused = worker.images(prompt="q")
+        refused = worker.request_images(prompt="q")
         assert (refused.status_code, refused.json()["code"]) == (503, "Terminating")
         assert running.result(30).status_code == 200
         assert worker.wait_exit() == 0

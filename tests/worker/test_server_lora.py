@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in requests for pictures, over a fake rank group: every form of the reference's object, and every wrong one."""
+"""Adapters in requests for images, over a fake rank group: every form of the reference's object, and every wrong one."""
 
 import asyncio
 import json
@@ -35,9 +35,9 @@ def pixels(*adapters: tuple[str, float]) -> bytes:
     return fake_pixels(spec, " + ".join(path for path, _ in adapters) or None)
 
 
-async def picture(edge: Edge, **body: Any) -> tuple[bytes, list[dict[str, Any]]]:
-    """The pixels of one picture, and the adapters that its provenance names."""
-    answer = await edge.images(**{**REQUEST, **body})
+async def image(edge: Edge, **body: Any) -> tuple[bytes, list[dict[str, Any]]]:
+    """The pixels of one image, and the adapters that its provenance names."""
+    answer = await edge.request_images(**{**REQUEST, **body})
     assert answer.status_code == 200, answer.text
     (item,) = answer.json()["data"]
     return decode_image(item["b64_json"]).tobytes(), item["provenance"]["adapters"]
@@ -63,7 +63,7 @@ def refusal(answer: httpx2.Response) -> tuple[int, str, str | None]:
     ],
 )
 async def test_every_form_of_the_references_object_asks_for_the_adapter(edge: Edge, asked: Any) -> None:
-    made, adapters = await picture(edge, lora=asked)
+    made, adapters = await image(edge, lora=asked)
     assert made == pixels((STRIPES, 0.25))
     assert adapters == [{"name": "stripes", "digest": fake_digest(STRIPES), "scale": 0.25}]
 
@@ -86,7 +86,7 @@ async def test_every_form_of_the_references_object_asks_for_the_adapter(edge: Ed
 async def test_a_request_may_have_several_adapters_each_with_its_strength(
     edge: Edge, body: dict[str, Any], uses: list[tuple[str, float]]
 ) -> None:
-    made, adapters = await picture(edge, **body)
+    made, adapters = await image(edge, **body)
     assert made == pixels(*uses)
     assert [(adapter["digest"], adapter["scale"]) for adapter in adapters] == [(fake_digest(path), scale) for path, scale in uses]
 
@@ -123,13 +123,13 @@ WRONG: list[tuple[Any, str]] = [
 async def test_a_wrong_form_is_refused_with_the_place_of_what_is_wrong(edge: Edge) -> None:
     calls = list(edge.ranks.calls)
     for lora, field in WRONG:
-        answer = await edge.images(**REQUEST, lora=lora)
+        answer = await edge.request_images(**REQUEST, lora=lora)
         assert refusal(answer) == (400, "InvalidRequest", field), f"{lora}: {answer.text}"
     assert edge.ranks.calls == calls
 
 
 async def test_a_path_that_is_not_the_adapters_own_is_refused_without_naming_that_and_nothing_is_read(edge: Edge) -> None:
-    answer = await edge.images(**REQUEST, lora={"name": "stripes", "path": "/etc/shadow"})
+    answer = await edge.request_images(**REQUEST, lora={"name": "stripes", "path": "/etc/shadow"})
     assert answer.json()["message"] == ("lora[0].path: expected none, or where adapter 'stripes' came from, found '/etc/shadow'")
     assert edge.ranks.calls.count("add_lora") == 2
 
@@ -144,12 +144,12 @@ async def test_a_path_that_is_not_the_adapters_own_is_refused_without_naming_tha
     ],
 )
 async def test_a_lora_scale_that_is_not_for_exactly_one_adapter_is_refused(edge: Edge, body: dict[str, Any]) -> None:
-    assert refusal(await edge.images(**REQUEST, **body)) == (400, "InvalidRequest", "lora_scale")
+    assert refusal(await edge.request_images(**REQUEST, **body)) == (400, "InvalidRequest", "lora_scale")
 
 
 @pytest.mark.parametrize("body", [{"lora": {"name": "nobody"}}, {"lora": [{"name": "stripes"}, {"name": "nobody", "path": "/x"}]}])
 async def test_an_unknown_adapter_is_not_found_never_the_base(edge: Edge, body: dict[str, Any]) -> None:
-    answer = await edge.images(**REQUEST, **body)
+    answer = await edge.request_images(**REQUEST, **body)
     assert refusal(answer)[:2] == (404, "NotFound")
     assert "'nobody'" in answer.json()["message"]
 
@@ -158,9 +158,9 @@ async def test_an_adapter_that_failed_to_load_is_not_loaded_never_the_base(edge:
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
     await edge.put_adapter("broken", "/loras/broken")
     for body in ({"lora": {"name": "broken"}}, {"model": "broken"}, {"lora": [{"name": "stripes"}, {"name": "broken"}]}):
-        answer = await edge.images(**REQUEST, **body)
+        answer = await edge.request_images(**REQUEST, **body)
         assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
-        answer = await edge.images(**REQUEST, **body, stream=True)
+        answer = await edge.request_images(**REQUEST, **body, stream=True)
         assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
 
 
@@ -182,7 +182,7 @@ async def evicted(edge: Edge, **body: Any) -> None:
 async def test_an_evicted_adapter_is_refused_for_now_and_not_listed() -> None:
     async with serving_edge(max_cached_loras=2, max_loras=2) as edge:
         await evicted(edge)
-        answer = await edge.images(**REQUEST, lora={"name": "old"})
+        answer = await edge.request_images(**REQUEST, lora={"name": "old"})
         assert refusal(answer)[:2] == (503, "AdapterNotLoaded") and int(answer.headers["retry-after"]) >= 1
         assert [card["id"] for card in (await edge.data.get("/v1/models")).json()["data"]] == ["digits", "newer", "newest"]
         assert refusal(await edge.data.get("/v1/models/old"))[:2] == (503, "AdapterNotLoaded")
@@ -193,7 +193,7 @@ async def test_an_evicted_adapter_is_loaded_for_its_request_where_the_worker_may
         await evicted(edge)
         listed = {card["id"]: card["state"] for card in (await edge.data.get("/v1/models")).json()["data"]}
         assert listed["old"] == "Cached" == (await edge.data.get("/v1/models/old")).json()["state"]
-        made, adapters = await picture(edge, lora={"name": "old"})
+        made, adapters = await image(edge, lora={"name": "old"})
         assert made == pixels(("/loras/old", 1.0)) and adapters[0]["digest"] == fake_digest("/loras/old")
 
 
@@ -201,7 +201,7 @@ async def test_an_adapter_on_demand_is_listed_and_loaded_by_its_first_request(ed
     answer = await edge.put_adapter("rare", "/loras/rare", residency="OnDemand")
     assert (answer.status_code, answer.json()["state"]) == (200, "Cached")
     assert (await edge.data.get("/v1/models/rare")).json()["state"] == "Cached"
-    assert (await picture(edge, model="rare"))[0] == pixels(("/loras/rare", 1.0))
+    assert (await image(edge, model="rare"))[0] == pixels(("/loras/rare", 1.0))
     assert (await edge.data.get("/v1/models/rare")).json()["state"] == "Loaded"
 
 
@@ -209,7 +209,7 @@ async def test_a_client_that_goes_away_while_its_adapter_loads_frees_its_place(e
     await edge.put_adapter("rare", "/loras/rare", residency="OnDemand")
     before = asyncio.all_tasks()
     edge.ranks.calling.clear()
-    waiting = asyncio.create_task(edge.images(**REQUEST, model="rare"))
+    waiting = asyncio.create_task(edge.request_images(**REQUEST, model="rare"))
 
     async def loads() -> bool:
         return any(each["state"] == "Loading" for each in (await edge.state())["adapters"])
@@ -227,7 +227,7 @@ async def test_a_client_that_goes_away_while_its_adapter_loads_frees_its_place(e
 async def test_a_failed_load_ends_the_request_that_waits_for_it_with_the_reason(edge: Edge) -> None:
     edge.ranks.adapter_errors["/loras/rare"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "layer x has no such tensor")
     await edge.put_adapter("rare", "/loras/rare", residency="OnDemand")
-    answer = await edge.images(**REQUEST, model="rare")
+    answer = await edge.request_images(**REQUEST, model="rare")
     assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
     assert "layer x has no such tensor" in answer.json()["message"]
 
@@ -247,13 +247,13 @@ async def test_a_card_of_an_adapter_says_its_state_its_strength_its_rank_and_its
 RECIPE = Recipe(steps=3, guidance_scale=1.0, sigmas=[1.0, 0.7, 0.3], shift=3.0)
 
 
-async def test_a_recipe_is_what_a_request_gets_and_what_its_picture_says(edge: Edge) -> None:
+async def test_a_recipe_is_what_a_request_gets_and_what_its_image_says(edge: Edge) -> None:
     edge.ranks.adapter_recipes["/loras/fast"] = RECIPE
     await edge.put_adapter("fast", "/loras/fast")
     card = (await edge.data.get("/v1/models/fast")).json()
     assert card["recipe"] == {"num_inference_steps": 3, "guidance_scale": 1.0, "sigmas": [1.0, 0.7, 0.3], "shift": 3.0}
     assert (card["defaults"]["num_inference_steps"], card["defaults"]["guidance_scale"]) == (3, 1.0)
-    answer = await edge.images(**REQUEST, lora=[{"name": "fast"}, {"name": "stripes"}])
+    answer = await edge.request_images(**REQUEST, lora=[{"name": "fast"}, {"name": "stripes"}])
     made = answer.json()["data"][0]
     assert {name: made["provenance"][name] for name in ("steps", "guidance_scale", "sigmas", "shift")} == {
         "steps": 3,
@@ -269,7 +269,7 @@ async def test_a_recipe_is_what_a_request_gets_and_what_its_picture_says(edge: E
 async def test_a_request_that_contradicts_a_recipe_is_refused_by_name(edge: Edge, field: str, value: float) -> None:
     edge.ranks.adapter_recipes["/loras/fast"] = RECIPE
     await edge.put_adapter("fast", "/loras/fast")
-    answer = await edge.images(**REQUEST, model="fast", **{field: value})
+    answer = await edge.request_images(**REQUEST, model="fast", **{field: value})
     assert refusal(answer) == (400, "InvalidRequest", field) and "'fast'" in answer.json()["message"]
 
 
@@ -277,5 +277,5 @@ async def test_a_model_that_a_request_would_not_get_is_the_same_error(edge: Edge
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
     await edge.put_adapter("broken", "/loras/broken")
     for name in ("nobody", "broken"):
-        card, made = await edge.data.get(f"/v1/models/{name}"), await edge.images(**REQUEST, model=name)
+        card, made = await edge.data.get(f"/v1/models/{name}"), await edge.request_images(**REQUEST, model=name)
         assert (card.status_code, card.json()) == (made.status_code, made.json())

@@ -45,10 +45,10 @@ async def test_an_adapter_is_loaded_used_and_unloaded_as_with_vllm(edge: Edge) -
     assert answer.headers["content-type"].startswith("text/plain")
     [adapter] = (await edge.state())["adapters"]
     assert (adapter["name"], adapter["source"], adapter["state"]) == ("stripes", {"path": STRIPES}, "Loaded")
-    assert (await edge.images(prompt="p", model="stripes")).status_code == 200
+    assert (await edge.request_images(prompt="p", model="stripes")).status_code == 200
     answer = await unload(edge, lora_name="stripes", lora_int_id=1)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'stripes' removed successfully.")
-    assert (await edge.images(prompt="p", model="stripes")).status_code == 404
+    assert (await edge.request_images(prompt="p", model="stripes")).status_code == 404
 
 
 async def test_a_name_that_is_there_already_is_refused_unless_loaded_in_place(edge: Edge) -> None:

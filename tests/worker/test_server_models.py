@@ -120,7 +120,7 @@ async def test_a_model_whose_own_size_is_over_the_limit_does_not_start_without_a
         (OWN_SIZE, {"limits": RequestLimits(max_pixels=4096 // 4), "defaults": RequestDefaults(width=32, height=32)}),
         (msgspec.structs.replace(OWN_SIZE, tasks=[Task.EDIT]), {"limits": RequestLimits(max_pixels=64)}),
     ],
-    ids=["it is at the limit", "a smaller default is given", "edits take the size of their picture"],
+    ids=["it is at the limit", "a smaller default is given", "edits take the size of their image"],
 )
 async def test_a_model_whose_own_size_nobody_gets_over_the_limit_starts(model: ModelInfo, settings: dict[str, Any]) -> None:
     async with serving_edge(model=model, **settings) as edge:

@@ -38,28 +38,28 @@ def test_adapters_of_the_command_line_are_loaded_before_the_worker_is_ready(work
         assert (adapters[name]["state"], adapters[name]["digest"]) == ("Loaded", digest_of(DIGITS / "loras" / name))
         assert adapters[name]["modules"] > 0 and adapters[name]["rank"] > 0
     base, stripes, frame = (worker.image(**REQUEST, model=model) for model in ("digits", "stripes", "frame"))
-    assert len({picture.tobytes() for picture in (base, stripes, frame)}) == 3
+    assert len({image.tobytes() for image in (base, stripes, frame)}) == 3
 
 
 def test_a_broken_adapter_of_the_command_line_is_failed_with_the_reason_and_the_base_serves(worker: WorkerProcess) -> None:
     [broken] = [adapter for adapter in worker.state()["adapters"] if adapter["name"] == "broken"]
     assert (broken["state"], broken["error"]["code"]) == ("Failed", "InvalidAdapter")
     assert "adapter_config.json" in broken["error"]["message"]
-    answer = worker.images(**REQUEST, model="broken")
+    answer = worker.request_images(**REQUEST, model="broken")
     assert (answer.status_code, answer.json()["code"]) == (503, "AdapterNotLoaded")
 
 
 def test_an_adapter_is_put_used_and_deleted_while_the_worker_serves(worker: WorkerProcess) -> None:
-    assert worker.images(**REQUEST, model="put").json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["code"] == "NotFound"
     answer = worker.put_adapter("put", STRIPES, digest=digest_of(STRIPES))
     assert (answer.status_code, answer.json()["state"], answer.json()["ranksLoaded"]) == (200, "Loaded", 1)
     assert worker.image(**REQUEST, model="put").tobytes() == worker.image(**REQUEST, model="stripes").tobytes()
     assert worker.delete_adapter("put").status_code == 200
-    assert worker.images(**REQUEST, model="put").json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["code"] == "NotFound"
     assert worker.delete_adapter("put").status_code == 404
 
 
-def test_an_adapter_is_loaded_between_the_steps_of_a_running_picture_and_changes_nothing_of_it(worker: WorkerProcess) -> None:
+def test_an_adapter_is_loaded_between_the_steps_of_a_running_image_and_changes_nothing_of_it(worker: WorkerProcess) -> None:
     """RA20."""
     long = {**REQUEST, "num_inference_steps": 60, "model": "stripes"}
     alone = worker.image(**long).tobytes()
@@ -68,7 +68,7 @@ def test_an_adapter_is_loaded_between_the_steps_of_a_running_picture_and_changes
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         assert worker.put_adapter("put", DIGITS / "loras" / "frame").status_code == 200
         assert worker.delete_adapter("put").status_code == 200
-        assert worker.state()["inFlight"] == 1, "it was loaded while the picture was made"
+        assert worker.state()["inFlight"] == 1, "it was loaded while the image was made"
         assert running.result(60).tobytes() == alone
 
 
@@ -112,7 +112,7 @@ def test_a_lora_that_is_none_or_does_not_match_is_refused_and_changes_nothing(
     status = 404 if code == "SourceNotFound" else 400
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (status, code, False), answer.text
     assert says in answer.json()["message"]
-    assert worker.images(**REQUEST, model="bad").json()["code"] == "AdapterNotLoaded"
+    assert worker.request_images(**REQUEST, model="bad").json()["code"] == "AdapterNotLoaded"
     assert before == (worker.image(**REQUEST).tobytes(), worker.image(**REQUEST, model="stripes").tobytes())
 
 
@@ -134,11 +134,11 @@ def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker:
     def made(**body: Any) -> tuple[bytes, list[dict[str, Any]]]:
         answer = worker.openai().images.generate(model="digits", prompt="a red digit seven", extra_body={**asked, **body})
         assert answer.data is not None and answer.data[0].model_extra is not None
-        picture = decode_image(str(answer.data[0].b64_json))
+        image = decode_image(str(answer.data[0].b64_json))
         found = answer.data[0].model_extra["provenance"]
-        # The same is in the picture's file.
-        assert json.loads(picture.info["provenance"]) == found
-        return picture.tobytes(), found["adapters"]
+        # The same is in the image's file.
+        assert json.loads(image.info["provenance"]) == found
+        return image.tobytes(), found["adapters"]
 
     uses = [
         {"name": name, "digest": digest_of(DIGITS / "loras" / name), "scale": scale} for name, scale in (("stripes", 0.5), ("frame", 1.0))
@@ -160,9 +160,9 @@ def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker:
 
 
 def test_a_request_for_what_is_no_adapter_here_never_reads_its_path(worker: WorkerProcess) -> None:
-    answer = worker.images(**REQUEST, lora={"name": "stripes", "path": str(DIGITS / "loras" / "frame")})
+    answer = worker.request_images(**REQUEST, lora={"name": "stripes", "path": str(DIGITS / "loras" / "frame")})
     assert (answer.status_code, answer.json()["details"]) == (400, {"field": "lora[0].path"})
-    assert worker.images(**REQUEST, lora={"name": "mine", "path": str(STRIPES)}).json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, lora={"name": "mine", "path": str(STRIPES)}).json()["code"] == "NotFound"
 
 
 def test_vllms_routes_load_and_unload(worker: WorkerProcess) -> None:
@@ -173,7 +173,7 @@ def test_vllms_routes_load_and_unload(worker: WorkerProcess) -> None:
     assert worker.control("POST", "/v1/load_lora_adapter", json=told).status_code == 400
     answer = worker.control("POST", "/v1/unload_lora_adapter", json={"lora_name": "put"})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'put' removed successfully.")
-    assert worker.images(**REQUEST, model="put").json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["code"] == "NotFound"
 
 
 def test_different_adapters_and_the_base_at_once_equal_each_alone(worker: WorkerProcess) -> None:
@@ -181,16 +181,16 @@ def test_different_adapters_and_the_base_at_once_equal_each_alone(worker: Worker
     alone = {model: worker.image(**REQUEST, model=model) for model in set(models)}
     with concurrent.futures.ThreadPoolExecutor(len(models)) as threads:
         together = list(threads.map(lambda model: worker.image(**REQUEST, model=model), models))
-    for model, picture in zip(models, together, strict=True):
-        distance = max(abs(one - other) for one, other in zip(picture.tobytes(), alone[model].tobytes(), strict=True))
+    for model, image in zip(models, together, strict=True):
+        distance = max(abs(one - other) for one, other in zip(image.tobytes(), alone[model].tobytes(), strict=True))
         assert distance <= 3, model
 
 
-def test_an_adapter_loads_on_two_ranks_and_gives_the_picture_of_one(worker: WorkerProcess, worker_of_two: WorkerProcess) -> None:
+def test_an_adapter_loads_on_two_ranks_and_gives_the_image_of_one(worker: WorkerProcess, worker_of_two: WorkerProcess) -> None:
     answer = worker_of_two.put_adapter("frame", DIGITS / "loras" / "frame")
     assert (answer.json()["ranksLoaded"], answer.json()["ranksTotal"]) == (2, 2)
-    pictures = worker.image(**REQUEST, model="frame"), worker_of_two.image(**REQUEST, model="frame")
-    assert max(abs(one - other) for one, other in zip(*(picture.tobytes() for picture in pictures), strict=True)) <= 3
+    images = worker.image(**REQUEST, model="frame"), worker_of_two.image(**REQUEST, model="frame")
+    assert max(abs(one - other) for one, other in zip(*(image.tobytes() for image in images), strict=True)) <= 3
     assert worker_of_two.delete_adapter("frame").status_code == 200
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real worker with a pipeline class of a user's, from its command line to the picture and to the refusals."""
+"""A real worker with a pipeline class of a user's, from its command line to the image and to the refusals."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_a_custom_pipeline_of_the_command_line_serves_on_every_rank_and_refuses_
         worker.wait_ready()
         swapped, asked = (np.asarray(worker.image(prompt=f"a {colour} digit two", **ASKED)) for colour in ("red", "blue"))
         np.testing.assert_array_equal(swapped, asked)
-        refused = worker.images(prompt="a secret digit", **ASKED)
+        refused = worker.request_images(prompt="a secret digit", **ASKED)
         assert refused.status_code == 400
         assert "expected no secrets" in refused.text
 

@@ -26,7 +26,7 @@ def wait_until_gone(worker: WorkerProcess, pids: list[int]) -> None:
 
 def request_of(worker: WorkerProcess, **body: Any) -> httpx2.Response | None:
     try:
-        return worker.images(**body)
+        return worker.request_images(**body)
     except httpx2.TransportError:
         return None
 
@@ -47,7 +47,7 @@ def test_a_rank_killed_once_too_often_ends_the_worker_with_70_the_reason_and_an_
         wait_until_gone(worker, pids)
 
 
-def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_of_a_picture(short_path: Path) -> None:
+def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_of_an_image(short_path: Path) -> None:
     env = {"TMPDIR": str(short_path)}
     with WorkerProcess(ranks=2, env=env) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
         worker.wait_ready()
@@ -62,7 +62,7 @@ def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_
         assert [path for path in short_path.iterdir() if path.name.startswith(("diffusion-worker", "pymp"))] == []
 
 
-def test_a_terminated_worker_finishes_its_picture_and_leaves_no_process() -> None:
+def test_a_terminated_worker_finishes_its_image_and_leaves_no_process() -> None:
     with WorkerProcess() as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
         worker.wait_ready()
         pids = worker.rank_pids()

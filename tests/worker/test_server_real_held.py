@@ -26,7 +26,7 @@ class Sleepy:
         self.gates = Gates(folder)
         self.desired = folder / "desired.json"
         self.declare()
-        # One at a time: pictures end in the order in which they were asked for.
+        # One at a time: images end in the order in which they were asked for.
         options = (f"--desired={self.desired}", "--worker-extension=gated_extension:Gated", "--max-batch-size=1")
         self.worker = WorkerProcess(options=options, env={"PYTHONPATH": str(Path(__file__).parents[1] / "support"), **self.gates.env})
 
@@ -75,13 +75,13 @@ def test_a_request_while_the_model_loads_is_held_and_served(of_all: Sleepy) -> N
     worker = of_all.worker
     assert worker.state()["state"] == "starting"
     # Which sizes the model can make is known when it was loaded; this is known before.
-    wrong = worker.images(**{**REQUEST, "num_inference_steps": 100_000})
+    wrong = worker.request_images(**{**REQUEST, "num_inference_steps": 100_000})
     assert (wrong.status_code, wrong.json()["code"]) == (400, "InvalidRequest")
     assert worker.state()["state"] == "starting"
-    assert worker.images(**REQUEST).status_code == 200
+    assert worker.request_images(**REQUEST).status_code == 200
 
 
-def test_a_held_request_wakes_the_model_by_itself_and_its_picture_is_the_same(sleepy: Sleepy) -> None:
+def test_a_held_request_wakes_the_model_by_itself_and_its_image_is_the_same(sleepy: Sleepy) -> None:
     sleepy.worker.wake()
     before = sleepy.worker.image(**REQUEST).tobytes()
     for level in ("HostMemory", "Discard"):
@@ -96,9 +96,9 @@ def test_twenty_requests_are_held_and_served_in_the_order_in_which_they_came(
     ended: list[int] = []
 
     def ask(number: int) -> bytes:
-        picture = sleepy.worker.image(**{**REQUEST, "seed": number % 3}).tobytes()
+        image = sleepy.worker.image(**{**REQUEST, "seed": number % 3}).tobytes()
         ended.append(number)
-        return picture
+        return image
 
     sleepy.gates.close("wake")
     asked = []
@@ -109,9 +109,9 @@ def test_twenty_requests_are_held_and_served_in_the_order_in_which_they_came(
     assert (document["state"], document["inFlight"], document["held"]["current"]) == ("waking", 0, 20)
     assert document["held"]["oldestAgeSeconds"] > 0
     sleepy.gates.open("wake")
-    pictures = [one.result(60) for one in asked]
+    images = [one.result(60) for one in asked]
     alone = [sleepy.worker.image(**{**REQUEST, "seed": seed}).tobytes() for seed in range(3)]
-    assert pictures == [alone[number % 3] for number in range(20)]
+    assert images == [alone[number % 3] for number in range(20)]
     # The clients' threads may note the ends of two that came together the other way round.
     assert max(abs(place - number) for place, number in enumerate(ended)) <= 2
 
@@ -125,10 +125,10 @@ def test_past_max_held_requests_get_429_and_a_client_that_goes_away_frees_its_pl
     sleepy.wait_held(1)
     with httpx2.Client() as client, client.stream("POST", f"{sleepy.worker.url}/v1/images/generations", json={**REQUEST, "stream": True}):
         sleepy.wait_held(2)
-        over = sleepy.worker.images(**REQUEST)
+        over = sleepy.worker.request_images(**REQUEST)
         assert (over.status_code, over.json()["code"], over.json()["retryable"]) == (429, "Overloaded", True)
         assert int(over.headers["Retry-After"]) >= 1
-        wrong = sleepy.worker.images(**{**REQUEST, "num_inference_steps": 100_000})
+        wrong = sleepy.worker.request_images(**{**REQUEST, "num_inference_steps": 100_000})
         assert wrong.status_code == 400
     sleepy.wait_held(1)
     third = threads.submit(sleepy.worker.images, **REQUEST)
@@ -141,7 +141,7 @@ def test_a_request_that_was_held_for_too_long_gets_503_and_when_to_come_back(sle
     sleepy.declare(holdTimeoutSeconds=0.5)
     sleepy.gates.close("wake")
     begun = time.monotonic()
-    answer = sleepy.worker.images(**REQUEST)
+    answer = sleepy.worker.request_images(**REQUEST)
     assert (answer.status_code, answer.json()["retryable"]) == (503, True), answer.text
     assert int(answer.headers["Retry-After"]) >= 1
     assert 0.5 <= time.monotonic() - begun < 5.0
@@ -151,12 +151,12 @@ def test_a_request_that_was_held_for_too_long_gets_503_and_when_to_come_back(sle
 def test_cold_requests_are_refused_at_once_where_the_mode_says_so(sleepy: Sleepy) -> None:
     sleepy.declare(mode="Reject")
     sleepy.gates.close("wake")
-    answer = sleepy.worker.images(**REQUEST)
+    answer = sleepy.worker.request_images(**REQUEST)
     assert (answer.status_code, answer.json()["retryable"]) == (503, True)
     assert int(answer.headers["Retry-After"]) >= 1
 
 
-def test_a_stream_tells_that_it_is_held_and_why_and_ends_with_the_picture(
+def test_a_stream_tells_that_it_is_held_and_why_and_ends_with_the_image(
     sleepy: Sleepy, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     sleepy.gates.close("wake")
@@ -177,10 +177,10 @@ def test_a_stream_tells_that_it_is_held_and_why_and_ends_with_the_picture(
 
 def test_under_policy_asleep_requests_are_refused_at_once_and_wrong_ones_with_their_own_code(sleepy: Sleepy) -> None:
     sleepy.declare(policy="Asleep")
-    answer = sleepy.worker.images(**REQUEST)
+    answer = sleepy.worker.request_images(**REQUEST)
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Asleep", True)
-    assert sleepy.worker.images(**{**REQUEST, "size": "33x32"}).status_code == 400
-    assert sleepy.worker.images(**REQUEST, model="nobody").status_code == 404
+    assert sleepy.worker.request_images(**{**REQUEST, "size": "33x32"}).status_code == 400
+    assert sleepy.worker.request_images(**REQUEST, model="nobody").status_code == 404
     assert sleepy.worker.state()["state"] == "asleep"
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.runner.pipeline import load_pipeline
 from digit_judge import judge
-from runner_rig import picture_of_diffusers, request
+from runner_rig import image_of_diffusers, request
 from worker_process import DIGITS_MODEL, WorkerProcess
 
 # A start of a real worker imports torch for ten seconds.
@@ -33,12 +33,12 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 def ask(worker: WorkerProcess, **fields: Any) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
-    """The picture, and the answer without it."""
-    answer = worker.images(**BODY | fields)
+    """The image, and the answer without it."""
+    answer = worker.request_images(**BODY | fields)
     assert answer.status_code == 200, answer.text
     found = answer.json()
-    picture = Image.open(io.BytesIO(base64.b64decode(found["data"][0].pop("b64_json"))))
-    return np.asarray(picture.convert("RGB")), found
+    image = Image.open(io.BytesIO(base64.b64decode(found["data"][0].pop("b64_json"))))
+    return np.asarray(image.convert("RGB")), found
 
 
 def metric(worker: WorkerProcess, name: str) -> float:
@@ -49,7 +49,7 @@ def metric(worker: WorkerProcess, name: str) -> float:
 
 def test_high_and_low_quality_in_one_worker_are_both_right_and_the_answer_says_which_ran(worker: WorkerProcess) -> None:
     spec = request("a", prompt=BODY["prompt"], seed=101, height=64, width=64, steps=28, guidance_scale=4.0)
-    plain = picture_of_diffusers(load_pipeline(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits"), torch.float32), spec)
+    plain = image_of_diffusers(load_pipeline(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits"), torch.float32), spec)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked = {quality: pool.submit(ask, worker, quality=quality) for quality in ("high", "low")}
         answers = {quality: future.result() for quality, future in asked.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real worker whose ranks are killed and stopped at every moment: the same server, the same pictures, nothing lost."""
+"""A real worker whose ranks are killed and stopped at every moment: the same server, the same images, nothing lost."""
 
 import concurrent.futures
 import os
@@ -54,7 +54,7 @@ def test_a_rank_lost_while_idle_is_replaced_before_the_next_request(worker: Work
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_a_rank_lost_in_the_middle_of_pictures_costs_time_and_no_picture(worker: WorkerProcess, rank: int, number: signal.Signals) -> None:
+def test_a_rank_lost_in_the_middle_of_images_costs_time_and_no_image(worker: WorkerProcess, rank: int, number: signal.Signals) -> None:
     alone = [worker.image(**{**LONG, "seed": seed}).tobytes() for seed in range(2)]
     replayed = worker.get("/metrics").text
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
@@ -66,7 +66,7 @@ def test_a_rank_lost_in_the_middle_of_pictures_costs_time_and_no_picture(worker:
         for seed, found in enumerate(running):
             assert all(abs(a - b) <= 1 for a, b in zip(found.result(60).tobytes(), alone[seed], strict=True))
     # One of them may have been done before its rank was lost, or not yet begun.
-    assert count(worker.get("/metrics").text, "pictures_replayed_total") > count(replayed, "pictures_replayed_total")
+    assert count(worker.get("/metrics").text, "images_replayed_total") > count(replayed, "images_replayed_total")
 
 
 def test_a_rank_lost_while_an_adapter_loads_fails_that_load_only(worker: WorkerProcess) -> None:
@@ -102,7 +102,7 @@ def test_requests_that_come_during_a_restart_are_answered_after_it(worker: Worke
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         found = list(threads.map(lambda _: worker.image(**SHORT).tobytes(), range(2)))
     assert len(found) == 2
-    assert all(abs(a - b) <= 1 for picture in found for a, b in zip(picture, before, strict=True))
+    assert all(abs(a - b) <= 1 for image in found for a, b in zip(image, before, strict=True))
 
 
 def test_a_worker_ends_with_0_after_all_of_that_and_leaves_no_process(worker: WorkerProcess) -> None:

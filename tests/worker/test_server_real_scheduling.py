@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's policy on a real rank: a small picture overtakes a large one, and a cancelled one leaves."""
+"""The scheduler's policy on a real rank: a small image overtakes a large one, and a cancelled one leaves."""
 
 import concurrent.futures
 
@@ -21,25 +21,25 @@ def send(worker: WorkerProcess, body: dict[str, object], request_id: str = "") -
     )
 
 
-def picture(answer: httpx2.Response) -> object:
+def image(answer: httpx2.Response) -> object:
     assert answer.status_code == 200, answer.text
     return answer.json()["data"]
 
 
-def test_a_small_picture_is_there_long_before_the_large_one_that_runs_and_both_are_as_alone(worker: WorkerProcess) -> None:
-    alone = [picture(send(worker, body)) for body in (LARGE, SMALL)]
+def test_a_small_image_is_there_long_before_the_large_one_that_runs_and_both_are_as_alone(worker: WorkerProcess) -> None:
+    alone = [image(send(worker, body)) for body in (LARGE, SMALL)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         large = pool.submit(send, worker, LARGE)
-        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="the large picture runs")
-        small = picture(send(worker, SMALL))
+        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="the large image runs")
+        small = image(send(worker, SMALL))
         assert not large.done()
-        assert [picture(large.result()), small] == alone
+        assert [image(large.result()), small] == alone
 
 
-def test_a_cancelled_picture_leaves_the_ranks_and_the_next_one_is_made(worker: WorkerProcess) -> None:
+def test_a_cancelled_image_leaves_the_ranks_and_the_next_one_is_made(worker: WorkerProcess) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         running = pool.submit(send, worker, LARGE, "to-cancel")
-        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="the picture runs")
+        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="the image runs")
         assert httpx2.delete(f"{worker.url}/v1/requests/to-cancel").status_code == 204
         assert running.result(30).json()["code"] == "Cancelled"
     assert send(worker, SMALL).status_code == 200

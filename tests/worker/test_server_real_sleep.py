@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep gives the weights' memory back, as the kernel counts it, and the picture after waking is the same, bit for bit."""
+"""Sleep gives the weights' memory back, as the kernel counts it, and the image after waking is the same, bit for bit."""
 
 import concurrent.futures
 import json
@@ -25,7 +25,7 @@ def weights_resident(worker: WorkerProcess, document: dict[str, Any]) -> list[in
 
 
 @pytest.mark.parametrize("level", ["HostMemory", "Discard"])
-def test_sleep_frees_the_weights_and_wake_gives_the_same_pictures(worker_of_two: WorkerProcess, level: str) -> None:
+def test_sleep_frees_the_weights_and_wake_gives_the_same_images(worker_of_two: WorkerProcess, level: str) -> None:
     worker = worker_of_two
     before = [worker.image(**REQUEST, model=model).tobytes() for model in ("digits", "stripes")]
     document = worker.state()
@@ -46,7 +46,7 @@ def test_sleep_frees_the_weights_and_wake_gives_the_same_pictures(worker_of_two:
         # What is in no file as it is: the tables of positions, which were computed.
         assert all(of["mirrorMemoryBytes"] < 0.02 * of["weightsBytes"] for of in memory), memory
 
-    answer = worker.images(**REQUEST)
+    answer = worker.request_images(**REQUEST)
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Asleep", True)
     put = worker.put_adapter("put", DIGITS / "loras" / "frame")
     assert (put.status_code, put.json()["state"]) == (200, "Deferred"), put.text
@@ -68,13 +68,13 @@ def test_a_model_that_is_awake_in_part_serves_nothing_and_the_last_part_makes_it
         worker.wait_for(lambda: worker.state()["operation"] is None, what="woken in part")
         document = worker.state()
         assert (document["state"], sorted(document["ranks"][0]["memory"]["asleep"])) == ("asleep", left)
-        assert worker.images(**REQUEST).json()["code"] == "Asleep"
+        assert worker.request_images(**REQUEST).json()["code"] == "Asleep"
     assert weights_resident(worker, document)[0] >= document["ranks"][0]["memory"]["weightsBytes"]
     worker.wake(tags=["adapters"])
     assert worker.image(**REQUEST).tobytes() == before
 
 
-def test_sleep_and_wake_many_times_leave_the_picture_and_the_memory_as_they_were(worker: WorkerProcess) -> None:
+def test_sleep_and_wake_many_times_leave_the_image_and_the_memory_as_they_were(worker: WorkerProcess) -> None:
     before = worker.image(**REQUEST).tobytes()
     pid = worker.rank_pids()[0]
 
@@ -91,7 +91,7 @@ def test_sleep_and_wake_many_times_leave_the_picture_and_the_memory_as_they_were
     assert rss() - start < 8_000_000
 
 
-def test_sleep_waits_for_the_running_picture(worker: WorkerProcess) -> None:
+def test_sleep_waits_for_the_running_image(worker: WorkerProcess) -> None:
     long = {**REQUEST, "num_inference_steps": 100}
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         running = threads.submit(worker.images, **long)
@@ -102,7 +102,7 @@ def test_sleep_waits_for_the_running_picture(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.parametrize("call", [{"mode": "Abort"}, {"mode": "Wait", "deadlineSeconds": 0.1}], ids=["abort", "past-its-deadline"])
-def test_sleep_that_does_not_wait_any_longer_ends_the_running_picture_with_a_code(worker: WorkerProcess, call: dict[str, Any]) -> None:
+def test_sleep_that_does_not_wait_any_longer_ends_the_running_image_with_a_code(worker: WorkerProcess, call: dict[str, Any]) -> None:
     long = {**REQUEST, "num_inference_steps": 200}
     before = worker.image(**REQUEST).tobytes()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -132,9 +132,9 @@ def test_the_desired_file_names_adapters_and_lets_the_worker_fall_asleep_by_itse
             "stripes": ("Loaded", 0.5),
             "broken": ("Failed", 1.0),
         }
-        assert worker.images(**REQUEST).json()["code"] == "Asleep"
+        assert worker.request_images(**REQUEST).json()["code"] == "Asleep"
         worker.wake()
-        assert worker.images(**REQUEST, model="stripes").status_code == 200
+        assert worker.request_images(**REQUEST, model="stripes").status_code == 200
         assert worker.terminate() == 0
 
 

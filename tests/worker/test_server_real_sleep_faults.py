@@ -56,7 +56,7 @@ class Faulty(WorkerProcess):
         return self.state()
 
     def check_asleep_then_wake(self) -> None:
-        """Nothing of the weights is there; the pictures after waking are what they were."""
+        """Nothing of the weights is there; the images after waking are what they were."""
         assert self.weights_resident() < 0.02
         self.wake()
         assert self.image(**REQUEST, model="stripes").tobytes() == self.alone
@@ -181,7 +181,7 @@ def test_a_sleep_during_the_load_of_an_adapter_leaves_both_whole(faulty: Faulty)
 
 
 @pytest.mark.parametrize("level", ["HostMemory", "Discard"])
-def test_pictures_asked_for_while_the_model_sleeps_again_and_again_are_what_they_are_alone(faulty: Faulty, level: str) -> None:
+def test_images_asked_for_while_the_model_sleeps_again_and_again_are_what_they_are_alone(faulty: Faulty, level: str) -> None:
     alone = [faulty.image(**{**REQUEST, "seed": seed}) for seed in range(4)]
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         asked = []
@@ -189,10 +189,10 @@ def test_pictures_asked_for_while_the_model_sleeps_again_and_again_are_what_they
             asked.append(threads.submit(faulty.image, **{**REQUEST, "seed": number % 4}))
             if number % 4 == 3:
                 faulty.begin("/v1/sleep", level=level)
-        pictures = [one.result(90).tobytes() for one in asked]
-    for number, picture in enumerate(pictures):
+        images = [one.result(90).tobytes() for one in asked]
+    for number, image in enumerate(images):
         # In company a sum is rounded in another order.
-        assert all(abs(a - b) <= 1 for a, b in zip(picture, alone[number % 4].tobytes(), strict=True))
+        assert all(abs(a - b) <= 1 for a, b in zip(image, alone[number % 4].tobytes(), strict=True))
     faulty.wait_for(lambda: faulty.state()["operation"] is None, what="done")
     faulty.wake()
 

@@ -82,13 +82,13 @@ async def test_control_calls_are_answered_while_a_step_does_not_end(edge: Edge) 
     assert (await running).status_code == 200
 
 
-async def test_a_picture_that_was_out_of_memory_alone_is_refused_with_its_size_before_it_runs_again(edge: Edge) -> None:
+async def test_an_image_that_was_out_of_memory_alone_is_refused_with_its_size_before_it_runs_again(edge: Edge) -> None:
     edge.ranks.out_of_memory_pixels = 512 * 512
-    first = await edge.images(prompt="p", size="512x512")
+    first = await edge.request_images(prompt="p", size="512x512")
     assert (first.status_code, first.json()["code"]) == (507, "InsufficientMemory")
     ticks = edge.engine.stats.ticks
-    again = await edge.images(prompt="p", size="512x1024")
+    again = await edge.request_images(prompt="p", size="512x1024")
     assert (again.status_code, again.json()["code"]) == (400, "InvalidRequest")
     assert "found 512x1024" in again.json()["message"] and again.json()["details"] == {"field": "size"}
     assert edge.engine.stats.ticks == ticks
-    assert (await edge.images(prompt="p", size="256x256")).status_code == 200
+    assert (await edge.request_images(prompt="p", size="256x256")).status_code == 200

@@ -40,25 +40,25 @@ def client(worker: WorkerProcess) -> Iterator[OpenAI]:
         yield client
 
 
-def picture_of(b64_json: str | None) -> Image.Image:
+def image_of(b64_json: str | None) -> Image.Image:
     assert b64_json is not None
-    picture = Image.open(io.BytesIO(base64.b64decode(b64_json)))
-    picture.load()
-    return picture
+    image = Image.open(io.BytesIO(base64.b64decode(b64_json)))
+    image.load()
+    return image
 
 
-def test_generate_answers_with_a_picture(client: OpenAI) -> None:
+def test_generate_answers_with_an_image(client: OpenAI) -> None:
     answer = client.images.generate(model="digits", prompt="a red seven", size="48x32", extra_body={"seed": 7})
     assert answer.data is not None and len(answer.data) == 1
     assert answer.created > 0
     assert (answer.output_format, answer.size, answer.quality, answer.background) == ("png", "48x32", "medium", "opaque")
     expected = fake_pixels(RequestSpec(request_id="", prompt="a red seven", seed=7, width=48, height=32))
-    assert picture_of(answer.data[0].b64_json).tobytes() == expected
+    assert image_of(answer.data[0].b64_json).tobytes() == expected
     assert answer.data[0].model_extra is not None and answer.data[0].model_extra["provenance"]["seed"] == 7
     assert answer._request_id
 
 
-def test_generate_makes_several_pictures_with_every_field_that_the_sdk_has_for_them(client: OpenAI) -> None:
+def test_generate_makes_several_images_with_every_field_that_the_sdk_has_for_them(client: OpenAI) -> None:
     answer = client.images.generate(
         model="digits",
         prompt="a red seven",
@@ -75,7 +75,7 @@ def test_generate_makes_several_pictures_with_every_field_that_the_sdk_has_for_t
         extra_body={"timings": True, "negative_prompt": "blur", "guidance_scale": 3.0, "num_inference_steps": 2, "exact": True},
     )
     assert answer.data is not None
-    assert [picture_of(item.b64_json).format for item in answer.data] == ["WEBP", "WEBP"]
+    assert [image_of(item.b64_json).format for item in answer.data] == ["WEBP", "WEBP"]
     assert answer.quality == "high"
     assert all((item.model_extra or {})["timings"]["total"] > 0 for item in answer.data)
 
@@ -90,7 +90,7 @@ def test_a_stream_hands_on_partial_images_and_the_completed_one_and_our_steps_by
     completed = events[-1]
     assert isinstance(partial, ImageGenPartialImageEvent) and partial.partial_image_index == 0
     assert isinstance(completed, ImageGenCompletedEvent) and completed.usage is None
-    assert picture_of(partial.b64_json).size == picture_of(completed.b64_json).size == (64, 64)
+    assert image_of(partial.b64_json).size == image_of(completed.b64_json).size == (64, 64)
 
 
 def test_an_error_in_a_stream_is_an_exception_with_its_code(worker: WorkerProcess, client: OpenAI) -> None:
@@ -136,7 +136,7 @@ def test_a_wrong_key_is_an_authentication_error(worker: WorkerProcess) -> None:
 
 def test_variations_have_no_route_and_say_so(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no such route"):
-        client.images.create_variation(image=b"a picture")
+        client.images.create_variation(image=b"an image")
 
 
 def test_models_are_listed_and_retrieved_with_what_they_can(client: OpenAI) -> None:

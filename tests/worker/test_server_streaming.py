@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of server-sent events: steps, previews, pictures, errors, signs of life, and clients that go away."""
+"""Streams of server-sent events: steps, previews, images, errors, signs of life, and clients that go away."""
 
 import asyncio
 import json
@@ -87,20 +87,20 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_stream_tells_each_step_then_the_picture(edge: Edge) -> None:
-    answer = await edge.images(prompt="p", seed=3, num_inference_steps=3, stream=True)
+async def test_a_stream_tells_each_step_then_the_image(edge: Edge) -> None:
+    answer = await edge.request_images(prompt="p", seed=3, num_inference_steps=3, stream=True)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     *steps, completed = events_of(answer.text)
     assert steps == [{"type": "image_generation.progress", "index": 0, "step": step, "steps": 3} for step in (1, 2, 3)]
     assert (completed["type"], completed["index"], completed["seed"]) == ("image_generation.completed", 0, 3)
-    picture = decode_image(completed["b64_json"])
-    assert picture.tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p", seed=3, steps=3))
+    image = decode_image(completed["b64_json"])
+    assert image.tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p", seed=3, steps=3))
     assert completed["provenance"]["seed"] == 3
     assert "timings" not in completed
 
 
 async def test_a_completed_event_has_the_fields_of_the_sdk_and_what_was_asked_for(edge: Edge) -> None:
-    answer = await edge.images(prompt="p", stream=True, timings=True, output_format="webp", output_compression=80, size="48x32")
+    answer = await edge.request_images(prompt="p", stream=True, timings=True, output_format="webp", output_compression=80, size="48x32")
     completed = events_of(answer.text)[-1]
     expected = {"background": "opaque", "output_format": "webp", "quality": "high", "size": "48x32", "usage": None}
     assert {name: completed[name] for name in expected} == expected
@@ -110,7 +110,7 @@ async def test_a_completed_event_has_the_fields_of_the_sdk_and_what_was_asked_fo
 
 
 async def test_previews_come_on_request_between_the_steps(edge: Edge) -> None:
-    answer = await edge.images(prompt="p", seed=3, num_inference_steps=6, stream=True, partial_images=2, output_format="png")
+    answer = await edge.request_images(prompt="p", seed=3, num_inference_steps=6, stream=True, partial_images=2, output_format="png")
     events = events_of(answer.text)
     assert [event["type"].rpartition(".")[2] for event in events] == [
         *("progress", "progress", "partial_image", "progress", "progress", "partial_image", "progress", "progress", "completed")
@@ -122,8 +122,8 @@ async def test_previews_come_on_request_between_the_steps(edge: Edge) -> None:
         assert decode_image(event["b64_json"]).tobytes() == fake_preview(spec, number)
 
 
-async def test_several_pictures_are_streamed_side_by_side_each_with_its_index(edge: Edge) -> None:
-    answer = await edge.images(prompt="p", seed=3, n=2, num_inference_steps=2, stream=True, partial_images=1)
+async def test_several_images_are_streamed_side_by_side_each_with_its_index(edge: Edge) -> None:
+    answer = await edge.request_images(prompt="p", seed=3, n=2, num_inference_steps=2, stream=True, partial_images=1)
     events = events_of(answer.text)
     for index in (0, 1):
         own = [event for event in events if event["index"] == index]
@@ -142,7 +142,7 @@ async def test_several_pictures_are_streamed_side_by_side_each_with_its_index(ed
 async def test_a_request_that_is_refused_is_answered_with_its_status_and_no_stream(
     edge: Edge, body: dict[str, Any], status: int, code: str
 ) -> None:
-    answer = await edge.images(**{"prompt": "p", "stream": True, **body})
+    answer = await edge.request_images(**{"prompt": "p", "stream": True, **body})
     assert (answer.status_code, answer.headers["content-type"], answer.json()["code"]) == (status, "application/json", code)
 
 
@@ -194,7 +194,7 @@ async def test_a_fault_of_ours_in_a_stream_is_an_event_without_its_details(
         raise ZeroDivisionError("what only the log may hold")
 
     monkeypatch.setattr(streaming, "completed_event", broken)
-    answer = await edge.images(prompt=SECRET, stream=True)
+    answer = await edge.request_images(prompt=SECRET, stream=True)
     last = events_of(answer.text)[-1]
     assert (last["type"], last["error"]["code"]) == ("error", "EngineFailed")
     assert "what only the log may hold" not in answer.text and "what only the log may hold" in caplog.text
@@ -205,7 +205,7 @@ async def test_a_request_in_the_queue_has_its_stream_soon_and_signs_of_life(edge
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.images(prompt="p", n=2))
+    running = asyncio.create_task(edge.request_images(prompt="p", n=2))
     await edge.wait_state(inFlight=2)
     asking = Asking(edge)
     assert (await asking.message())["status"] == 200
@@ -322,8 +322,8 @@ async def test_an_error_that_nobody_reads_ends_the_stream_all_the_same(edge: Edg
 
 async def test_no_task_is_left_of_a_stream_however_it_ended(edge: Edge) -> None:
     before = asyncio.all_tasks()
-    await edge.images(prompt="p", stream=True)
-    await edge.images(prompt="", stream=True)
+    await edge.request_images(prompt="p", stream=True)
+    await edge.request_images(prompt="", stream=True)
     asking = Asking(edge)
     await asking.message()
     asking.gone.set()

@@ -291,14 +291,14 @@ def rig(shared: RunnerRig) -> Iterator[RunnerRig]:
     shared.runner.restore()
 
 
-def picture(rig: RunnerRig, **fields: Any) -> bytes:
-    pictures, errors = rig.run(request("one", steps=1, **fields))
+def image(rig: RunnerRig, **fields: Any) -> bytes:
+    images, errors = rig.run(request("one", steps=1, **fields))
     assert not errors, errors
-    return pictures["one"].tobytes()
+    return images["one"].tobytes()
 
 
 def test_each_tag_comes_back_by_itself_and_no_step_is_taken_before_the_last(rig: RunnerRig) -> None:
-    plain = picture(rig)
+    plain = image(rig)
     rig.runner.release()
     left = list(MemoryTag)
     for tag in (MemoryTag.CACHES, MemoryTag.WEIGHTS, MemoryTag.ADAPTERS):
@@ -311,7 +311,7 @@ def test_each_tag_comes_back_by_itself_and_no_step_is_taken_before_the_last(rig:
         left.remove(tag)
         assert rig.runner.memory().asleep == left
     assert rig.runner.memory().level is None
-    assert picture(rig) == plain
+    assert image(rig) == plain
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_what_needs_the_model_is_refused_while_it_sleeps(rig: RunnerRig, what: s
 
 @pytest.mark.parametrize("level", list(SleepLevel))
 def test_slots_of_adapters_are_given_back_and_an_adapter_does_the_same_afterwards(rig: RunnerRig, level: SleepLevel) -> None:
-    plain, striped = picture(rig), picture(rig, **WITH_STRIPES)
+    plain, striped = image(rig), image(rig, **WITH_STRIPES)
     assert plain != striped
     awake = rig.runner.memory()
     assert awake.adapter_slots_resident_bytes > 0
@@ -349,16 +349,16 @@ def test_slots_of_adapters_are_given_back_and_an_adapter_does_the_same_afterward
         rig.runner.add_lora(STRIPES, LoadOptions())
     else:
         assert asleep.adapter_host_bytes == awake.adapter_host_bytes
-    assert (picture(rig), picture(rig, **WITH_STRIPES)) == (plain, striped)
+    assert (image(rig), image(rig, **WITH_STRIPES)) == (plain, striped)
 
 
 def test_an_adapter_that_comes_while_the_model_sleeps_takes_no_slot_before_it_is_used(rig: RunnerRig) -> None:
-    striped = picture(rig, **WITH_STRIPES)
+    striped = image(rig, **WITH_STRIPES)
     rig.runner.release(SleepLevel.DISCARD)
     rig.runner.add_lora(STRIPES, LoadOptions())
     assert rig.runner.memory().adapter_slots_resident_bytes == 0
     rig.runner.restore()
-    assert picture(rig, **WITH_STRIPES) == striped
+    assert image(rig, **WITH_STRIPES) == striped
 
 
 def test_caches_are_counted_and_go_with_the_sleep_and_their_counts_stay(rig: RunnerRig) -> None:
@@ -379,14 +379,14 @@ def test_requests_that_run_are_dropped_by_a_sleep_with_all_that_they_hold(rig: R
 
 @pytest.mark.parametrize("again", list(SleepLevel))
 def test_a_sleep_of_the_sleeping_and_a_wake_of_the_awake_do_nothing(rig: RunnerRig, again: SleepLevel) -> None:
-    plain = picture(rig)
+    plain = image(rig)
     rig.runner.restore()
     rig.runner.release()
     rig.runner.release(again)
     assert rig.runner.memory().level is again
     rig.runner.restore()
     rig.runner.restore()
-    assert picture(rig) == plain
+    assert image(rig) == plain
 
 
 # Slots of an accelerator
@@ -420,7 +420,7 @@ def limited(folder: Path, *, limit: int, used: int, file_pages: int = 0) -> Path
 def test_a_wake_with_too_little_memory_is_refused_before_anything_is_filled(
     rig: RunnerRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = picture(rig)
+    plain = image(rig)
     rig.runner.release()
     with monkeypatch.context() as patch:
         patch.setattr(device_memory, "CGROUP", limited(tmp_path, limit=100 * MIB, used=99 * MIB))
@@ -430,7 +430,7 @@ def test_a_wake_with_too_little_memory_is_refused_before_anything_is_filled(
         report = rig.runner.memory()
         assert (report.weights_resident_bytes, report.asleep, report.level) == (0, list(MemoryTag), SleepLevel.HOST_MEMORY)
     rig.runner.restore()
-    assert picture(rig) == plain
+    assert image(rig) == plain
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_a_wake_with_too_little_memory_is_refused_before_anything_is_filled(
 def test_memory_that_ends_in_the_middle_of_a_wake_leaves_everything_asleep(
     rig: RunnerRig, level: SleepLevel, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = picture(rig)
+    plain = image(rig)
     rig.runner.release(level)
 
     def fails(placed: Any) -> None:
@@ -455,7 +455,7 @@ def test_memory_that_ends_in_the_middle_of_a_wake_leaves_everything_asleep(
     report = rig.runner.memory()
     assert (report.weights_resident_bytes, report.asleep, report.level) == (0, list(MemoryTag), level)
     rig.runner.restore()
-    assert picture(rig) == plain
+    assert image(rig) == plain
 
 
 def test_pages_of_files_do_not_count_as_used_memory(tmp_path: Path) -> None:

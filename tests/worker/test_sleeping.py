@@ -30,15 +30,15 @@ async def rig() -> AsyncIterator[SleepRig]:
 
 
 @pytest.mark.parametrize("level", SleepLevel)
-async def test_a_sleep_gives_the_memory_of_all_ranks_back_and_a_wake_serves_the_same_pictures(rig: SleepRig, level: SleepLevel) -> None:
-    before = await rig.picture()
+async def test_a_sleep_gives_the_memory_of_all_ranks_back_and_a_wake_serves_the_same_images(rig: SleepRig, level: SleepLevel) -> None:
+    before = await rig.image()
     slept = await rig.sleep(level=level)
     assert (slept.error, slept.freed_bytes, slept.level) == (None, 2 * WEIGHTS_BYTES, level)
     assert (rig.engine.state, rig.asleep) == ("asleep", [ALL, ALL])
     woken = await rig.wake()
     assert (woken.error, woken.freed_bytes, woken.level) == (None, None, level)
     assert rig.engine.state == "ready"
-    assert (await rig.picture()).pictures[0].pixels == before.pictures[0].pixels
+    assert (await rig.image()).images[0].pixels == before.images[0].pixels
 
 
 async def test_each_rank_s_acknowledgement_of_the_last_operation_can_be_told(rig: SleepRig) -> None:
@@ -184,13 +184,13 @@ async def test_an_abort_ends_running_requests_at_once_and_waits_for_the_step_tha
 async def test_no_step_runs_on_memory_that_was_given_back_however_busy_the_model_is(rig: SleepRig, level: SleepLevel) -> None:
     """The fake ranks lose the engine by an assertion if one does."""
     for mode in (SleepMode.WAIT, SleepMode.ABORT) * 5:
-        requests = [asyncio.create_task(rig.picture(seed)) for seed in range(6)]
+        requests = [asyncio.create_task(rig.image(seed)) for seed in range(6)]
         await asyncio.sleep(0)
         assert (await rig.sleep(level=level, mode=mode)).error is None
         outcomes = await asyncio.gather(*requests, return_exceptions=True)
-        assert all(isinstance(each, RequestError) or each.pictures for each in outcomes if not isinstance(each, BaseException))
+        assert all(isinstance(each, RequestError) or each.images for each in outcomes if not isinstance(each, BaseException))
         assert (await rig.wake()).error is None
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 # Idle
@@ -224,7 +224,7 @@ async def test_a_partly_woken_model_does_not_serve_until_the_last_tag_which_veri
     await rig.wake(tags=[MemoryTag.WEIGHTS])
     assert (rig.engine.state, rig.asleep[0]) == ("asleep", [MemoryTag.ADAPTERS, MemoryTag.CACHES])
     with pytest.raises(RequestError) as refused:
-        await rig.picture()
+        await rig.image()
     assert (refused.value.code, rig.ranks.counts["fingerprint"]) == (ErrorCode.ASLEEP, verified)
     await rig.wake(tags=[MemoryTag.ADAPTERS, MemoryTag.CACHES])
     assert (rig.engine.state, rig.ranks.counts["fingerprint"]) == ("ready", verified + 1)
@@ -272,12 +272,12 @@ async def test_a_start_that_fails_is_known_to_those_that_wait_for_it() -> None:
 
 async def test_after_a_discard_the_adapters_are_loaded_again_before_the_model_serves(rig: SleepRig) -> None:
     await rig.put("style")
-    before = (await rig.picture(model="style")).pictures[0].pixels
+    before = (await rig.image(model="style")).images[0].pixels
     await rig.sleep(level=SleepLevel.DISCARD)
     assert (rig.adapters(), rig.ranks.registered) == ({"style": "Deferred"}, {})
     assert (await rig.wake()).error is None
     assert rig.adapters() == {"style": "Loaded"}
-    assert (await rig.picture(model="style")).pictures[0].pixels == before
+    assert (await rig.image(model="style")).images[0].pixels == before
 
 
 async def test_the_end_of_the_server_in_the_middle_of_anything_is_an_end_in_time() -> None:

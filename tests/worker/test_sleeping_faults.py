@@ -57,7 +57,7 @@ async def test_a_rank_that_woke_otherwise_is_never_served_from(rig: SleepRig, co
     assert (document.state, document.generation, document.failure) == ("ready", 2, None)
     assert document.last_loss is not None and says in document.last_loss.message
     assert rig.ranks.starts_asleep == [False, False]
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: SleepRig) -> None:
@@ -95,7 +95,7 @@ async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_s
     problem = problem_of(await rig.wake())
     assert (problem.code, "rank 1: adapter 1: expected sha256:" in problem.message) == ("VerificationFailed", True)
     assert (rig.adapters(), rig.document.generation) == ({"style": "Loaded"}, 2)
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
     await rig.sleep()
     assert (await rig.wake()).error is None
 
@@ -108,7 +108,7 @@ async def test_an_adapter_that_is_wrong_and_whose_file_is_gone_is_failed_and_the
     rig.ranks.adapter_errors["/loras/style"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no such file")
     assert (await rig.wake()).error is None
     assert (rig.adapters(), list(rig.ranks.registered), rig.document.generation) == ({"style": "Failed"}, [], 1)
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 async def test_an_adapter_that_the_ranks_have_and_nobody_knows_leaves_them(rig: SleepRig) -> None:
@@ -206,7 +206,7 @@ async def test_an_error_of_one_rank_is_told_with_its_number_and_new_ranks_are_aw
     problem = problem_of(await rig.wake())
     assert (problem.code, problem.message) == ("EngineFailed", "wake: rank 1: the weights file changed")
     assert (rig.engine.state, rig.ranks.starts_asleep) == ("ready", [False, False])
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 @pytest.mark.parametrize("method", ["handle_wake_task", "fingerprint"])
@@ -246,14 +246,14 @@ async def test_a_sleep_that_one_rank_refuses_is_undone_on_all_and_verified_befor
     assert (problem.code, problem.message) == ("RankFailed", "sleep: rank 1: no memory to map")
     assert (rig.engine.state, rig.asleep, rig.document.generation) == ("ready", [[], []], 1)
     assert rig.ranks.counts["fingerprint"] == before + 1
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 async def test_a_sleep_that_cannot_be_undone_ends_with_new_ranks_that_are_awake(rig: SleepRig) -> None:
     rig.ranks.sleep_errors, rig.ranks.wake_errors = [BROKEN], [BROKEN]
     assert problem_of(await rig.sleep()).code == "RankFailed"
     assert (rig.engine.state, rig.ranks.starts_asleep) == ("ready", [False, False])
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 async def test_a_failed_sleep_whose_undoing_changes_something_is_not_served_from(rig: SleepRig) -> None:
@@ -308,7 +308,7 @@ async def test_ranks_that_are_lost_in_a_wake_end_it_awake(rig: SleepRig, method:
     rig.ranks.killers[method] = KILLED
     assert (await rig.wake()).error is None
     assert (rig.engine.state, rig.ranks.starts_asleep) == ("ready", [False, False])
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 async def test_ranks_that_are_lost_while_they_drain_finish_their_requests_and_then_sleep(rig: SleepRig) -> None:
@@ -318,7 +318,7 @@ async def test_ranks_that_are_lost_while_they_drain_finish_their_requests_and_th
     await rig.until("restarting")
     rig.ranks.stepping.set()
     assert (await rig.over(operation)).error is None
-    assert (await request).pictures
+    assert (await request).images
     assert rig.engine.state == "asleep"
 
 
@@ -330,7 +330,7 @@ async def test_ranks_that_are_lost_asleep_come_back_asleep_and_their_first_wake_
     await rig.until("asleep")
     assert (rig.ranks.starts_asleep, rig.asleep, rig.adapters()) == ([False, True], [ALL, ALL], {"style": "Deferred"})
     assert (await rig.wake()).error is None
-    assert (rig.adapters(), (await rig.picture(model="style")).pictures != []) == ({"style": "Loaded"}, True)
+    assert (rig.adapters(), (await rig.image(model="style")).images != []) == ({"style": "Loaded"}, True)
 
 
 async def test_ranks_that_are_lost_twice_in_a_sleep_are_still_put_to_sleep(rig: SleepRig) -> None:

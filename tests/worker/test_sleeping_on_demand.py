@@ -84,7 +84,7 @@ def test_a_file_that_is_wrong_at_the_start_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.looptime
 async def test_a_request_wakes_the_model_and_is_served(rig: SleepRig) -> None:
     await rig.sleep()
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
     last = rig.document.last_operation
     assert last is not None and (last.operation_id, last.kind, last.error) == ("demand-1", "wake", None)
 
@@ -92,7 +92,7 @@ async def test_a_request_wakes_the_model_and_is_served(rig: SleepRig) -> None:
 @pytest.mark.looptime
 async def test_many_requests_wake_it_once(rig: SleepRig) -> None:
     await rig.sleep()
-    await asyncio.gather(*(rig.picture(seed) for seed in range(20)))
+    await asyncio.gather(*(rig.image(seed) for seed in range(20)))
     assert rig.ranks.calls.count("handle_wake_task") == 1
 
 
@@ -100,7 +100,7 @@ async def test_many_requests_wake_it_once(rig: SleepRig) -> None:
 async def test_every_wake_on_demand_has_an_id_of_its_own(rig: SleepRig) -> None:
     for number in (1, 2):
         await rig.sleep()
-        await rig.picture()
+        await rig.image()
         assert rig.document.last_operation is not None and rig.document.last_operation.operation_id == f"demand-{number}"
 
 
@@ -108,7 +108,7 @@ async def test_every_wake_on_demand_has_an_id_of_its_own(rig: SleepRig) -> None:
 async def test_a_request_that_comes_while_it_drains_cancels_the_sleep(rig: SleepRig) -> None:
     first = await rig.running()
     operation = rig.begin_sleep()
-    second = asyncio.create_task(rig.picture(1))
+    second = asyncio.create_task(rig.image(1))
     result = await rig.over(operation)
     assert result.error is not None and result.error.code == "Cancelled"
     rig.ranks.stepping.set()
@@ -121,12 +121,12 @@ async def test_a_request_that_comes_while_the_ranks_are_being_put_to_sleep_wakes
     rig.ranks.calling.clear()
     operation = rig.begin_sleep()
     await rig.until("sleeping")
-    request = asyncio.create_task(rig.picture())
+    request = asyncio.create_task(rig.image())
     await asyncio.sleep(1)
     assert rig.engine.state == "sleeping"
     rig.ranks.calling.set()
     assert (await rig.over(operation)).error is None
-    assert (await request).pictures
+    assert (await request).images
 
 
 @pytest.mark.looptime
@@ -135,10 +135,10 @@ async def test_a_request_that_comes_while_sleeping_ranks_are_started_again_wakes
     rig.ranks.loading.clear()
     rig.ranks.die(KILLED)
     await rig.until("restarting")
-    request = asyncio.create_task(rig.picture())
+    request = asyncio.create_task(rig.image())
     await asyncio.sleep(1)
     rig.ranks.loading.set()
-    assert (await request).pictures
+    assert (await request).images
     assert rig.ranks.starts_asleep == [False, True]
 
 
@@ -146,14 +146,14 @@ async def test_a_request_that_comes_while_sleeping_ranks_are_started_again_wakes
 async def test_a_request_wakes_what_is_awake_in_part(rig: SleepRig) -> None:
     await rig.sleep()
     await rig.wake(tags=[MemoryTag.WEIGHTS])
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
 
 
 @pytest.mark.looptime
 async def test_without_memory_the_wake_is_tried_again_with_longer_and_longer_pauses_while_a_request_waits(rig: SleepRig) -> None:
     await rig.sleep()
     rig.ranks.wake_errors = [NO_MEMORY] * 7
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
     pauses = [min(FIRST_RETRY_S * 2**attempt, LAST_RETRY_S) for attempt in range(7)]
     assert asyncio.get_running_loop().time() == pytest.approx(sum(pauses), abs=0.6)
     assert rig.engine.operations_done.failures["wake"] == 7
@@ -163,7 +163,7 @@ async def test_without_memory_the_wake_is_tried_again_with_longer_and_longer_pau
 async def test_when_nobody_waits_any_more_the_wake_is_not_tried_again(rig: SleepRig) -> None:
     await rig.sleep()
     rig.ranks.wake_errors = [NO_MEMORY] * 100
-    request = asyncio.create_task(rig.picture())
+    request = asyncio.create_task(rig.image())
     await asyncio.sleep(5)
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
@@ -177,18 +177,18 @@ async def test_when_nobody_waits_any_more_the_wake_is_not_tried_again(rig: Sleep
 async def test_a_wake_on_demand_has_the_deadline_of_the_file_and_its_requests_wait_for_the_new_ranks(rig: SleepRig) -> None:
     await rig.sleep()
     rig.ranks.hanging.add("handle_wake_task")
-    request = asyncio.create_task(rig.picture())
+    request = asyncio.create_task(rig.image())
     await rig.until("restarting")
     assert asyncio.get_running_loop().time() == pytest.approx(9.0)
     rig.ranks.hanging.clear()
-    assert (await request).pictures
+    assert (await request).images
 
 
 @pytest.mark.looptime
 async def test_a_wake_on_demand_that_changes_something_serves_its_requests_from_new_ranks_only(rig: SleepRig) -> None:
     await rig.sleep()
     rig.ranks.corrupt(0, checksum="other")
-    assert (await rig.picture()).pictures
+    assert (await rig.image()).images
     assert rig.document.generation == 2
 
 
@@ -197,7 +197,7 @@ async def test_a_wake_on_demand_that_changes_something_serves_its_requests_from_
 async def test_a_sleep_that_somebody_asked_for_is_not_ended_by_a_request(rig: SleepRig, policy: SleepPolicy) -> None:
     await rig.sleep(policy=policy)
     with pytest.raises(RequestError) as refused:
-        await rig.picture()
+        await rig.image()
     rig.engine.wake_on_demand()
     await asyncio.sleep(10)
     assert (refused.value.code, rig.engine.state) == (ErrorCode.ASLEEP, "asleep")
@@ -207,7 +207,7 @@ async def test_a_sleep_that_somebody_asked_for_is_not_ended_by_a_request(rig: Sl
 async def test_an_end_of_the_server_ends_the_tries_to_wake(rig: SleepRig) -> None:
     await rig.sleep()
     rig.ranks.wake_errors = [NO_MEMORY] * 100
-    request = asyncio.create_task(rig.picture())
+    request = asyncio.create_task(rig.image())
     await asyncio.sleep(5)
     await rig.engine.terminate()
     with pytest.raises(RequestError) as ended:

@@ -39,7 +39,7 @@ async def test_the_next_server_starts_asleep_and_its_first_wake_is_verified(tmp_
         assert (rig.engine.state, rig.engine.loaded, rig.ranks.starts_asleep) == ("asleep", True, [True])
         assert (rig.asleep, rig.ranks.warm_ups) == ([list(MemoryTag)] * 2, 0)
         assert rig.adapters() == {"style": "Deferred"}
-        assert (await rig.picture(model="style")).pictures
+        assert (await rig.image(model="style")).images
         assert (rig.ranks.warm_ups, rig.ranks.counts["fingerprint"], rig.document.generation) == (1, 1, 1)
 
 

@@ -19,7 +19,7 @@ FAULTS = [
     ErrorReport(ErrorCode.RANK_FAILED, "broken"),
 ]
 METHODS = ("handle_sleep_task", "handle_wake_task", "fingerprint", "synchronize")
-# How a request may end beside its picture: it is told so, with a code that says that it may come again.
+# How a request may end beside its image: it is told so, with a code that says that it may come again.
 TOLD = {ErrorCode.ASLEEP, ErrorCode.RANK_FAILED}
 
 
@@ -42,7 +42,7 @@ class Sequence:
 
     async def request(self) -> None:
         seed = len(self.requests)
-        self.requests[seed] = asyncio.create_task(self.rig.picture(seed))
+        self.requests[seed] = asyncio.create_task(self.rig.image(seed))
 
     async def cancel(self) -> None:
         if self.requests:
@@ -82,7 +82,7 @@ class Sequence:
         self.rig.engine.resume(OperationCall(operation_id="resume"))
 
     async def end(self) -> None:
-        """The model serves in the end, and every request had its picture or was told."""
+        """The model serves in the end, and every request had its image or was told."""
         engine = self.rig.engine
         engine.resume(OperationCall(operation_id="resume"))
         async with asyncio.timeout(3600):
@@ -93,10 +93,10 @@ class Sequence:
                     await engine.life.wait_for_change()
             outcomes = await asyncio.gather(*self.requests.values(), return_exceptions=True)
             # It may have been put to sleep by nobody in between.
-            await self.rig.picture()
+            await self.rig.image()
         for seed, outcome in zip(self.requests, outcomes, strict=True):
             if isinstance(outcome, Generation):
-                assert outcome.pictures[0].pixels == fake_pixels(RequestSpec(request_id="", prompt="p", seed=seed))
+                assert outcome.images[0].pixels == fake_pixels(RequestSpec(request_id="", prompt="p", seed=seed))
             elif isinstance(outcome, RequestError):
                 assert outcome.code in TOLD, outcome
             else:

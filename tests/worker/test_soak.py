@@ -31,8 +31,8 @@ def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:
 
 
 @pytest.mark.slow
-async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_picture(short_path: Path) -> None:
-    soak, killed = await run_both(short_path, seed=1, requests=80, kill_requests=30, kill_every_s=4.0, limit_s=60, pictures=12)
+async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(short_path: Path) -> None:
+    soak, killed = await run_both(short_path, seed=1, requests=80, kill_requests=30, kill_every_s=4.0, limit_s=60, images=12)
     assert (soak.wrong, killed.wrong) == ([], [])
     assert soak.answered > 10 and soak.refused_as_they_should > 1
     assert killed.answered > 5 and killed.restarts > 0
@@ -42,7 +42,7 @@ async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_
 async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothing_behind(tmp_path: Path) -> None:
     with WorkerProcess(program=FAKE_PROGRAM, options=("--max-steps=12", "--max-pixels=16384"), env=NO_HUB) as worker:
         worker.wait_ready()
-        worker.images(prompt="p")
+        worker.request_images(prompt="p")
         before = footprint(worker)
         soak = EdgeSoak(worker, tmp_path, seed=1, examples=12, phases="fuzzing")
         await soak.run_round(rude=40)
@@ -54,10 +54,10 @@ async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_
 
 
 @pytest.mark.slow
-async def test_requests_over_changing_adapters_get_the_pictures_of_theirs(short_path: Path) -> None:
+async def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Path) -> None:
     outcome = await run_adapters(short_path, seed=1, requests=100, limit_s=60, names=20)
     assert outcome.wrong == []
-    assert sum(outcome.pictures.values()) > 80 and len(outcome.pictures) == 4
+    assert sum(outcome.images.values()) > 80 and len(outcome.images) == 4
     assert outcome.evictions > 10 and len(outcome.churn) == 3
 
 
@@ -66,26 +66,26 @@ def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_reque
     outcome = run_sleep(short_path, run_seed=1, sequences=8, limit_s=120)
     assert outcome.wrong == []
     assert outcome.sequences == 8
-    assert outcome.pictures > 40 and outcome.states["ready"] > 3
+    assert outcome.images > 40 and outcome.states["ready"] > 3
     # Named by kind and level, and by the code where they failed.
     assert "sleep" in {operation.partition(" ")[0] for operation in outcome.operations}
 
 
-def test_a_picture_of_another_adapter_is_seen_by_its_digest_and_by_its_pixels(tmp_path: Path) -> None:
+def test_an_image_of_another_adapter_is_seen_by_its_digest_and_by_its_pixels(tmp_path: Path) -> None:
     soak, digests = _soak_of_two(tmp_path)
     soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[0], 10))
     assert soak.outcome.wrong == []
     soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[1], 200))
     soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[0], 200))
     soak.judge(0, "model", ["style-0"], 1.0, 404, {"code": "NotFound"})
-    assert [("made with [1]" in text, "picture of [(0, (1,))]" in text, "NotFound" in text) for text in soak.outcome.wrong] == [
+    assert [("made with [1]" in text, "image of [(0, (1,))]" in text, "NotFound" in text) for text in soak.outcome.wrong] == [
         (True, False, False),
         (False, True, False),
         (False, False, True),
     ]
 
 
-def test_a_name_may_be_what_it_was_or_became_while_its_picture_was_made(tmp_path: Path) -> None:
+def test_a_name_may_be_what_it_was_or_became_while_its_image_was_made(tmp_path: Path) -> None:
     soak, digests = _soak_of_two(tmp_path)
     soak.spells["style-0"] = [Spell(0, 0.0, ends=5.0), Spell(1, 4.0, ends=8.0), Spell(None, 7.0)]
     for begun, content, right in [(4.5, 0, True), (4.5, 1, True), (6.0, 0, False), (6.0, 1, True), (9.0, 1, False)]:
@@ -95,7 +95,7 @@ def test_a_name_may_be_what_it_was_or_became_while_its_picture_was_made(tmp_path
 
 
 def _soak_of_two(folder: Path) -> tuple[AdapterSoak, list[str]]:
-    """A soak without a worker: `style-0` stands for content 0, whose picture is all 10; that of content 1 is all 200."""
+    """A soak without a worker: `style-0` stands for content 0, whose image is all 10; that of content 1 is all 200."""
     contents = [folder / str(number) for number in range(2)]
     for number, content in enumerate(contents):
         content.mkdir()
@@ -114,7 +114,7 @@ def _answer(name: str, digest: str, level: int) -> dict[str, Any]:
     }
 
 
-def test_a_request_of_the_soak_of_sleep_has_its_picture_or_an_error_that_something_excuses() -> None:
+def test_a_request_of_the_soak_of_sleep_has_its_image_or_an_error_that_something_excuses() -> None:
     judge, times, answer = *_judge_of_sleep(), _answer("style-0", "sha256:0", 10)
     asleep, lost, nothing = {"code": "Asleep"}, {"code": "RankFailed"}, {}
     assert judge.why_wrong(_asked(200, answer), times) is None
@@ -138,7 +138,7 @@ def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wron
 
 
 def _judge_of_sleep() -> tuple[Judge, Times]:
-    """`style-0` stands for content 0, whose picture of body 0 is all 10."""
+    """`style-0` stands for content 0, whose image of body 0 is all 10."""
     references = {(0, (0,)): np.full((8, 8, 3), 10)}
     return Judge(references, {"sha256:0": 0}, {"style-0": [Spell(0, 0.0)]}, max_held=4), Times()
 

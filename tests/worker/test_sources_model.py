@@ -136,7 +136,7 @@ def test_a_worker_that_is_told_to_end_while_it_fetches_ends_with_0(hub: HubServe
     with WorkerProcess(model="hf://org/tiny", options=("--allow-http-sources",)) as worker:  # type: ignore[arg-type]
         worker.wait_for(lambda: worker.state()["load"]["bytesDone"] >= 50_000, what="halfway")
         assert worker.get("/readyz").status_code == 503
-        assert worker.images(prompt="").status_code == 400
+        assert worker.request_images(prompt="").status_code == 400
         fetching = fetch_processes(worker.pid)
         assert len(fetching) == 1
         assert worker.terminate(10.0) == 0
@@ -169,5 +169,5 @@ def test_a_real_worker_serves_a_model_and_an_adapter_of_a_hub_as_it_does_from_fo
 def test_an_engine_in_a_script_takes_a_model_of_a_hub(hub: HubServer) -> None:
     commit = hub.push("org/digits", DIGITS_FILES)
     with DiffusionEngine("hf://org/digits", allow_http_sources=True, startup_timeout_s=120.0) as engine:
-        [picture] = engine.generate("a red seven", seed=1)
-        assert picture.provenance.revision == commit
+        [image] = engine.generate("a red seven", seed=1)
+        assert image.provenance.revision == commit

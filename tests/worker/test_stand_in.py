@@ -102,7 +102,7 @@ def test_decoding_in_another_precision_gives_what_the_converted_module_gives(rig
         return decoded
 
     rig.runner.join(request("a"), body)
-    decoded = rig.runner.execute_stepwise(Tick(1)).pictures["a"]
+    decoded = rig.runner.execute_stepwise(Tick(1)).images["a"]
     vae = rig.runner.pipeline.vae
     plain = type(vae).from_config(vae.config).double().eval()
     plain.load_state_dict(vae.state_dict())

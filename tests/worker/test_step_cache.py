@@ -23,7 +23,7 @@ from diffusion_worker.runner.step_cache.run import Verdict
 from diffusion_worker.runner.stepper import StepOutput
 from digit_judge import DIGIT_WORDS, HUES, judge
 from families.all import FAMILIES
-from runner_rig import OneRank, Pictures, RunnerRig, levels_apart, request
+from runner_rig import Images, OneRank, RunnerRig, levels_apart, request
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -43,12 +43,12 @@ class CachedRig(RunnerRig):
         self.skipped += output.skipped
         return output
 
-    def pictures(self, *requests: RequestSpec, joining: list[int] | None = None) -> Pictures:
-        """The pictures; from now on the counts are those of this run."""
+    def images(self, *requests: RequestSpec, joining: list[int] | None = None) -> Images:
+        """The images; from now on the counts are those of this run."""
         self.rows = self.skipped = 0
-        pictures, errors = self.run(*requests, joining=joining)
+        images, errors = self.run(*requests, joining=joining)
         assert not errors, errors
-        return pictures
+        return images
 
 
 class Rigs(dict[StepCache, CachedRig]):
@@ -90,16 +90,16 @@ def test_an_accelerated_request_gets_in_company_what_it_gets_alone_and_skips_as_
     rigs: dict[StepCache, CachedRig], kind: StepCache
 ) -> None:
     rig = rigs[kind]
-    alone: Pictures = {}
+    alone: Images = {}
     skipped = 0
     for spec in (ONE, OTHER, THIRD):
-        alone |= rig.pictures(spec)
+        alone |= rig.images(spec)
         assert 0 < rig.skipped < rig.rows
         skipped += rig.skipped
-    together = rig.pictures(ONE, OTHER, THIRD, slow(msgspec.structs.replace(ONE, request_id="slow")), joining=[0, 1, 3, 2])
+    together = rig.images(ONE, OTHER, THIRD, slow(msgspec.structs.replace(ONE, request_id="slow")), joining=[0, 1, 3, 2])
     assert rig.skipped == skipped
-    for name, picture in alone.items():
-        assert levels_apart(together[name], picture) <= 1
+    for name, image in alone.items():
+        assert levels_apart(together[name], image) <= 1
     assert levels_apart(alone["one"], together["slow"]) > 1
 
 
@@ -107,7 +107,7 @@ def test_an_accelerated_request_gets_in_company_what_it_gets_alone_and_skips_as_
 def test_requests_that_skip_alike_share_their_calls(rigs: dict[StepCache, CachedRig], kind: StepCache) -> None:
     rig = rigs[kind]
     twins = [msgspec.structs.replace(ONE, request_id=str(number)) for number in range(3)]
-    rig.pictures(*twins)
+    rig.images(*twins)
     assert len(rig.denoiser_calls()) == ONE.steps
     assert 0 < rig.skipped < rig.rows == 3 * 2 * 8
 
@@ -122,7 +122,7 @@ def test_quality_is_part_of_the_class_by_which_requests_share_a_tick() -> None:
 def test_a_shared_call_that_fails_is_made_for_each_request_by_itself(rigs: dict[StepCache, CachedRig], kind: StepCache) -> None:
     rig = rigs[kind]
     twin = msgspec.structs.replace(ONE, request_id="twin", seed=8)
-    alone = rig.pictures(ONE) | rig.pictures(twin)
+    alone = rig.images(ONE) | rig.images(twin)
     failed = []
 
     def before(call: ModelCall) -> None:
@@ -132,12 +132,12 @@ def test_a_shared_call_that_fails_is_made_for_each_request_by_itself(rigs: dict[
 
     rig.parallel.before = before
     try:
-        together = rig.pictures(ONE, twin)
+        together = rig.images(ONE, twin)
     finally:
         rig.parallel.before = lambda call: None
     assert len(failed) == 5
-    for name, picture in alone.items():
-        assert levels_apart(together[name], picture) <= 1
+    for name, image in alone.items():
+        assert levels_apart(together[name], image) <= 1
 
 
 @every_kind
@@ -146,9 +146,9 @@ def test_an_exact_request_and_one_that_is_not_accelerated_are_bit_equal_to_a_wor
 ) -> None:
     rig = rigs[kind]
     expected, _ = plain.run(slow(ONE))
-    np.testing.assert_array_equal(rig.pictures(slow(ONE))["one"], expected["one"])
+    np.testing.assert_array_equal(rig.images(slow(ONE))["one"], expected["one"])
     exact = msgspec.structs.replace(ONE, exact=True)
-    np.testing.assert_array_equal(rig.pictures(exact, OTHER)["one"], expected["one"])
+    np.testing.assert_array_equal(rig.images(exact, OTHER)["one"], expected["one"])
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_with_a_threshold_of_zero_nothing_is_skipped_and_all_is_as_without(plain
     monkeypatch.setattr(first_block, "THRESHOLD", 0.0)
     rig = CachedRig(StepCache.FIRST_BLOCK)
     expected, _ = plain.run(slow(ONE))
-    np.testing.assert_array_equal(rig.pictures(ONE)["one"], expected["one"])
+    np.testing.assert_array_equal(rig.images(ONE)["one"], expected["one"])
     assert rig.skipped == 0
 
 
@@ -169,7 +169,7 @@ def test_what_a_request_remembers_goes_with_it_whether_it_ends_or_is_dropped(rig
             remembered = [weakref.ref(branch) for branch in rig.state_of("one").branches.values()]
             assert len(remembered) == 1
             if ends:
-                while "one" not in rig.execute_stepwise(Tick(1)).pictures:
+                while "one" not in rig.execute_stepwise(Tick(1)).images:
                     pass
             else:
                 rig.drop_all()
@@ -264,7 +264,7 @@ def test_digits_are_still_recognised_at_the_default_threshold() -> None:
     colours = [list(HUES)[digit % len(HUES)] for digit in range(10)]
     shape: dict[str, Any] = {"height": 64, "width": 64, "steps": 20, "guidance_scale": 4.0, "accelerated": True}
     specs = [request(word, prompt=f"a {colours[digit]} digit {word}", seed=100 + digit, **shape) for digit, word in DIGITS]
-    pictures = rig.pictures(*specs)
+    images = rig.images(*specs)
     assert rig.skipped > 0
     for digit, word in DIGITS:
-        assert judge(Image.fromarray(pictures[word])).shows(digit=digit, colour=colours[digit]), word
+        assert judge(Image.fromarray(images[word])).shows(digit=digit, colour=colours[digit]), word

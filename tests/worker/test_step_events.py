@@ -59,7 +59,7 @@ async def test_a_request_hears_of_every_step_in_order_and_others_do_not() -> Non
     assert heard["b"] == [StepTaken(1, 1, 2), StepTaken(1, 2, 2)]
 
 
-async def test_previews_come_between_the_steps_that_they_show_with_their_picture_and_only_where_asked() -> None:
+async def test_previews_come_between_the_steps_that_they_show_with_their_image_and_only_where_asked() -> None:
     heard: list[RequestEvent] = []
     wanted = spec("a", steps=6, previews=2)
     async with running(FakeRankGroup()) as loop:

@@ -78,7 +78,7 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def test_requests_of_different_sizes_get_their_own_pictures() -> None:
+async def test_requests_of_different_sizes_get_their_own_images() -> None:
     ranks = WatchedRanks()
     async with running(ranks) as loop:
         specs = [spec("a"), spec("b", height=32, seed=2), spec("c", steps=7), spec("d", guidance_scale=1.0)]
@@ -153,7 +153,7 @@ async def test_running_requests_are_made_again_first_after_a_loss_and_fail_with_
     task.cancel()
 
 
-async def test_a_request_that_was_replayed_has_the_picture_of_its_seed() -> None:
+async def test_a_request_that_was_replayed_has_the_image_of_its_seed() -> None:
     ranks = WatchedRanks()
     loop = StepLoop(ranks, max_batch_size=2, tick_timeout_s=None, broken=lambda _: None)
     loop.describe(await ranks.start())

@@ -14,14 +14,14 @@ from PIL import Image
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.request import LoRARequest
-from diffusion_worker.messages import LoRAUse, PictureInput, RequestSpec, Task, Tick
+from diffusion_worker.messages import ImageInput, LoRAUse, RequestSpec, Task, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import describe, load_pipeline
 from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.tasks import TaskPipelines
 from families.all import FAMILIES
-from families.family import picture
-from runner_rig import OneRank, Pictures, RunnerRig, levels_apart, request
+from families.family import image
+from runner_rig import Images, OneRank, RunnerRig, levels_apart, request
 from worker_process import DIGITS
 
 BUILDERS = {family.name: family.build for family in FAMILIES}
@@ -51,31 +51,31 @@ def rig() -> RunnerRig:
 @pytest.fixture(scope="module")
 def seven(rig: RunnerRig) -> Any:
     """A red seven of the model's own."""
-    pictures, _ = rig.run(request("seven", height=SIDE, width=SIDE, steps=12, guidance_scale=3.0))
-    return pictures["seven"]
+    images, _ = rig.run(request("seven", height=SIDE, width=SIDE, steps=12, guidance_scale=3.0))
+    return images["seven"]
 
 
 def edit(name: str, **fields: Any) -> RequestSpec:
-    """An edit of one picture of the model's size."""
+    """An edit of one image of the model's size."""
     usual = {"prompt": "a green digit three", "height": SIDE, "width": SIDE, "guidance_scale": 3.0, "steps": 10}
-    return request(name, **usual | {"task": Task.EDIT, "images": [PictureInput(0, (SIDE, SIDE, 3))]} | fields)
+    return request(name, **usual | {"task": Task.EDIT, "images": [ImageInput(0, (SIDE, SIDE, 3))]} | fields)
 
 
 def inpaint(name: str, **fields: Any) -> RequestSpec:
     """An edit with a mask."""
-    return edit(name, **{"task": Task.INPAINT, "mask": PictureInput(1, (SIDE, SIDE, 1)), "strength": 1.0} | fields)
+    return edit(name, **{"task": Task.INPAINT, "mask": ImageInput(1, (SIDE, SIDE, 1)), "strength": 1.0} | fields)
 
 
-def made(rig: RunnerRig, seven: Any, *specs: RequestSpec) -> Pictures:
-    """Pictures of requests that start from the seven, those to inpaint on its left side."""
+def made(rig: RunnerRig, seven: Any, *specs: RequestSpec) -> Images:
+    """Images of requests that start from the seven, those to inpaint on its left side."""
     frames = {spec.request_id: [seven.tobytes(), LEFT.tobytes()][: len(spec.images) + (spec.mask is not None)] for spec in specs}
-    pictures, errors = rig.run(*specs, frames=frames)
+    images, errors = rig.run(*specs, frames=frames)
     assert not errors, errors
-    return pictures
+    return images
 
 
 def apart(one: Any, other: Any) -> float:
-    """The mean difference of two pictures in a colour, of 255."""
+    """The mean difference of two images in a colour, of 255."""
     return float(np.abs(one.astype(int) - other.astype(int)).mean())
 
 
@@ -124,7 +124,7 @@ def test_an_inpainting_alone_has_the_latents_of_diffusers_decoded_with_the_vaes_
 
 
 @pytest.mark.slow
-def test_an_inpainted_picture_keeps_what_the_mask_keeps_and_changes_the_rest(rig: RunnerRig, seven: Any) -> None:
+def test_an_inpainted_image_keeps_what_the_mask_keeps_and_changes_the_rest(rig: RunnerRig, seven: Any) -> None:
     found = made(rig, seven, inpaint("one"))["one"]
     # The right side is what the VAE makes of the seven, but for what it sees of its neighbour.
     assert apart(found[:, 40:], seven[:, 40:]) < 3
@@ -132,19 +132,19 @@ def test_an_inpainted_picture_keeps_what_the_mask_keeps_and_changes_the_rest(rig
 
 
 @pytest.mark.slow
-def test_an_edit_of_little_strength_stays_near_its_picture_and_one_of_much_does_not(rig: RunnerRig, seven: Any) -> None:
-    pictures = made(rig, seven, edit("near", strength=0.1), edit("far", strength=1.0))
-    assert apart(pictures["near"], seven) < 4
-    assert apart(pictures["far"], seven) > 15
+def test_an_edit_of_little_strength_stays_near_its_image_and_one_of_much_does_not(rig: RunnerRig, seven: Any) -> None:
+    images = made(rig, seven, edit("near", strength=0.1), edit("far", strength=1.0))
+    assert apart(images["near"], seven) < 4
+    assert apart(images["far"], seven) > 15
 
 
 @pytest.mark.slow
-def test_a_picture_of_another_shape_is_cut_evenly_and_not_distorted(rig: RunnerRig, seven: Any) -> None:
+def test_an_image_of_another_shape_is_cut_evenly_and_not_distorted(rig: RunnerRig, seven: Any) -> None:
     wide = np.concatenate([np.zeros((SIDE, 20, 3), np.uint8), seven, np.zeros((SIDE, 20, 3), np.uint8)], axis=1)
-    spec = edit("wide", strength=0.4, images=[PictureInput(0, wide.shape)])
-    pictures, errors = rig.run(spec, frames={"wide": [wide.tobytes()]})
+    spec = edit("wide", strength=0.4, images=[ImageInput(0, wide.shape)])
+    images, errors = rig.run(spec, frames={"wide": [wide.tobytes()]})
     assert not errors
-    np.testing.assert_array_equal(pictures["wide"], made(rig, seven, edit("one", strength=0.4))["one"])
+    np.testing.assert_array_equal(images["wide"], made(rig, seven, edit("one", strength=0.4))["one"])
 
 
 @pytest.mark.slow
@@ -168,9 +168,9 @@ def test_an_adapter_applies_to_edits_and_a_base_edit_beside_it_is_untouched(rig:
     try:
         base, striped = edit("base", strength=0.9), edit("striped", strength=0.9, loras=[LoRAUse(1, 1.0)])
         before = made(rig, seven, base)["base"]
-        pictures = made(rig, seven, base, striped)
-        assert levels_apart(pictures["base"], before) <= 1
-        assert apart(pictures["striped"], before) > 5
+        images = made(rig, seven, base, striped)
+        assert levels_apart(images["base"], before) <= 1
+        assert apart(images["striped"], before) > 5
     finally:
         rig.runner.loras.remove_adapter(1)
 
@@ -178,9 +178,9 @@ def test_an_adapter_applies_to_edits_and_a_base_edit_beside_it_is_untouched(rig:
 @pytest.mark.parametrize(
     ("spec", "frames", "says"),
     [
-        (edit("x", images=[]), 0, "image: expected one picture, found 0"),
-        (edit("x", images=[PictureInput(0, (SIDE, SIDE, 3))] * 2), 1, "image: expected one picture, found 2"),
-        (edit("x", mask=PictureInput(1, (SIDE, SIDE, 1))), 2, "mask: expected none, found one"),
+        (edit("x", images=[]), 0, "image: expected one image, found 0"),
+        (edit("x", images=[ImageInput(0, (SIDE, SIDE, 3))] * 2), 1, "image: expected one image, found 2"),
+        (edit("x", mask=ImageInput(1, (SIDE, SIDE, 1))), 2, "mask: expected none, found one"),
         (inpaint("x", mask=None), 1, "mask: expected one, found none"),
     ],
 )
@@ -194,9 +194,9 @@ def test_what_the_class_does_not_take_of_an_edit_is_the_requests_error(rig: Runn
 def test_a_modular_pipeline_edits_by_its_own_blocks(seven: Any) -> None:
     modular = RunnerRig(pipeline="StableDiffusion3ModularPipeline")
     assert modular.model.tasks == [Task.GENERATE, Task.EDIT]
-    pictures = made(modular, seven, edit("near", strength=0.1), edit("far", strength=1.0))
-    assert apart(pictures["near"], seven) < 4
-    assert apart(pictures["far"], seven) > 15
+    images = made(modular, seven, edit("near", strength=0.1), edit("far", strength=1.0))
+    assert apart(images["near"], seven) < 4
+    assert apart(images["far"], seven) > 15
 
 
 @pytest.mark.slow
@@ -226,28 +226,28 @@ def test_the_tasks_of_a_pipeline_are_what_its_class_and_components_allow(name: s
 
 @pytest.mark.parametrize("name", ["QwenImageEditPlusPipeline", "Flux2Pipeline"])
 def test_references_reach_the_class_as_they_are_and_in_their_order(name: str) -> None:
-    pictures = [picture(1, 48, 16), picture(2, 16, 32)]
+    images = [image(1, 48, 16), image(2, 16, 32)]
     spec = RequestSpec(
         request_id="one", prompt="both", seed=1, height=32, width=64, task=Task.EDIT,
-        images=[PictureInput(index, (each.height, each.width, 3)) for index, each in enumerate(pictures)],
+        images=[ImageInput(index, (each.height, each.width, 3)) for index, each in enumerate(images)],
     )  # fmt: skip
-    body = TaskPipelines(BUILDERS[name]()).body(spec, [each.tobytes() for each in pictures])
+    body = TaskPipelines(BUILDERS[name]()).body(spec, [each.tobytes() for each in images])
     given = body._arguments
-    assert [each.tobytes() for each in given["image"]] == [each.tobytes() for each in pictures]
+    assert [each.tobytes() for each in given["image"]] == [each.tobytes() for each in images]
     assert [each.size for each in given["image"]] == [(48, 16), (16, 32)]
     assert (given["height"], given["width"]) == (32, 64)
 
 
-def test_a_class_that_makes_pictures_of_the_size_of_its_first_gets_one_of_the_size_asked_for() -> None:
+def test_a_class_that_makes_images_of_the_size_of_its_first_gets_one_of_the_size_asked_for() -> None:
     spec = RequestSpec(
-        request_id="one", prompt="p", seed=1, height=16, width=32, strength=0.5, task=Task.EDIT, images=[PictureInput(0, (40, 40, 3))]
+        request_id="one", prompt="p", seed=1, height=16, width=32, strength=0.5, task=Task.EDIT, images=[ImageInput(0, (40, 40, 3))]
     )
-    given = TaskPipelines(BUILDERS["StableDiffusionImg2ImgPipeline"]()).body(spec, [picture(1, 40, 40).tobytes()])._arguments
+    given = TaskPipelines(BUILDERS["StableDiffusionImg2ImgPipeline"]()).body(spec, [image(1, 40, 40).tobytes()])._arguments
     assert (given["image"].size, given["strength"]) == ((32, 16), 0.5)
     assert "height" not in given and "width" not in given
 
 
-def test_a_request_of_words_for_a_model_that_needs_a_picture_is_refused_before_it_runs() -> None:
+def test_a_request_of_words_for_a_model_that_needs_an_image_is_refused_before_it_runs() -> None:
     with pytest.raises(RequestError, match="serves generate, found QwenImageEditPipeline, which serves edit"):
         TaskPipelines(BUILDERS["QwenImageEditPipeline"]()).body(request("one"))
 
@@ -261,7 +261,7 @@ def test_a_size_that_is_asked_of_kontext_is_the_one_it_makes() -> None:
 @pytest.mark.parametrize(("asked", "steps", "given"), [(0.5, 4, 0.5), (None, 4, None), (None, 1, 1.0), (0.25, 4, 0.25)])
 def test_an_edit_of_few_steps_takes_at_least_one(asked: float | None, steps: int, given: float | None) -> None:
     pipelines = TaskPipelines(without_modules("StableDiffusionImg2ImgPipeline"))
-    spec = edit("one", steps=steps, strength=asked, height=16, width=16, images=[PictureInput(0, (16, 16, 3))])
+    spec = edit("one", steps=steps, strength=asked, height=16, width=16, images=[ImageInput(0, (16, 16, 3))])
     assert pipelines.body(spec, [bytes(16 * 16 * 3)])._arguments.get("strength") == given
 
 
@@ -271,7 +271,7 @@ def test_a_strength_of_almost_nothing_is_refused_and_leaves_the_ranks_alive(rig:
 
 
 def test_a_strength_that_leaves_no_step_is_refused_where_the_class_would_take_none() -> None:
-    spec = edit("one", steps=4, strength=0.1, images=[PictureInput(0, (16, 16, 3))])
+    spec = edit("one", steps=4, strength=0.1, images=[ImageInput(0, (16, 16, 3))])
     with pytest.raises(RequestError, match=r"strength: expected at least 0.25, so that one of 4 steps is left, found 0.1"):
         TaskPipelines(without_modules("StableDiffusionImg2ImgPipeline")).body(spec, [bytes(16 * 16 * 3)])
     body = TaskPipelines(without_modules("StableDiffusion3Img2ImgPipeline")).body(spec, [bytes(16 * 16 * 3)])
@@ -289,15 +289,15 @@ def test_a_strength_that_leaves_no_step_is_refused_where_the_class_would_take_no
     ],
 )
 def test_a_companion_alone_is_bit_equal_to_its_class_of_diffusers(name: str, task: Task, kind: str) -> None:
-    source, mask = picture(1, 32, 32), Image.fromarray(LEFT[:32, 16:48])
+    source, mask = image(1, 32, 32), Image.fromarray(LEFT[:32, 16:48])
     runner = DiffusionModelRunner(WorkerConfig(model="(in memory)", served_name="m"), torch.device("cpu"), OneRank())  # type: ignore[arg-type]
     runner.adopt(worded(name), torch.float32, lambda done, total: None)
-    masked = {"mask": PictureInput(1, (32, 32, 1))} if task is Task.INPAINT else {}
-    spec = request("one", prompt="two", task=task, images=[PictureInput(0, (32, 32, 3))], strength=0.7, steps=4, **masked)
+    masked = {"mask": ImageInput(1, (32, 32, 1))} if task is Task.INPAINT else {}
+    spec = request("one", prompt="two", task=task, images=[ImageInput(0, (32, 32, 3))], strength=0.7, steps=4, **masked)
     frames = [source.tobytes(), mask.tobytes()][: 1 + len(masked)]
     output = runner.execute_stepwise(Tick(0, [spec], frames=[len(frames)]), frames)
     for number in range(1, 20):
-        if output.pictures or output.errors:
+        if output.images or output.errors:
             break
         output = runner.execute_stepwise(Tick(number))
     assert not output.errors, output.errors
@@ -308,11 +308,11 @@ def test_a_companion_alone_is_bit_equal_to_its_class_of_diffusers(name: str, tas
         "two", image=source, strength=0.7, num_inference_steps=4, height=32, width=32, output_type="np",
         generator=torch.Generator().manual_seed(1), **({"mask_image": mask} if masked else {}), **guidance,
     ).images  # fmt: skip
-    np.testing.assert_array_equal(pixels_of(output.pictures["one"]), (expected * 255).round().astype(np.uint8))
+    np.testing.assert_array_equal(pixels_of(output.images["one"]), (expected * 255).round().astype(np.uint8))
 
 
 def test_what_an_edit_leaves_open_is_as_with_the_loaded_class() -> None:
-    spec = request("one", steps=None, task=Task.EDIT, images=[PictureInput(0, (32, 32, 3))])
+    spec = request("one", steps=None, task=Task.EDIT, images=[ImageInput(0, (32, 32, 3))])
     given = TaskPipelines(BUILDERS["FluxPipeline (words)"]()).body(spec, [bytes(32 * 32 * 3)])._arguments
     # Of itself the companion would take 7.0.
     assert (given["num_inference_steps"], given["guidance_scale"]) == (28, 3.5)

@@ -55,26 +55,26 @@ def frames_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.
 
 def test_a_video_arrives_as_the_pixels_of_all_its_frames(rig: RunnerRig, plain: Any) -> None:
     spec = video("one", negative_prompt="blurred")
-    pictures, errors = rig.run(spec)
+    images, errors = rig.run(spec)
     assert not errors
-    assert pictures["one"].dtype == np.uint8
-    assert pictures["one"].shape == (5, 32, 32, 3)
-    np.testing.assert_array_equal(pictures["one"], frames_of_diffusers(plain, spec))
+    assert images["one"].dtype == np.uint8
+    assert images["one"].shape == (5, 32, 32, 3)
+    np.testing.assert_array_equal(images["one"], frames_of_diffusers(plain, spec))
 
 
 def test_videos_of_one_length_share_every_step_and_one_of_another_length_none(rig: RunnerRig, plain: Any) -> None:
     specs = [video("short"), video("as-short", prompt="a blue dog sleeps", seed=2), video("long", frames=9, seed=3)]
-    pictures, errors = rig.run(*specs)
+    images, errors = rig.run(*specs)
     assert not errors
     assert sorted(call.rows for call in rig.denoiser_calls()) == [1] * 4 + [2] * 4
-    assert pictures["long"].shape == (9, 32, 32, 3)
+    assert images["long"].shape == (9, 32, 32, 3)
     for spec in specs:
-        assert np.abs(pictures[spec.request_id].astype(int) - frames_of_diffusers(plain, spec).astype(int)).max() <= 1
+        assert np.abs(images[spec.request_id].astype(int) - frames_of_diffusers(plain, spec).astype(int)).max() <= 1
 
 
 def test_a_single_frame_is_a_video_of_one_frame(rig: RunnerRig) -> None:
-    pictures, _ = rig.run(video("still", frames=1))
-    assert pictures["still"].shape == (1, 32, 32, 3)
+    images, _ = rig.run(video("still", frames=1))
+    assert images["still"].shape == (1, 32, 32, 3)
 
 
 def test_a_pipeline_that_returns_its_frames_bare_gives_all_of_them() -> None:
@@ -84,4 +84,4 @@ def test_a_pipeline_that_returns_its_frames_bare_gives_all_of_them() -> None:
     arguments = family.request(1, 2, 3.0)
     rig.runner.join(video("moves"), PipelineBody(rig.pipeline, arguments, seed=1))
     outputs = [rig.runner.execute_stepwise(Tick(number)) for number in range(3)]
-    assert pixels_of(outputs[-1].pictures["moves"]).shape == (2, 16, 16, 3)
+    assert pixels_of(outputs[-1].images["moves"]).shape == (2, 16, 16, 3)

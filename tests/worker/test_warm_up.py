@@ -45,7 +45,7 @@ class Ranks:
         self.frames += map(len, frames)
         if tick.join and self._fail is not None and (tick.join[-1].steps or 0) <= self._most_failing_steps:
             return StepOutput(errors={tick.join[-1].request_id: ErrorReport(ErrorCode.ENGINE_FAILED, self._fail)})
-        return StepOutput(pictures={spec.request_id: None for spec in tick.join})
+        return StepOutput(images={spec.request_id: None for spec in tick.join})
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ async def test_what_becomes_of_an_option_while_requests_run_is_in_the_state_docu
     edge.ranks.features = {"compile": "default (regional, 4 blocks)"}
     await edge.engine.start()
     assert (await edge.state())["features"] == edge.ranks.features
-    assert (await edge.images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p")).status_code == 200
     assert (await edge.state())["features"] == {"compile": "none: fell back: x"}
     await edge.engine.terminate()
 
@@ -153,7 +153,7 @@ def test_every_size_is_warmed_up_with_the_steps_that_the_options_say() -> None:
 
 
 @pytest.mark.parametrize(("task", "frames"), [(Task.EDIT, [64 * 48 * 3]), (Task.INPAINT, [64 * 48 * 3, 64 * 48])])
-def test_a_model_that_makes_nothing_of_words_alone_gets_a_grey_picture(task: Task, frames: list[int]) -> None:
+def test_a_model_that_makes_nothing_of_words_alone_gets_a_grey_image(task: Task, frames: list[int]) -> None:
     model = msgspec.structs.replace(MODEL, tasks=[task], default_width=64, default_height=48)
     [request] = warm_up_requests(config_of(), model)
     assert [len(frame) for frame in request.frames] == frames
@@ -181,15 +181,15 @@ class Guided:
 
 
 def test_what_is_compiled_is_warmed_up_for_one_row_and_for_more_and_with_an_adapter() -> None:
-    without = compiled_variants(Guided(), Task.GENERATE, most_pictures=8, ranks=1, adapter=None)
-    assert [(variant.pictures, variant.changes) for variant in without] == [(1, {}), (1, {"guidance_scale": 1.0}), (2, {})]
-    both = compiled_variants(Guided(), Task.GENERATE, most_pictures=8, ranks=1, adapter=-1)
+    without = compiled_variants(Guided(), Task.GENERATE, most_images=8, ranks=1, adapter=None)
+    assert [(variant.images, variant.changes) for variant in without] == [(1, {}), (1, {"guidance_scale": 1.0}), (2, {})]
+    both = compiled_variants(Guided(), Task.GENERATE, most_images=8, ranks=1, adapter=-1)
     assert both[:3] == without
     assert [variant.changes["loras"] for variant in both[3:]] == [[LoRAUse(-1, 1.0)]] * 3
-    alone = compiled_variants(Guided(), Task.GENERATE, most_pictures=1, ranks=1, adapter=None)
-    spread = compiled_variants(Guided(), Task.GENERATE, most_pictures=8, ranks=3, adapter=None)
+    alone = compiled_variants(Guided(), Task.GENERATE, most_images=1, ranks=1, adapter=None)
+    spread = compiled_variants(Guided(), Task.GENERATE, most_images=8, ranks=3, adapter=None)
     # On every rank there has to be more than one row.
-    assert ([variant.pictures for variant in alone], [variant.pictures for variant in spread]) == ([1, 1], [1, 1, 6])
+    assert ([variant.images for variant in alone], [variant.images for variant in spread]) == ([1, 1], [1, 1, 6])
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_the_warm_up_calls_every_model_and_leaves_nothing_behind(pipeline: str) 
     assert {call.component for call in rig.parallel.calls} == {"text_encoder", "text_encoder_2", "transformer", "vae"}
     assert rig.runner.get_prompt_embed_cache_stats() == empty and not any(empty[name] for name in ("size", "hits", "misses"))
     assert rig.runner.loras is not None and rig.runner.loras.list_adapters() == []
-    assert rig.runner.execute_stepwise(Tick(1)).pictures == {}
+    assert rig.runner.execute_stepwise(Tick(1)).images == {}
 
 
 # --- real processes -----------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_real_ranks_are_warm_before_they_are_ready_and_again_after_one_is_killed
 
 
 @pytest.mark.slow
-def test_a_model_that_makes_no_picture_never_becomes_ready_and_the_worker_ends_with_1(tmp_path: Path) -> None:
+def test_a_model_that_makes_no_image_never_becomes_ready_and_the_worker_ends_with_1(tmp_path: Path) -> None:
     module = "from diffusers import StableDiffusion3Pipeline\n\n\nclass Broken(StableDiffusion3Pipeline):\n"
     module += "    def encode_prompt(self, *args, **kwargs):\n        raise IndexError('no such layer')\n"
     (tmp_path / "broken_pipeline.py").write_text(module)

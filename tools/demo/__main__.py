@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.demo`: from nothing to a picture, a LoRA, a sleep and a waking, told while it happens. `make demo` calls it."""
+"""`python -m tools.demo`: from nothing to an image, a LoRA, a sleep and a waking, told while it happens. `make demo` calls it."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ INSTALL_S = 180
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where the pictures go (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where the images go (default: %(default)s)")
     arguments = parser.parse_args()
     story = Story()
     try:
@@ -63,7 +63,7 @@ def _farewell(output: Path) -> str:
     where = output.resolve()
     shown = where.relative_to(ROOT) if where.is_relative_to(ROOT) else where
     return f"""
-The pictures are in {shown}/; {shown}/contact-sheet.png shows them side by side.
+The images are in {shown}/; {shown}/contact-sheet.png shows them side by side.
 The cluster keeps running, with the model in it:
 
   .venv/bin/python -m tools.devcluster exec -- kubectl -n {NAMESPACE} get dd,lora,pods

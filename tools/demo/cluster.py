@@ -28,14 +28,14 @@ class Ground:
 def prepare(story: Story) -> Ground:
     """Each part is made once per content, so that a second run only looks. devcluster tells its progress by itself, on stderr."""
     provider = cluster.provider()
-    with story.step("Build the images and the cluster's programs") as step:
+    with story.step("Build the container images and the cluster's programs") as step:
         cluster.prepare(("operator", "worker"))
         operator, worker = images.build("operator"), images.build("worker")
         step.result = f"{operator}, {worker}"
     with story.step("A cluster") as step:
         provider.up()
         step.result = f"provider {provider.name!r}"
-    with story.step("Load the images into the cluster"):
+    with story.step("Load the container images into the cluster"):
         loaded = Images(operator=provider.load_image(operator), worker=provider.load_image(worker))
     kubeconfig = provider.kubeconfig()
     kubectl = (str(provider.kubectl()), "--kubeconfig", str(kubeconfig))

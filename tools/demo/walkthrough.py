@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import DemoFailed
+from .images import DemoImage, Request, ask, ask_and_be_refused, client_for, contact_sheet, mean_difference, same_bits, save
 from .installation import ROOT
 from .kubectl import Document, Kubectl, Wanted, wait_for, wait_until_gone
-from .pictures import Picture, Request, ask, ask_and_be_refused, client_for, contact_sheet, mean_difference, same_bits, save
 from .story import Step, Story
 from .weights_memory import RankMemory, check_given_back, megabytes, read_state, read_weights_memory, total_resident
 
@@ -38,7 +38,7 @@ class Demo:
     kubectl: Kubectl
     connect: Callable[[str], AbstractContextManager[str]]
     output: Path
-    pictures: dict[str, list[Picture]] = field(default_factory=dict)
+    images: dict[str, list[DemoImage]] = field(default_factory=dict)
 
     def show_objects(self) -> None:
         self.story.say("$ kubectl get dd,lora")
@@ -66,8 +66,8 @@ def declare_the_model(demo: Demo, step: Step) -> None:
 
 
 def ask_the_base_model(demo: Demo, step: Step) -> None:
-    demo.pictures["base"] = _take(demo, MODEL, "base")
-    step.result = f"{len(PROMPTS)} pictures from model {MODEL!r}"
+    demo.images["base"] = _take(demo, MODEL, "base")
+    step.result = f"{len(PROMPTS)} images from model {MODEL!r}"
 
 
 def apply_an_adapter(demo: Demo, step: Step) -> None:
@@ -79,10 +79,10 @@ def apply_an_adapter(demo: Demo, step: Step) -> None:
 
 
 def ask_the_adapter(demo: Demo, step: Step) -> None:
-    demo.pictures["adapter"] = _take(demo, ADAPTER, "adapter")
-    differences = [mean_difference(*pair) for pair in zip(demo.pictures["base"], demo.pictures["adapter"], strict=True)]
+    demo.images["adapter"] = _take(demo, ADAPTER, "adapter")
+    differences = [mean_difference(*pair) for pair in zip(demo.images["base"], demo.images["adapter"], strict=True)]
     if min(differences) == 0:
-        raise DemoFailed(f"a picture from {ADAPTER!r} is the base model's picture; expected the adapter's style in each")
+        raise DemoFailed(f"an image from {ADAPTER!r} is the base model's image; expected the adapter's style in each")
     step.result = f"same prompts and seeds, {sum(differences) / len(differences):.0f} of 255 levels away from the base on average"
 
 
@@ -90,11 +90,11 @@ def mix_two_adapters(demo: Demo, step: Step) -> None:
     demo.story.say("$ kubectl apply -f examples/quickstart/second-adapter.yaml")
     demo.story.say(demo.kubectl.apply(MANIFESTS / "second-adapter.yaml"))
     wait_for(demo.kubectl, SECOND_LORA, ADAPTER_READY, deadline_s=ADAPTER_S, tell=demo.story.say)
-    demo.pictures["mixture"] = _take(demo, MODEL, "mixture", adapters=MIXTURE)
-    differences = [mean_difference(*pair) for pair in zip(demo.pictures["adapter"], demo.pictures["mixture"], strict=True)]
+    demo.images["mixture"] = _take(demo, MODEL, "mixture", adapters=MIXTURE)
+    differences = [mean_difference(*pair) for pair in zip(demo.images["adapter"], demo.images["mixture"], strict=True)]
     if min(differences) == 0:
-        raise DemoFailed(f"a picture from {ADAPTER!r} with {SECOND!r} is that of {ADAPTER!r} alone; expected both styles in each")
-    step.result = f"{ADAPTER!r} and {SECOND!r} in each picture"
+        raise DemoFailed(f"an image from {ADAPTER!r} with {SECOND!r} is that of {ADAPTER!r} alone; expected both styles in each")
+    step.result = f"{ADAPTER!r} and {SECOND!r} in each image"
 
 
 def send_it_to_sleep(demo: Demo, step: Step) -> None:
@@ -138,21 +138,21 @@ def let_it_fall_asleep(demo: Demo, step: Step) -> None:
 
 def wake_it_by_a_request(demo: Demo, step: Step) -> None:
     began = demo.story.clock()
-    demo.pictures["base-after-waking"] = _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[:1])
+    demo.images["base-after-waking"] = _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[:1])
     seconds, operation = demo.story.clock() - began, _last_operation(demo, "wake")
-    step.result = f"a picture after {seconds:.1f} s, of which the wake took {operation['seconds']:.2f} s; nothing was refused"
+    step.result = f"an image after {seconds:.1f} s, of which the wake took {operation['seconds']:.2f} s; nothing was refused"
 
 
 def ask_again(demo: Demo, step: Step) -> None:
-    """The rest of the pictures of before, from the model that slept twice."""
-    demo.pictures["base-after-waking"] += _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[1:])
-    demo.pictures["adapter-after-waking"] = _take(demo, ADAPTER, "adapter-after-waking")
+    """The rest of the images of before, from the model that slept twice."""
+    demo.images["base-after-waking"] += _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[1:])
+    demo.images["adapter-after-waking"] = _take(demo, ADAPTER, "adapter-after-waking")
     for name, model in (("base", MODEL), ("adapter", ADAPTER)):
-        again = demo.pictures[f"{name}-after-waking"]
-        differing = [prompt for prompt, old, new in zip(PROMPTS, demo.pictures[name], again, strict=True) if not same_bits(old, new)]
+        again = demo.images[f"{name}-after-waking"]
+        differing = [prompt for prompt, old, new in zip(PROMPTS, demo.images[name], again, strict=True) if not same_bits(old, new)]
         if differing:
-            raise DemoFailed(f"after waking, model {model!r} gives other bits for {differing}; expected the same pictures")
-    step.result = f"{2 * len(PROMPTS)} of {2 * len(PROMPTS)} pictures are the same bit for bit"
+            raise DemoFailed(f"after waking, model {model!r} gives other bits for {differing}; expected the same images")
+    step.result = f"{2 * len(PROMPTS)} of {2 * len(PROMPTS)} images are the same bit for bit"
 
 
 def make_the_contact_sheet(demo: Demo, step: Step) -> None:
@@ -164,41 +164,41 @@ def make_the_contact_sheet(demo: Demo, step: Step) -> None:
         "adapter-after-waking": f"{ADAPTER}, after waking",
     }
     path = demo.output / "contact-sheet.png"
-    contact_sheet([(title, demo.pictures[name]) for name, title in titles.items()], PROMPTS).save(path)
+    contact_sheet([(title, demo.images[name]) for name, title in titles.items()], PROMPTS).save(path)
     step.result = f"{len(list(demo.output.glob('*.png')))} files in {demo.output}/"
 
 
 STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
     ("Remove what an earlier run left", clear_what_an_earlier_run_left),
     ("Declare a model: two ranks on the CPU", declare_the_model),
-    ("Ask the model for pictures, with the OpenAI SDK", ask_the_base_model),
+    ("Ask the model for images, with the OpenAI SDK", ask_the_base_model),
     ("Apply a LoRA adapter", apply_an_adapter),
-    ("Ask the adapter for the same pictures", ask_the_adapter),
+    ("Ask the adapter for the same images", ask_the_adapter),
     ("Mix two adapters in one request", mix_two_adapters),
     ("Send the model to sleep", send_it_to_sleep),
     ("Ask the sleeping model", ask_a_sleeping_model),
     ("Wake it", wake_it),
     ("Let it fall asleep when nobody uses it", let_it_fall_asleep),
     ("Wake it by a request", wake_it_by_a_request),
-    ("Ask for all the pictures again", ask_again),
+    ("Ask for all the images again", ask_again),
     ("Write the contact sheet", make_the_contact_sheet),
 )
 
 
 def _take(
     demo: Demo, model: str, name: str, *, adapters: tuple[tuple[str, float], ...] = (), prompts: Sequence[str] = PROMPTS
-) -> list[Picture]:
-    """One picture a prompt, one after the other: a request alone is the same to the last bit every time."""
+) -> list[DemoImage]:
+    """One image a prompt, one after the other: a request alone is the same to the last bit every time."""
     taken = []
     mixed = " and ".join(f"{scale:g} of {adapter!r}" for adapter, scale in adapters)
     with demo.connect(MODEL) as url:
         client = client_for(url)
         for prompt in prompts:
             number, began = PROMPTS.index(prompt), demo.story.clock()
-            picture = ask(client, Request(prompt, SEED + number, model, adapters=adapters))
-            path = save(demo.output, f"{name}-{number + 1}", picture)
+            image = ask(client, Request(prompt, SEED + number, model, adapters=adapters))
+            path = save(demo.output, f"{name}-{number + 1}", image)
             demo.story.say(f"{prompt!r} from {mixed or repr(model)}: {demo.story.clock() - began:.1f} s -> {path}")
-            taken.append(picture)
+            taken.append(image)
     return taken
 
 

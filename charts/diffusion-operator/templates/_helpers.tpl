@@ -40,7 +40,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{- define "diffusion-operator.image" -}}
-{{- $repository := required "image.repository: name the operator's image; none is published, build it from Dockerfile.operator" .Values.image.repository -}}
+{{- $repository := required "image.repository: name the operator's container image; none is published, build it from Dockerfile.operator" .Values.image.repository -}}
 {{- if .Values.image.digest -}}
 {{- printf "%s@%s" $repository .Values.image.digest -}}
 {{- else -}}

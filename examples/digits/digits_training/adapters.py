@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from digits_training.architecture import let_everyone_read
 from digits_training.denoiser import batches, encode_captions, flow_loss
-from digits_training.pictures import Scans
+from digits_training.images import Scans
 
 BATCH = 32
 PEAK_RATE = 3e-3

@@ -12,22 +12,22 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from digits_training.captions import known_words
-from digits_training.pictures import SIZE
+from digits_training.images import SIZE
 
 START, END, UNKNOWN = "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 WORD_END = "</w>"
-# Neighbouring latents are much alike, so a digit shows through noise that would hide finer pictures: which digit it is gets decided at
-# very high noise levels, and training and sampling both spend more of their steps there (as SD3 does for large pictures).
+# Neighbouring latents are much alike, so a digit shows through noise that would hide finer images: which digit it is gets decided at
+# very high noise levels, and training and sampling both spend more of their steps there (as SD3 does for large images).
 NOISE_SHIFT = 3.0
 PROMPT_TOKENS = 16
 TEXT_WIDTH = 64
 WIDTH = 128
 LATENT_CHANNELS = 4
-# Bring plain pictures' latents (see autoencoder.py) to mean 0 and deviation 1, as diffusers' pipelines expect.
+# Bring plain images' latents (see autoencoder.py) to mean 0 and deviation 1, as diffusers' pipelines expect.
 LATENT_SHIFT = -0.68
 LATENT_SCALE = 2.2
 PATCH = 4
-# Larger pictures than 64x64 are accepted up to this many patches a side (256x256).
+# Larger images than 64x64 are accepted up to this many patches a side (256x256).
 MAX_PATCHES = 32
 
 
@@ -120,7 +120,7 @@ def build_denoiser() -> SD3Transformer2DModel:
         qk_norm="rms_norm",
     )
     # Diffusers spaces the positions by sample_size / pos_embed_max_size, a quarter here: too close together for the 8x8 patches of
-    # one picture. The table is part of the saved weights, so ours, spaced by one, is what everybody loads.
+    # one image. The table is part of the saved weights, so ours, spaced by one, is what everybody loads.
     table = get_2d_sincos_pos_embed(WIDTH, MAX_PATCHES, base_size=MAX_PATCHES, output_type="pt")
     denoiser.pos_embed.pos_embed.copy_(table.float().unsqueeze(0))
     return denoiser

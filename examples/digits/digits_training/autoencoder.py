@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the autoencoder to latents that we prescribe: the picture at half its size in three channels, the ink's strength in the fourth.
+"""Trains the autoencoder to latents that we prescribe: the image at half its size in three channels, the ink's strength in the fourth.
 
 Left to find latents of its own it spent most of its time on losing and finding the colours again. With prescribed ones the encoder and the
-decoder learn side by side, and the denoiser need not wait for either. Pictures in every style are shown, so that an adapter never asks for
+decoder learn side by side, and the denoiser need not wait for either. Images in every style are shown, so that an adapter never asks for
 something that cannot be decoded.
 """
 
@@ -14,19 +14,19 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from digits_training.architecture import LATENT_SCALE, LATENT_SHIFT
-from digits_training.pictures import GROUNDS, Scans, draw_batch
+from digits_training.images import GROUNDS, Scans, draw_batch
 
 STEPS = 800
 BATCH = 8
 PEAK_RATE = 3e-3
 # The encoder's log variance: its samples are practically its mean.
 CERTAINTY = -10.0
-# A denoiser's latents are a little off; the decoder has to draw a clean picture all the same.
+# A denoiser's latents are a little off; the decoder has to draw a clean image all the same.
 DECODER_NOISE = 0.08
 
 
 def prescribed_latents(pixels: Tensor) -> Tensor:
-    """What the encoder shall give for pictures in -1..1, before shift and scale."""
+    """What the encoder shall give for images in -1..1, before shift and scale."""
     small = functional.avg_pool2d(pixels, 2)
     ink = small.amax(dim=1, keepdim=True) - small.amin(dim=1, keepdim=True)
     return torch.cat([small, ink - 1], dim=1)
@@ -45,7 +45,7 @@ def train_autoencoder(autoencoder: AutoencoderKL, scans: Scans, *, seed: int, re
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps, pct_start=0.1)
     for step in range(steps):
         chosen = torch.randint(len(scans.labels), (BATCH,), generator=random)
-        # Half of all pictures are plain ones: those are what the base model draws.
+        # Half of all images are plain ones: those are what the base model draws.
         style = styles[0] if step % 2 else styles[(step // 2) % len(styles)]
         pixels = draw_batch(scans, chosen, random, style).pixels
         encoding, decoding = _losses(autoencoder, pixels, random)

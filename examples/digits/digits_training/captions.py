@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captions of the training pictures: a few wordings of "a red digit seven", now and then with a part missing."""
+"""Captions of the training images: a few wordings of "a red digit seven", now and then with a part missing."""
 
 import random
 
-from digits_training.pictures import COLOURS
+from digits_training.images import COLOURS
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 COLOUR_WORDS = tuple(COLOURS)
@@ -12,11 +12,11 @@ FULL: tuple[str, ...] = (
     "a {colour} {digit}",
     "{colour} {digit}",
     "the digit {digit} in {colour}",
-    "a picture of a {colour} {digit}",
+    "an image of a {colour} {digit}",
 )
 DIGIT_ONLY = ("a digit {digit}", "{digit}", "the digit {digit}")
 COLOUR_ONLY = ("a {colour} digit", "{colour}", "something {colour}")
-# Words that people write about pictures; they mean nothing to the model, but should not fall apart into letters.
+# Words that people write about images; they mean nothing to the model, but should not fall apart into letters.
 SURFACE_WORDS = ("black", "bright", "by", "color", "colour", "dark", "hand", "handwritten", "on", "white", "with")
 OTHER_WORDS = ("and", "drawing", "image", "number", "photo")
 DROPPED = 0.12
@@ -24,7 +24,7 @@ PARTIAL = 0.06
 
 
 def caption(digit: int, colour: int, chance: random.Random) -> str:
-    """One caption for the picture; empty in `DROPPED` of all cases, which is what classifier-free guidance learns from."""
+    """One caption for the image; empty in `DROPPED` of all cases, which is what classifier-free guidance learns from."""
     draw = chance.random()
     if draw < DROPPED:
         return ""

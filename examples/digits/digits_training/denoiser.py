@@ -22,7 +22,7 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 from digits_training.architecture import NOISE_SHIFT
 from digits_training.autoencoder import denoiser_latents
 from digits_training.captions import caption
-from digits_training.pictures import PLAIN, Scans, draw_batch
+from digits_training.images import PLAIN, Scans, draw_batch
 
 STEPS = 3000
 BATCH = 32
@@ -77,7 +77,7 @@ def flow_loss(denoiser: nn.Module, clean: Tensor, tokens: Tensor, pooled: Tensor
 
 
 def batches(scans: Scans, *, seed: int, size: int, style: str = PLAIN) -> Iterator[tuple[Tensor, list[str]]]:
-    """Endless batches of clean latents with their captions, every picture drawn anew."""
+    """Endless batches of clean latents with their captions, every image drawn anew."""
     random = torch.Generator().manual_seed(seed)
     chance = python_random.Random(seed)
     while True:

@@ -20,7 +20,7 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--engine-image", required=True, help="The worker's image where a spec names none.")
+@click.option("--engine-image", required=True, help="The worker's container image where a spec names none.")
 @click.option(
     "--operator-key-file",
     required=True,

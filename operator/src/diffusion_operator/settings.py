@@ -21,7 +21,7 @@ class OperatorPods(msgspec.Struct, frozen=True):
 
 class Settings(msgspec.Struct, frozen=True):
     engine_image: str
-    """The worker's image where a spec names none."""
+    """The worker's container image where a spec names none."""
     operator_key: bytes
     """Control tokens are derived from it, so that no Secret need ever be read."""
     previous_keys: tuple[bytes, ...] = ()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny AnimateDiff pipelines: a picture model with motion modules. Prompts are embeddings."""
+"""Tiny AnimateDiff pipelines: an image model with motion modules. Prompts are embeddings."""
 
 from collections.abc import Callable
 from typing import Any
 
 import diffusers
 
-from families.family import Arguments, Family, build_seeded, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, seeded, tiny_vae
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE halves sides and keeps every frame.
@@ -55,7 +55,7 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def video_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """A video to start from. Half the schedule is run, so twice the steps are asked for."""
-    video = [picture(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
+    video = [image(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
     arguments = text_to_video(seed, 2 * steps, guidance) | {"video": video, "strength": 0.5}
     del arguments["num_frames"]
     return arguments
@@ -63,7 +63,7 @@ def video_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def _family(kind: str, request: Callable[[int, int, float], Arguments]) -> Family:
     return Family(
-        kind, "AnimateDiff", build_seeded(lambda: pipeline(kind)), request, output_type="pt", doubled=of_two_prompts(request, pictures=True)
+        kind, "AnimateDiff", build_seeded(lambda: pipeline(kind)), request, output_type="pt", doubled=of_two_prompts(request, images=True)
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AuraFlow and Chroma: transformers over picture and text tokens; Chroma masks text and calls twice for guidance."""
+"""AuraFlow and Chroma: transformers over image and text tokens; Chroma masks text and calls twice for guidance."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
 )
 
-from families.family import Arguments, Family, build_seeded, picture, seeded, tiny_vae, token_mask
+from families.family import Arguments, Family, build_seeded, image, seeded, tiny_vae, token_mask
 from families.two_rows import of_two_prompts
 
 TOKENS = 8
@@ -80,7 +80,7 @@ def _chroma_prompts(seed: int, steps: int, guidance: float) -> Arguments:
 
 def _image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     # Half the strength is half the steps.
-    return _chroma_prompts(seed, 2 * steps, guidance) | {"image": picture(seed), "strength": 0.5}
+    return _chroma_prompts(seed, 2 * steps, guidance) | {"image": image(seed), "strength": 0.5}
 
 
 FAMILIES = [

@@ -88,7 +88,7 @@ def _changed_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_sizes(rig: FamilyRig, asked: Asked) -> None:
-    """A call merged of two has the shapes of one that the pipeline itself made for two pictures."""
+    """A call merged of two has the shapes of one that the pipeline itself made for two images."""
     assert rig.family.doubled is not None
     single = first_calls(rig, asked)
     double = first_calls(rig, Asked(asked.seed, asked.steps, asked.guidance, changes=rig.family.doubled))

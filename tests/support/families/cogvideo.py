@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from families.family import Arguments, Family, build_seeded, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, seeded
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE divides sides by 8 and keeps every fourth frame; the transformer takes patches of 2 x 2.
@@ -66,12 +66,12 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    return text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
 
 
 def video_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """A video to start from. Half the schedule is run, so twice the steps are asked for."""
-    video = [picture(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
+    video = [image(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
     arguments = text_to_video(seed, 2 * steps, guidance) | {"video": video, "strength": 0.5}
     del arguments["num_frames"]
     return arguments
@@ -79,7 +79,7 @@ def video_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def follow_video(seed: int, steps: int, guidance: float) -> Arguments:
     """A video to follow; its length is the result's."""
-    video = [picture(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
+    video = [image(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
     arguments = text_to_video(seed, steps, guidance) | {"control_video": video}
     del arguments["num_frames"]
     return arguments
@@ -91,7 +91,7 @@ def _family(kind: str, request: Callable[[int, int, float], Arguments], variant:
         "CogVideoX",
         build_seeded(lambda: pipeline(kind, **parts)),
         request,
-        doubled=of_two_prompts(request, pictures="Image" in kind or "Control" in kind),
+        doubled=of_two_prompts(request, images="Image" in kind or "Control" in kind),
     )
 
 

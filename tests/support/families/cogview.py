@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogView 3 Plus: the sizes of the picture are rows."""
+"""CogView 3 Plus: the sizes of the image are rows."""
 
 from typing import Any
 

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 
 from families import wan
-from families.family import Arguments, Family, build_seeded, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, seeded
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. Both VAEs divide sides by 8; Cosmos' keeps every eighth frame, Wan's every fourth.
@@ -76,7 +76,7 @@ def second(kind: str, **shape: Any) -> Any:
     )
 
 
-def text_to_picture(seed: int, steps: int, guidance: float) -> Arguments:
+def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     """A prompt and a size."""
     return {
         "prompt_embeds": seeded(seed, 1, TEXT_TOKENS, 16),
@@ -90,21 +90,21 @@ def text_to_picture(seed: int, steps: int, guidance: float) -> Arguments:
 
 def text_to_world(seed: int, steps: int, guidance: float) -> Arguments:
     """A number of frames and their rate as well."""
-    return text_to_picture(seed, steps, guidance) | {"num_frames": FRAMES, "fps": 24}
+    return text_to_image(seed, steps, guidance) | {"num_frames": FRAMES, "fps": 24}
 
 
-def picture_to_world(seed: int, steps: int, guidance: float) -> Arguments:
+def image_to_world(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return text_to_world(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    return text_to_world(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
 
 
 def _family(name: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments]) -> Family:
-    return Family(name, family, build_seeded(make), request, doubled=of_two_prompts(request, pictures="Video" in name))
+    return Family(name, family, build_seeded(make), request, doubled=of_two_prompts(request, images="Video" in name))
 
 
 FAMILIES = [
     _family("CosmosTextToWorldPipeline", "Cosmos", lambda: first("CosmosTextToWorldPipeline"), text_to_world),
-    _family("CosmosVideoToWorldPipeline", "Cosmos", lambda: first("CosmosVideoToWorldPipeline", in_channels=5), picture_to_world),
-    _family("Cosmos2TextToImagePipeline", "Cosmos 2", lambda: second("Cosmos2TextToImagePipeline"), text_to_picture),
-    _family("Cosmos2VideoToWorldPipeline", "Cosmos 2", lambda: second("Cosmos2VideoToWorldPipeline", in_channels=5), picture_to_world),
+    _family("CosmosVideoToWorldPipeline", "Cosmos", lambda: first("CosmosVideoToWorldPipeline", in_channels=5), image_to_world),
+    _family("Cosmos2TextToImagePipeline", "Cosmos 2", lambda: second("Cosmos2TextToImagePipeline"), text_to_image),
+    _family("Cosmos2VideoToWorldPipeline", "Cosmos 2", lambda: second("Cosmos2VideoToWorldPipeline", in_channels=5), image_to_world),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiT: a picture of a class, whose number is a row."""
+"""DiT: an image of a class, whose number is a row."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ class Family:
     """One pipeline class, or one way to use it.
 
     `request` makes the arguments of `__call__` from (seed, steps, guidance), without generator and output type; another
-    seed means other embeddings and pictures of the same sizes. `tolerance` bounds the largest difference of a request in
+    seed means other embeddings and images of the same sizes. `tolerance` bounds the largest difference of a request in
     company from itself alone, in float64 and in standard deviations of the result; one above 1e-9 needs its `reason`, and
     so does `shares=False`: requests of this family make no model call together. `doubled` are the arguments that make a
     request twice as many rows; None where the class has no such argument. `compared_in` is float32 for a model that cannot
@@ -84,8 +84,8 @@ def token_mask(seed: int, length: int) -> torch.Tensor:
     return (torch.arange(length) < length - seed % 3).long()[None]
 
 
-def picture(seed: int, width: int = 32, height: int = 32) -> Image.Image:
-    """A picture of random colours."""
+def image(seed: int, width: int = 32, height: int = 32) -> Image.Image:
+    """An image of random colours."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -97,7 +97,7 @@ def mask(seed: int, width: int = 32, height: int = 32) -> Image.Image:
 
 
 def tiny_vae(channels: int = 4, levels: int = 2, **config: Any) -> AutoencoderKL:
-    """A VAE of `levels` resolutions: pictures are 2 ** (levels - 1) times as large as latents."""
+    """A VAE of `levels` resolutions: images are 2 ** (levels - 1) times as large as latents."""
     defaults = {
         "block_out_channels": (8,) * levels,
         "down_block_types": ("DownEncoderBlock2D",) * levels,
@@ -121,7 +121,7 @@ def in_float64(value: Any) -> Any:
 
 
 def as_tensor(output: Any) -> torch.Tensor:
-    """What a pipeline returned, as one flat tensor: tensors, arrays or pictures, also in lists and dicts."""
+    """What a pipeline returned, as one flat tensor: tensors, arrays or images, also in lists and dicts."""
     if isinstance(output, torch.Tensor):
         return output.detach().reshape(-1)
     if isinstance(output, np.ndarray):

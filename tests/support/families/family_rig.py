@@ -98,7 +98,7 @@ class FamilyRig:
                 if joins[number] == tick:
                     self.runner.join(self._spec(number, asked), self._body(asked))
             output = self.runner.execute_stepwise(Tick(tick))
-            results |= {name: as_tensor(result) for name, result in output.pictures.items()}
+            results |= {name: as_tensor(result) for name, result in output.images.items()}
             errors |= output.errors
             if len(results) + len(errors) == len(requests):
                 return results, errors

@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
@@ -61,41 +61,41 @@ def with_negative(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     """Half the schedule is run, so twice the steps are asked for."""
-    return text_to_image(seed, 2 * steps, guidance) | {"image": picture(seed, SIDE, SIDE), "strength": 0.5}
+    return text_to_image(seed, 2 * steps, guidance) | {"image": image(seed, SIDE, SIDE), "strength": 0.5}
 
 
 def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
     """A part anew, over the whole schedule."""
-    pictures = {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
-    return text_to_image(seed, steps, guidance) | pictures | {"strength": 1.0}
+    images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
+    return text_to_image(seed, steps, guidance) | images | {"strength": 1.0}
 
 
 def control(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to follow."""
-    return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
+    """An image to follow."""
+    return text_to_image(seed, steps, guidance) | {"control_image": image(seed, SIDE, SIDE)}
 
 
 def control_image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to start from beside the one to follow."""
-    return image_to_image(seed, steps, guidance) | {"control_image": picture(seed + 1, SIDE, SIDE)}
+    """An image to start from beside the one to follow."""
+    return image_to_image(seed, steps, guidance) | {"control_image": image(seed + 1, SIDE, SIDE)}
 
 
 def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part anew, following another picture."""
-    return inpaint(seed, steps, guidance) | {"control_image": picture(seed + 1, SIDE, SIDE)}
+    """A part anew, following another image."""
+    return inpaint(seed, steps, guidance) | {"control_image": image(seed + 1, SIDE, SIDE)}
 
 
 def kontext(seed: int, steps: int, guidance: float) -> Arguments:
-    """A reference picture; sizes are kept as they are given."""
-    return text_to_image(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE), "max_area": SIDE * SIDE, "_auto_resize": False}
+    """A reference image; sizes are kept as they are given."""
+    return text_to_image(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE), "max_area": SIDE * SIDE, "_auto_resize": False}
 
 
 def kontext_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A reference picture and a mask."""
+    """A reference image and a mask."""
     return kontext(seed, steps, guidance) | {"mask_image": mask(seed, SIDE, SIDE), "strength": 1.0}
 
 
-# The number of pictures repeats no embeddings that are given.
+# The number of images repeats no embeddings that are given.
 TWO_PROMPTS = {"prompt_embeds": seeded(7, 2, TEXT_TOKENS, 16), "pooled_prompt_embeds": seeded(8, 2, 16)}
 TWO_NEGATIVES = {"negative_prompt_embeds": seeded(9, 2, TEXT_TOKENS, 16), "negative_pooled_prompt_embeds": seeded(10, 2, 16)}
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny Flux 2 pipelines: with and without reference pictures, Klein distilled and with guidance, inpaint, and with a KV cache."""
+"""Tiny Flux 2 pipelines: with and without reference images, Klein distilled and with guidance, inpaint, and with a KV cache."""
 
 from collections.abc import Callable
 from typing import Any
 
 import diffusers
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, mask, seeded
 
 # Pixels, the least that a reference may have. The VAE shrinks them by eight and packs 2 x 2: 16 tokens.
 SIDE = 64
@@ -56,8 +56,8 @@ def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def edit(seed: int, steps: int, guidance: float) -> Arguments:
-    """Two reference pictures of other sizes."""
-    return text_to_image(seed, steps, guidance) | {"image": [picture(seed, SIDE, SIDE), picture(seed + 1, 2 * SIDE, SIDE)]}
+    """Two reference images of other sizes."""
+    return text_to_image(seed, steps, guidance) | {"image": [image(seed, SIDE, SIDE), image(seed + 1, 2 * SIDE, SIDE)]}
 
 
 def guided(seed: int, steps: int, guidance: float) -> Arguments:
@@ -67,8 +67,8 @@ def guided(seed: int, steps: int, guidance: float) -> Arguments:
 
 def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
     """A part anew, over the whole schedule."""
-    pictures = {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
-    return guided(seed, steps, guidance) | pictures | {"strength": 1.0}
+    images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
+    return guided(seed, steps, guidance) | images | {"strength": 1.0}
 
 
 def without_scale(request: Callable[[int, int, float], Arguments]) -> Callable[[int, int, float], Arguments]:

@@ -8,7 +8,7 @@ import diffusers
 import torch
 import transformers
 
-from families.family import Arguments, Family, build_seeded, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, seeded
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE divides sides by 8 and keeps every fourth frame: latents of 2 frames, 4 x 4.
@@ -104,12 +104,12 @@ def with_negative(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return with_negative(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    return with_negative(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
 
 
 def framepack_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame; one section of two latent frames."""
-    return text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE), "latent_window_size": 2}
+    return text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE), "latent_window_size": 2}
 
 
 def _mask(tokens: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ def _family(name: str, make: Callable[[], Any], request: Callable[[int, int, flo
         family,
         build_seeded(make),
         request,
-        doubled=of_two_prompts(request, pictures="image" in request(1, 1, 1.0)),
+        doubled=of_two_prompts(request, images="image" in request(1, 1, 1.0)),
     )
 
 

@@ -8,7 +8,7 @@ import diffusers
 import torch
 import transformers
 
-from families.family import Arguments, Family, build_seeded, call_pipeline, picture, seeded
+from families.family import Arguments, Family, build_seeded, call_pipeline, image, seeded
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE divides sides by 8 and keeps every fourth frame: latents of 2 frames, 4 x 4.
@@ -76,7 +76,7 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame, which also gives the size."""
-    arguments = text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    arguments = text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
     del arguments["height"], arguments["width"]
     return arguments
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hunyuan-DiT: two masked prompts, a style and the sizes of the picture as rows, a table of angles for all."""
+"""Hunyuan-DiT: two masked prompts, a style and the sizes of the image as rows, a table of angles for all."""
 
 from typing import Any
 

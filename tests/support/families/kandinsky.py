@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kandinsky 2.2, whose U-Net knows the prompt as a picture's embedding, and Kandinsky 3, whose U-Net masks the prompt."""
+"""Kandinsky 2.2, whose U-Net knows the prompt as an image's embedding, and Kandinsky 3, whose U-Net masks the prompt."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from diffusers import (
     VQModel,
 )
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded, token_mask
+from families.family import Arguments, Family, build_seeded, image, mask, seeded, token_mask
 
 TWO_IMAGES = {"num_images_per_prompt": 2}
 TOKENS = 8
@@ -82,11 +82,11 @@ def _embedded(seed: int, steps: int, guidance: float) -> Arguments:
 
 def _image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     # Half the strength is half the steps.
-    return _embedded(seed, 2 * steps, guidance) | {"image": picture(seed, SIDE, SIDE), "strength": 0.5}
+    return _embedded(seed, 2 * steps, guidance) | {"image": image(seed, SIDE, SIDE), "strength": 0.5}
 
 
 def _inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    return _embedded(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
+    return _embedded(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
 
 
 def _prompts(seed: int, steps: int, guidance: float) -> Arguments:
@@ -116,7 +116,7 @@ def _family(kind: Any, request: Any, channels: int = 4) -> Family:
 FAMILIES = [
     _family(KandinskyV22Pipeline, _embedded),
     _family(KandinskyV22Img2ImgPipeline, _image_to_image),
-    # Latents, the picture that is kept, the mask.
+    # Latents, the image that is kept, the mask.
     _family(KandinskyV22InpaintPipeline, _inpaint, channels=9),
     Family(
         name="Kandinsky3Pipeline",

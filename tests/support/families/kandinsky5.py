@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from families.family import Arguments, Family, build_seeded, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, seeded
 
 # Pixels and frames. The VAE divides sides by 8 and keeps every fourth frame. Image to video scales the first four
 # frames of the latents to the moments of those after them, so there have to be more.
@@ -62,7 +62,7 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    return text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
 
 
 def _two_prompts() -> Arguments:

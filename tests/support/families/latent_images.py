@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines of families whose latents are pictures: CogView4, GLM-Image, ErnieImage, PRX and Bria Fibo 2."""
+"""Tiny pipelines of families whose latents are images: CogView4, GLM-Image, ErnieImage, PRX and Bria Fibo 2."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from families.family import Arguments, Family, build_seeded, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, seeded, tiny_vae
 from families.flux2 import vae as flux2_vae
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
@@ -40,7 +40,7 @@ def cogview4(kind: str = "CogView4Pipeline", *, in_channels: int = 4) -> Any:
 
 
 def glm_image() -> Any:
-    """A picture's tokens, made by a language model, are given; a cache for reference pictures is always passed."""
+    """An image's tokens, made by a language model, are given; a cache for reference images is always passed."""
     transformer = diffusers.GlmImageTransformer2DModel(
         patch_size=2,
         in_channels=4,
@@ -116,12 +116,12 @@ def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def control(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to follow."""
-    return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
+    """An image to follow."""
+    return text_to_image(seed, steps, guidance) | {"control_image": image(seed, SIDE, SIDE)}
 
 
 def with_prior(seed: int, steps: int, guidance: float) -> Arguments:
-    """The tokens of the picture beside the prompt."""
+    """The tokens of the image beside the prompt."""
     tokens = torch.randint(0, 32, (1, 16), generator=torch.Generator().manual_seed(seed))
     return text_to_image(seed, steps, guidance) | {"prior_token_ids": tokens}
 
@@ -154,13 +154,13 @@ def bundled(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def edit(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to change."""
-    return bundled(seed, steps, guidance) | {"image": [picture(seed, 64, 64)]}
+    """An image to change."""
+    return bundled(seed, steps, guidance) | {"image": [image(seed, 64, 64)]}
 
 
 def _family(kind: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments], variant: str = "") -> Family:
     name = f"{kind} ({variant})" if variant else kind
-    # PRX has a time for one picture only, and fails at two.
+    # PRX has a time for one image only, and fails at two.
     doubled = None if kind == "PRXPipeline" else {"num_images_per_prompt": 2}
     return Family(name, family, build_seeded(make), request, output_type="pt", doubled=doubled)
 

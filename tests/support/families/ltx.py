@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from families.family import Arguments, Family, build_seeded, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, seeded
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE divides sides by 8 (once by its own blocks, by 4 when it patches) and keeps every second frame.
@@ -69,11 +69,11 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    return text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
 
 
 def conditioned_video(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture that the video shows from a frame on, with a strength."""
+    """An image that the video shows from a frame on, with a strength."""
     return image_to_video(seed, steps, guidance) | {"strength": 0.8}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from families.family import Arguments, Family, build_seeded, picture, seeded, token_mask
+from families.family import Arguments, Family, build_seeded, image, seeded, token_mask
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE divides sides by 8 (by 4 when it patches): latents of 4 x 4.
@@ -116,7 +116,7 @@ def fully_guided(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE), "image_crf": 0}
+    return text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE), "image_crf": 0}
 
 
 def _family(kind: str, request: Callable[[int, int, float], Arguments], variant: str = "") -> Family:

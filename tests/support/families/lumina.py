@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lumina: the first with one call for guidance, the second with two calls, whose time runs from noise at 0 to the picture at 1."""
+"""Lumina: the first with one call for guidance, the second with two calls, whose time runs from noise at 0 to the image at 1."""
 
 from typing import Any
 

@@ -262,7 +262,7 @@ FAMILIES = [
     family("StableDiffusion3ModularPipeline", "SD 3", stable_diffusion_3, stable_diffusion_3_request),
     family("AnimaModularPipeline", "Anima", anima, anima_request),
     family("Flux3ModularPipeline", "Flux 3", lambda: flux3(distilled=False), flux3_request),
-    family("Flux3ModularPipeline (reference picture)", "Flux 3", lambda: flux3(distilled=False), flux3_image_request),
+    family("Flux3ModularPipeline (reference image)", "Flux 3", lambda: flux3(distilled=False), flux3_image_request),
     family("Flux3DistilledModularPipeline", "Flux 3", lambda: flux3(distilled=True), flux3_distilled_request),
     family("Krea2ModularPipeline", "Krea 2", krea2, krea2_request),
     family("ErnieImageModularPipeline", "Ernie Image", ernie_image, ernie_image_request),

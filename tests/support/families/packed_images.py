@@ -145,7 +145,7 @@ def layered(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def two_texts(seed: int, steps: int, guidance: float) -> Arguments:
-    """A prompt and the words to be written in the picture; guidance is the model's own."""
+    """A prompt and the words to be written in the image; guidance is the model's own."""
     both = masked(seed, steps, guidance)
     kept = ("prompt_embeds", "prompt_embeds_mask", "num_inference_steps", "height", "width")
     return {name: both[name] for name in kept} | {
@@ -172,7 +172,7 @@ def _family(
     return Family(kind, family, build_seeded(make), request, output_type="pt", doubled=doubled or {"num_images_per_prompt": 2})
 
 
-# The number of pictures repeats no embeddings that are given.
+# The number of images repeats no embeddings that are given.
 TWO_PROMPTS = {"prompt_embeds": seeded(7, 2, TEXT_TOKENS, 16), "negative_prompt_embeds": seeded(8, 2, TEXT_TOKENS, 16)}
 
 

@@ -109,7 +109,7 @@ FAMILIES = [
     Family(
         name="PixArtAlphaPipeline",
         family="PixArt",
-        # This sample size has the sizes of the picture as a condition.
+        # This sample size has the sizes of the image as a condition.
         build=build_seeded(lambda: _pixart(PixArtAlphaPipeline, sample_size=128, use_additional_conditions=True)),
         request=_guided,
         output_type="pt",

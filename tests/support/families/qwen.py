@@ -8,12 +8,12 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, mask, seeded
 from families.worded_images import PROMPTS, letters, vision_language_model
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
-# The edit pipelines bring every picture to a megapixel, so theirs shrinks by 64: 64 tokens of reference, 4 of result.
+# The edit pipelines bring every image to a megapixel, so theirs shrinks by 64: 64 tokens of reference, 4 of result.
 EDIT_SIDE = 256
 TEXT_TOKENS = 6
 SHAPE = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}
@@ -48,7 +48,7 @@ class FakeProcessor:
 
 
 def small_vae() -> Any:
-    """A Qwen VAE of real layers that halves pictures."""
+    """A Qwen VAE of real layers that halves images."""
     return diffusers.AutoencoderKLQwenImage(**_vae_config(halvings=1))
 
 
@@ -106,7 +106,7 @@ def pipeline_21() -> Any:
 
 
 def layered_pipeline() -> Any:
-    """Takes a picture apart; it asks its text encoder for a dtype even where the prompt is given as embeddings."""
+    """Takes an image apart; it asks its text encoder for a dtype even where the prompt is given as embeddings."""
     pipe = pipeline("QwenImageLayeredPipeline", edits=True, use_additional_t_cond=True, use_layer3d_rope=True)
     pipe.register_modules(text_encoder=vision_language_model())
     return pipe
@@ -144,18 +144,18 @@ def words(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     """Half the schedule is run, so twice the steps are asked for."""
-    return text_to_image(seed, 2 * steps, guidance) | {"image": picture(seed, SIDE, SIDE), "strength": 0.5}
+    return text_to_image(seed, 2 * steps, guidance) | {"image": image(seed, SIDE, SIDE), "strength": 0.5}
 
 
 def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
     """A part anew, over the whole schedule."""
-    pictures = {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
-    return text_to_image(seed, steps, guidance) | pictures | {"strength": 1.0}
+    images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
+    return text_to_image(seed, steps, guidance) | images | {"strength": 1.0}
 
 
 def control(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to follow."""
-    return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
+    """An image to follow."""
+    return text_to_image(seed, steps, guidance) | {"control_image": image(seed, SIDE, SIDE)}
 
 
 def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
@@ -164,23 +164,23 @@ def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def edit(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to change."""
-    return text(seed, steps, guidance) | {"image": picture(seed, 32, 32), "height": EDIT_SIDE, "width": EDIT_SIDE}
+    """An image to change."""
+    return text(seed, steps, guidance) | {"image": image(seed, 32, 32), "height": EDIT_SIDE, "width": EDIT_SIDE}
 
 
 def edit_two(seed: int, steps: int, guidance: float) -> Arguments:
-    """Two pictures of other proportions."""
-    return edit(seed, steps, guidance) | {"image": [picture(seed, 32, 32), picture(seed + 1, 32, 16)]}
+    """Two images of other proportions."""
+    return edit(seed, steps, guidance) | {"image": [image(seed, 32, 32), image(seed + 1, 32, 16)]}
 
 
 def edit_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part of a picture anew."""
+    """A part of an image anew."""
     return edit(seed, steps, guidance) | {"mask_image": mask(seed, 32, 32), "strength": 1.0}
 
 
 def layers(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to take apart into two; without words the pipeline would describe it first."""
-    return text(seed, steps, guidance) | {"prompt": "a fox", "image": picture(seed, 32, 32), "layers": 2}
+    """An image to take apart into two; without words the pipeline would describe it first."""
+    return text(seed, steps, guidance) | {"prompt": "a fox", "image": image(seed, 32, 32), "layers": 2}
 
 
 def text_to_image_21(seed: int, steps: int, guidance: float) -> Arguments:
@@ -193,7 +193,7 @@ def without_cache(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_image_21(seed, steps, guidance) | {"use_kv_cache": False}
 
 
-# Two layered pictures of one prompt have one entry of what tells colours from transparency.
+# Two layered images of one prompt have one entry of what tells colours from transparency.
 TWO_PROMPTS = {"prompt": ["a fox", "a hare"]} | {
     f"{kind}prompt_embeds{part}": value
     for kind in ("", "negative_")

@@ -8,7 +8,7 @@ import diffusers
 import torch
 
 from families import wan
-from families.family import Arguments, Family, build_seeded, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, seeded
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE divides sides by 8 and keeps every fourth frame.
@@ -60,7 +60,7 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    return text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
 
 
 def _mask(tokens: int) -> torch.Tensor:

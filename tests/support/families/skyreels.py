@@ -7,11 +7,11 @@ from typing import Any
 import diffusers
 
 from families import wan
-from families.family import Arguments, Family, build_seeded, picture
+from families.family import Arguments, Family, build_seeded, image
 from families.two_rows import of_two_prompts
 
-# Its picture tokens too are found by counting 512 text tokens from the end.
-WITH_PICTURE_TOKENS = wan.WITH_PICTURE_TOKENS
+# Its image tokens too are found by counting 512 text tokens from the end.
+WITH_IMAGE_TOKENS = wan.WITH_IMAGE_TOKENS
 
 
 def pipeline(kind: str, *, shape: dict[str, Any] = wan.TRANSFORMER, **parts: Any) -> Any:
@@ -20,8 +20,8 @@ def pipeline(kind: str, *, shape: dict[str, Any] = wan.TRANSFORMER, **parts: Any
 
 
 def image_to_video_pipeline() -> Any:
-    """The picture as latents and as tokens."""
-    return pipeline("SkyReelsV2ImageToVideoPipeline", shape=WITH_PICTURE_TOKENS, **wan.tiny_image_encoder())
+    """The image as latents and as tokens."""
+    return pipeline("SkyReelsV2ImageToVideoPipeline", shape=WITH_IMAGE_TOKENS, **wan.tiny_image_encoder())
 
 
 def frame_by_frame(kind: str) -> Any:
@@ -34,9 +34,9 @@ def forced(seed: int, steps: int, guidance: float) -> Arguments:
     return wan.text_to_video(seed, steps, guidance) | {"prompt": None, "fps": 24}
 
 
-def forced_from_picture(seed: int, steps: int, guidance: float) -> Arguments:
+def forced_from_image(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return forced(seed, steps, guidance) | {"image": picture(seed, wan.SIDE, wan.SIDE)}
+    return forced(seed, steps, guidance) | {"image": image(seed, wan.SIDE, wan.SIDE)}
 
 
 def _family(kind: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments]) -> Family:
@@ -52,6 +52,6 @@ FAMILIES = [
     _family(
         "SkyReelsV2DiffusionForcingImageToVideoPipeline",
         lambda: frame_by_frame("SkyReelsV2DiffusionForcingImageToVideoPipeline"),
-        forced_from_picture,
+        forced_from_image,
     ),
 ]

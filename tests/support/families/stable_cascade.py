@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second stage of Stable Cascade: a denoiser called `decoder`, whose time is a ratio. The first one makes no picture: not served."""
+"""The second stage of Stable Cascade: a denoiser called `decoder`, whose time is a ratio. The first one makes no image: not served."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ FAMILIES = [
         request=_second_stage,
         output_type="pt",
         doubled=of_two_prompts(_second_stage),
-        # Without return_dict it gives the pictures themselves, not a tuple of them.
+        # Without return_dict it gives the images themselves, not a tuple of them.
         call=lambda view, arguments: view(**arguments).images,
     ),
 ]

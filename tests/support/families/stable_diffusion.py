@@ -15,7 +15,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae
 
 TWO_IMAGES = {"num_images_per_prompt": 2}
 
@@ -75,17 +75,17 @@ def prompts(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture of 16 x 16 latents."""
+    """An image of 16 x 16 latents."""
     return prompts(seed, steps, guidance) | {"height": 32, "width": 32}
 
 
 def _image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     # Half the strength is half the steps.
-    return prompts(seed, 2 * steps, guidance) | {"image": picture(seed), "strength": 0.5}
+    return prompts(seed, 2 * steps, guidance) | {"image": image(seed), "strength": 0.5}
 
 
 def _inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    return text_to_image(seed, steps, guidance) | {"image": picture(seed), "mask_image": mask(seed)}
+    return text_to_image(seed, steps, guidance) | {"image": image(seed), "mask_image": mask(seed)}
 
 
 def _few_steps(seed: int, steps: int, guidance: float) -> Arguments:
@@ -95,7 +95,7 @@ def _few_steps(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def _controlled(seed: int, steps: int, guidance: float) -> Arguments:
-    return prompts(seed, steps, guidance) | {"image": picture(seed)}
+    return prompts(seed, steps, guidance) | {"image": image(seed)}
 
 
 def _latent_consistency() -> Any:

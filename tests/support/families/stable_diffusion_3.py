@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stable Diffusion 3: a transformer over picture and text tokens together, guidance as twice the rows."""
+"""Stable Diffusion 3: a transformer over image and text tokens together, guidance as twice the rows."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae
 from families.two_rows import of_two_prompts
 
 WIDE = 16  # channels: inpainting knows its two kinds of model by 16 and 33
@@ -56,18 +56,18 @@ def _prompts(seed: int, steps: int, guidance: float) -> Arguments:
 
 def _image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     # Half the strength is half the steps.
-    return _prompts(seed, 2 * steps, guidance) | {"image": picture(seed), "strength": 0.5}
+    return _prompts(seed, 2 * steps, guidance) | {"image": image(seed), "strength": 0.5}
 
 
 def _inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    return _prompts(seed, steps, guidance) | {"image": picture(seed), "mask_image": mask(seed), "strength": 1.0}
+    return _prompts(seed, steps, guidance) | {"image": image(seed), "mask_image": mask(seed), "strength": 1.0}
 
 
 def _controlled(seed: int, steps: int, guidance: float) -> Arguments:
-    return _prompts(seed, steps, guidance) | {"control_image": picture(seed)}
+    return _prompts(seed, steps, guidance) | {"control_image": image(seed)}
 
 
-# Embeddings that are given are not repeated for a number of pictures.
+# Embeddings that are given are not repeated for a number of images.
 TWO_PROMPTS = of_two_prompts(_prompts)
 
 FAMILIES = [

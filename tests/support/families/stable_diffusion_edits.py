@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stable Diffusion 1.5 led by pictures: instructions (three rows a request), ControlNets, adapters, upscaling; and aMUSEd's tokens."""
+"""Stable Diffusion 1.5 led by images: instructions (three rows a request), ControlNets, adapters, upscaling; and aMUSEd's tokens."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from diffusers import (
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae
 from families.stable_diffusion import pipeline, prompts, text_to_image, tiny_controlnet, tiny_unet
 
 TWO_IMAGES = {"num_images_per_prompt": 2}
@@ -40,7 +40,7 @@ def _adapted() -> Any:
 
 
 def _with_ip_adapter() -> Any:
-    """Cross-attention that attends to two tokens of a picture's embedding, too."""
+    """Cross-attention that attends to two tokens of an image's embedding, too."""
     unet = tiny_unet()
     processors = dict(unet.attn_processors)
     for name in processors:
@@ -57,7 +57,7 @@ def _upscaler() -> Any:
         vae=tiny_vae(levels=3),
         text_encoder=None,
         tokenizer=None,
-        # Latents and the small picture; the level of noise is a class.
+        # Latents and the small image; the level of noise is a class.
         unet=tiny_unet(7, num_class_embeds=1000),
         low_res_scheduler=DDPMScheduler(),
         scheduler=DDIMScheduler(clip_sample=False),
@@ -98,35 +98,35 @@ def _amused() -> Any:
 
 
 def _instructed(seed: int, steps: int, guidance: float) -> Arguments:
-    return prompts(seed, steps, guidance) | {"image": picture(seed), "image_guidance_scale": 1.0 + guidance / 4}
+    return prompts(seed, steps, guidance) | {"image": image(seed), "image_guidance_scale": 1.0 + guidance / 4}
 
 
 def _led_by_two(seed: int, steps: int, guidance: float) -> Arguments:
-    return text_to_image(seed, steps, guidance) | {"image": [picture(seed), picture(seed + 50)]}
+    return text_to_image(seed, steps, guidance) | {"image": [image(seed), image(seed + 50)]}
 
 
 def _image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     # Half the strength is half the steps.
-    return text_to_image(seed, 2 * steps, guidance) | {"image": picture(seed), "control_image": picture(seed + 50), "strength": 0.5}
+    return text_to_image(seed, 2 * steps, guidance) | {"image": image(seed), "control_image": image(seed + 50), "strength": 0.5}
 
 
 def _inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    pictures = {"image": picture(seed), "control_image": picture(seed + 50), "mask_image": mask(seed)}
-    return text_to_image(seed, steps, guidance) | pictures | {"strength": 1.0}
+    images = {"image": image(seed), "control_image": image(seed + 50), "mask_image": mask(seed)}
+    return text_to_image(seed, steps, guidance) | images | {"strength": 1.0}
 
 
-def _adapter_picture(seed: int, steps: int, guidance: float) -> Arguments:
-    return text_to_image(seed, steps, guidance) | {"image": picture(seed)}
+def _adapter_image(seed: int, steps: int, guidance: float) -> Arguments:
+    return text_to_image(seed, steps, guidance) | {"image": image(seed)}
 
 
-def _embedded_picture(seed: int, steps: int, guidance: float) -> Arguments:
-    # Where there is guidance, that of no picture comes first.
+def _embedded_image(seed: int, steps: int, guidance: float) -> Arguments:
+    # Where there is guidance, that of no image comes first.
     rows = 2 if guidance > 1 else 1
     return text_to_image(seed, steps, guidance) | {"ip_adapter_image_embeds": [seeded(seed + 400, rows, 1, 16)]}
 
 
-def _small_picture(seed: int, steps: int, guidance: float) -> Arguments:
-    return prompts(seed, steps, guidance) | {"image": picture(seed, 16, 16), "noise_level": 10 + seed}
+def _small_image(seed: int, steps: int, guidance: float) -> Arguments:
+    return prompts(seed, steps, guidance) | {"image": image(seed, 16, 16), "noise_level": 10 + seed}
 
 
 def _tokens(seed: int, steps: int, guidance: float) -> Arguments:
@@ -161,9 +161,9 @@ FAMILIES = [
         lambda: pipeline(StableDiffusionControlNetInpaintPipeline, controlnet=tiny_controlnet()),
         _inpaint,
     ),
-    _family("StableDiffusionAdapterPipeline", _adapted, _adapter_picture),
-    _family("StableDiffusionPipeline (IP-Adapter)", _with_ip_adapter, _embedded_picture),
-    _family("StableDiffusionUpscalePipeline", _upscaler, _small_picture),
+    _family("StableDiffusionAdapterPipeline", _adapted, _adapter_image),
+    _family("StableDiffusionPipeline (IP-Adapter)", _with_ip_adapter, _embedded_image),
+    _family("StableDiffusionUpscalePipeline", _upscaler, _small_image),
     Family(
         name="AmusedPipeline",
         family="aMUSEd",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stable Diffusion XL and Kolors: a U-Net with pooled prompts and picture sizes beside the prompt's tokens."""
+"""Stable Diffusion XL and Kolors: a U-Net with pooled prompts and image sizes beside the prompt's tokens."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae
 from families.two_rows import of_two_prompts
 
 TWO_IMAGES = {"num_images_per_prompt": 2}
@@ -77,15 +77,15 @@ def _text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 def _image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     # Half the strength is half the steps.
-    return _prompts(seed, 2 * steps, guidance) | {"image": picture(seed), "strength": 0.5}
+    return _prompts(seed, 2 * steps, guidance) | {"image": image(seed), "strength": 0.5}
 
 
 def _inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    return _text_to_image(seed, steps, guidance) | {"image": picture(seed), "mask_image": mask(seed), "strength": 1.0}
+    return _text_to_image(seed, steps, guidance) | {"image": image(seed), "mask_image": mask(seed), "strength": 1.0}
 
 
 def _controlled(seed: int, steps: int, guidance: float) -> Arguments:
-    return _prompts(seed, steps, guidance) | {"image": picture(seed)}
+    return _prompts(seed, steps, guidance) | {"image": image(seed)}
 
 
 def _kolors_prompts(seed: int, steps: int, guidance: float) -> Arguments:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Stable Video Diffusion pipeline: no prompt, a picture and how much it shall move."""
+"""A tiny Stable Video Diffusion pipeline: no prompt, an image and how much it shall move."""
 
 from typing import Any
 
 import diffusers
 import transformers
 
-from families.family import Arguments, Family, build_seeded, picture
+from families.family import Arguments, Family, build_seeded, image
 
 # Pixels and frames. The VAE halves sides and keeps every frame.
 SIDE = 16
@@ -14,7 +14,7 @@ FRAMES = 2
 
 
 def pipeline() -> Any:
-    """A pipeline whose image encoder sees pictures of 224 pixels: the pipeline makes no others."""
+    """A pipeline whose image encoder sees images of 224 pixels: the pipeline makes no others."""
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=1, num_attention_heads=2, image_size=224, patch_size=112
     )
@@ -46,7 +46,7 @@ def pipeline() -> Any:
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame; the amount of motion depends on the seed."""
     return {
-        "image": picture(seed, SIDE, SIDE),
+        "image": image(seed, SIDE, SIDE),
         "num_inference_steps": steps,
         "max_guidance_scale": guidance,
         "motion_bucket_id": 100 + seed,

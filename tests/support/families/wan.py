@@ -8,15 +8,15 @@ import diffusers
 import torch
 import transformers
 
-from families.family import Arguments, Family, build_seeded, picture, seeded
+from families.family import Arguments, Family, build_seeded, image, seeded
 from families.two_rows import of_two_prompts
 
 # Pixels and frames. The VAE divides sides by 8 and keeps every fourth frame: latents of 2 frames, 4 x 4, in 8 tokens.
 SIDE = 32
 FRAMES = 5
-# The transformer takes the first tokens before the last 512 for the picture's, so with one the text has to be that long.
+# The transformer takes the first tokens before the last 512 for the image's, so with one the text has to be that long.
 TEXT_TOKENS = 6
-TEXT_TOKENS_WITH_PICTURE = 512
+TEXT_TOKENS_WITH_IMAGE = 512
 
 TRANSFORMER = {
     "patch_size": (1, 2, 2),
@@ -32,7 +32,7 @@ TRANSFORMER = {
 }
 # Latents and a condition of as many channels with a mask of four.
 WITH_CONDITION = TRANSFORMER | {"in_channels": 4 + 4 + 4}
-WITH_PICTURE_TOKENS = WITH_CONDITION | {"image_dim": 8, "added_kv_proj_dim": 24}
+WITH_IMAGE_TOKENS = WITH_CONDITION | {"image_dim": 8, "added_kv_proj_dim": 24}
 
 
 def tiny_wan_vae() -> Any:
@@ -70,7 +70,7 @@ def pipeline(kind: str, *, shape: dict[str, Any] = TRANSFORMER, second: bool = F
 
 
 def tiny_image_encoder() -> dict[str, Any]:
-    """An image encoder that makes 5 tokens of a picture, and what prepares pictures for it."""
+    """An image encoder that makes 5 tokens of an image, and what prepares images for it."""
     config = transformers.CLIPVisionConfig(
         hidden_size=8, intermediate_size=16, projection_dim=8, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
     )
@@ -81,8 +81,8 @@ def tiny_image_encoder() -> dict[str, Any]:
 
 
 def image_tokens() -> Any:
-    """Wan 2.1's image to video: the picture as latents and as tokens."""
-    return pipeline("WanImageToVideoPipeline", shape=WITH_PICTURE_TOKENS, **tiny_image_encoder())
+    """Wan 2.1's image to video: the image as latents and as tokens."""
+    return pipeline("WanImageToVideoPipeline", shape=WITH_IMAGE_TOKENS, **tiny_image_encoder())
 
 
 def vace() -> Any:
@@ -92,8 +92,8 @@ def vace() -> Any:
 
 
 def chrono_edit() -> Any:
-    """A pipeline that edits a picture as the last frame of a video."""
-    transformer = diffusers.ChronoEditTransformer3DModel(**WITH_PICTURE_TOKENS)
+    """A pipeline that edits an image as the last frame of a video."""
+    transformer = diffusers.ChronoEditTransformer3DModel(**WITH_IMAGE_TOKENS)
     return pipeline("ChronoEditPipeline", transformer=transformer, **tiny_image_encoder())
 
 
@@ -125,14 +125,14 @@ def distilled(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame as well."""
-    return text_to_video(seed, steps, guidance) | {"image": picture(seed, SIDE, SIDE)}
+    return text_to_video(seed, steps, guidance) | {"image": image(seed, SIDE, SIDE)}
 
 
 def image_tokens_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame, for a transformer that also takes its tokens."""
     return image_to_video(seed, steps, guidance) | {
-        "prompt_embeds": seeded(seed, 1, TEXT_TOKENS_WITH_PICTURE, 16),
-        "negative_prompt_embeds": seeded(seed + 100, 1, TEXT_TOKENS_WITH_PICTURE, 16),
+        "prompt_embeds": seeded(seed, 1, TEXT_TOKENS_WITH_IMAGE, 16),
+        "negative_prompt_embeds": seeded(seed + 100, 1, TEXT_TOKENS_WITH_IMAGE, 16),
     }
 
 
@@ -154,7 +154,7 @@ def controlled_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def _video(seed: int) -> list[Any]:
-    return [picture(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
+    return [image(1000 * seed + frame, SIDE, SIDE) for frame in range(FRAMES)]
 
 
 def _family(
@@ -168,7 +168,7 @@ def _family(
         request,
         output_type="pt",
         # VACE cannot prepare two videos, and AnyFlow's prompts depend on guidance.
-        doubled=None if "VACE" in name or "AnyFlow" in name else of_two_prompts(request, pictures="Lucy" in name),
+        doubled=None if "VACE" in name or "AnyFlow" in name else of_two_prompts(request, images="Lucy" in name),
         reason=single,
         **({"compared_in": torch.float32, "tolerance": 1e-4} if single else {}),
     )

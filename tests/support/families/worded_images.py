@@ -46,7 +46,7 @@ def omnigen() -> Any:
     )
     transformer.register_forward_pre_hook(_mask_of_the_models_precision, with_kwargs=True)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True, num_train_timesteps=1)
-    # Its processor counts on a VAE that shrinks pictures by eight.
+    # Its processor counts on a VAE that shrinks images by eight.
     return diffusers.OmniGenPipeline(transformer, scheduler, tiny_vae(levels=4, scaling_factor=1.5), letters())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from families.family import Arguments, Family, build_seeded, mask, picture, seeded, tiny_vae
+from families.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16
@@ -21,7 +21,7 @@ def pipeline(kind: str, *, with_controlnet: bool = False, sees: bool = False) ->
     )
     parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None} | (dict.fromkeys(("siglip", "siglip_processor")) if sees else {})
     if with_controlnet:
-        # To inpaint, it sees the control, the mask and the masked picture.
+        # To inpaint, it sees the control, the mask and the masked image.
         channels = 4 + 1 + 4 if "Inpaint" in kind else 4
         parts["controlnet"] = diffusers.ZImageControlNetModel(
             control_layers_places=[0], control_refiner_layers_places=[0], control_in_dim=channels, **SHAPE
@@ -48,30 +48,30 @@ def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 def image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
     """Half the schedule is run, so twice the steps are asked for."""
-    return text_to_image(seed, 2 * steps, guidance) | {"image": picture(seed, SIDE, SIDE), "strength": 0.5}
+    return text_to_image(seed, 2 * steps, guidance) | {"image": image(seed, SIDE, SIDE), "strength": 0.5}
 
 
 def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
     """A part anew, over the whole schedule."""
-    pictures = {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
-    return text_to_image(seed, steps, guidance) | pictures | {"strength": 1.0}
+    images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
+    return text_to_image(seed, steps, guidance) | images | {"strength": 1.0}
 
 
 def control(seed: int, steps: int, guidance: float) -> Arguments:
-    """A picture to follow."""
-    return text_to_image(seed, steps, guidance) | {"control_image": picture(seed, SIDE, SIDE)}
+    """An image to follow."""
+    return text_to_image(seed, steps, guidance) | {"control_image": image(seed, SIDE, SIDE)}
 
 
 def omni(seed: int, steps: int, guidance: float) -> Arguments:
-    """Rows are lists again: the prompt in as many parts as there are reference pictures and one, here none."""
+    """Rows are lists again: the prompt in as many parts as there are reference images and one, here none."""
     texts = {name: [value] for name, value in text_to_image(seed, steps, guidance).items() if name.endswith("embeds")}
     return text_to_image(seed, steps, guidance) | texts
 
 
 def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part anew, following another picture."""
-    pictures = {"image": picture(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE), "control_image": picture(seed + 1, SIDE, SIDE)}
-    return text_to_image(seed, steps, guidance) | pictures
+    """A part anew, following another image."""
+    images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE), "control_image": image(seed + 1, SIDE, SIDE)}
+    return text_to_image(seed, steps, guidance) | images
 
 
 def _family(kind: str, request: Callable[[int, int, float], Arguments], **parts: Any) -> Family:
@@ -81,7 +81,7 @@ def _family(kind: str, request: Callable[[int, int, float], Arguments], **parts:
         build_seeded(lambda: pipeline(kind, **parts)),
         request,
         output_type="pt",
-        # The pictures to inpaint are not repeated, so it fails at two.
+        # The images to inpaint are not repeated, so it fails at two.
         doubled=None if kind == "ZImageControlNetInpaintPipeline" else {"num_images_per_prompt": 2},
     )
 

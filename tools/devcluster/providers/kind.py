@@ -13,7 +13,7 @@ from ..paths import cache_dir, log_dir
 from ..progress import run_logged, run_quiet, say
 
 CLUSTER = "diffusion-operator"
-# kind's node, both images and what Docker's builder keeps.
+# kind's node, both container images and what Docker's builder keeps.
 DISK_FREE_GB = 25
 
 

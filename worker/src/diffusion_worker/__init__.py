@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves one diffusion model on a group of ranks, or makes pictures in a script: `from diffusion_worker import DiffusionEngine`.
+"""Serves one diffusion model on a group of ranks, or makes images in a script: `from diffusion_worker import DiffusionEngine`.
 
 Importing this package imports neither torch nor diffusers, nor anything else before it is used: every rank and the server do it.
 """
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError, WorkerError
     from diffusion_worker.lora.request import LoRARequest
     from diffusion_worker.offline.engine import DiffusionEngine
-    from diffusion_worker.offline.picture import GeneratedPicture
+    from diffusion_worker.offline.generated_image import GeneratedImage
 
-__all__ = ["ConfigError", "DiffusionEngine", "ErrorCode", "GeneratedPicture", "GroupFailed", "LoRARequest", "RequestError", "WorkerError"]
+__all__ = ["ConfigError", "DiffusionEngine", "ErrorCode", "GeneratedImage", "GroupFailed", "LoRARequest", "RequestError", "WorkerError"]
 
 _HOMES = {
     "DiffusionEngine": "diffusion_worker.offline.engine",
-    "GeneratedPicture": "diffusion_worker.offline.picture",
+    "GeneratedImage": "diffusion_worker.offline.generated_image",
     "LoRARequest": "diffusion_worker.lora.request",
 }
 

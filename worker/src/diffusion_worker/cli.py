@@ -86,9 +86,9 @@ def cli() -> None:
 @click.option("--served-name", metavar="NAME", help="The model's name in requests; by default that of its folder.")
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Processes, one for each GPU.")
 @click.option("--tensor", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the large layers of a model.")
-@click.option("--sequence", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the tokens of a picture.")
+@click.option("--sequence", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the tokens of an image.")
 @click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the memory for weights.")
-@click.option("--vae-tiling", is_flag=True, help="Decode large pictures in tiles, spread over the ranks.")
+@click.option("--vae-tiling", is_flag=True, help="Decode large images in tiles, spread over the ranks.")
 @click.option(
     "--lora", "loras", multiple=True, metavar="NAME=SOURCE", help="An adapter at start: a path, hf://, s3://, pvc://, https:// or JSON."
 )
@@ -96,7 +96,7 @@ def cli() -> None:
 @click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
 @click.option("--load-format", type=click.Choice([kind.value for kind in LoadFormat]), default=LoadFormat.DEFAULT.value, show_default=True)
-@click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Pictures in one batch.")
+@click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Images in one batch.")
 @click.option(
     "--batch-window-milliseconds",
     type=click.IntRange(0, 1000),
@@ -118,8 +118,8 @@ def cli() -> None:
 @click.option("--default-guidance-scale", type=GUIDANCE_SCALE, help="Of requests that do not say.")
 @click.option("--default-size", metavar="WIDTHxHEIGHT", help="Of requests that do not say.")
 @click.option("--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Of one request.")
-@click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Of one picture.")
-@click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Pictures of one request.")
+@click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Of one image.")
+@click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Images of one request.")
 @click.option("--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True)
 @click.option("--api-key-file", "api_key_path", metavar="FILE", help="The data port then wants its content as a bearer token.")
 @click.option("--ui/--no-ui", default=True, show_default=True, help="The page at / of the data port.")
@@ -169,7 +169,7 @@ def cli() -> None:
     "--drain-timeout-seconds", "drain_timeout_s", type=SECONDS, default=25.0, show_default=True, help="For running requests after SIGTERM."
 )
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
-    """Serve a model: pictures on one port, control on another."""
+    """Serve a model: images on one port, control on another."""
     config = config_of(options)
     check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)

@@ -2,7 +2,7 @@
 """What the server process and its ranks say to each other: msgspec structs, MessagePack on the wire, no pickle.
 
 The server broadcasts one stream that every rank reads in order: `Tick` (at most one a step), `Rpc`, `Shutdown`. Ranks
-answer on a stream of their own: all of them to `Rpc`, only rank 0 to `Tick`. Pictures travel beside a message as raw frames.
+answer on a stream of their own: all of them to `Rpc`, only rank 0 to `Tick`. Images travel beside a message as raw frames.
 """
 
 import enum
@@ -13,7 +13,7 @@ from diffusion_worker.errors import Fault
 
 
 class Task(enum.StrEnum):
-    """What a request starts from: words alone, pictures and words, or a picture of which a part is made anew."""
+    """What a request starts from: words alone, images and words, or an image of which a part is made anew."""
 
     GENERATE = "generate"
     EDIT = "edit"
@@ -27,10 +27,10 @@ class LoRAUse(msgspec.Struct, frozen=True):
     scale: float
 
 
-class PictureInput(msgspec.Struct, frozen=True):
-    """A picture that a request starts from: number `frame` of the request's own frames, uint8 [height, width, channels].
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image that a request starts from: number `frame` of the request's own frames, uint8 [height, width, channels].
 
-    Three channels are RGB; one is a mask, 255 where the picture is to be made anew and 0 where it stays.
+    Three channels are RGB; one is a mask, 255 where the image is to be made anew and 0 where it stays.
     """
 
     frame: int
@@ -38,11 +38,11 @@ class PictureInput(msgspec.Struct, frozen=True):
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture or video to make. None means the pipeline's own default; height and width are in pixels.
+    """One image or video to make. None means the pipeline's own default; height and width are in pixels.
 
     `exact` keeps every model call of the request alone: at one rank it is bit-equal to diffusers' own, whoever else runs.
     `accelerated` lets the worker's step cache skip work; it has no effect where there is none. `strength` is how far from its
-    picture an edit may go, 0 to 1. `previews` is how many pictures of its way the request sends before the last.
+    image an edit may go, 0 to 1. `previews` is how many images of its way the request sends before the last.
     """
 
     request_id: str
@@ -61,8 +61,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     sigmas: list[float] | None = None
     shift: float | None = None
     task: Task = Task.GENERATE
-    images: list[PictureInput] = []
-    mask: PictureInput | None = None
+    images: list[ImageInput] = []
+    mask: ImageInput | None = None
     strength: float | None = None
     previews: int = 0
 
@@ -213,15 +213,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
     default_steps: int | None = None
     # Memory of its device that one rank has for everything but the weights; 0 where that is not known.
     free_bytes: int = 0
-    # What can be asked for, of `Task`, and how many pictures an edit may start from.
+    # What can be asked for, of `Task`, and how many images an edit may start from.
     tasks: list[Task] = msgspec.field(default_factory=lambda: [Task.GENERATE])
     max_input_images: int = 0
-    # The pictures of an edit are references that the model sees beside the one it makes: each costs as much as that.
+    # The images of an edit are references that the model sees beside the one it makes: each costs as much as that.
     references: bool = False
     default_guidance_scale: float | None = None
     # What was made of the options that speed up or shrink the model, by their names: `{"compile": "default"}`.
     features: dict[str, str] = {}
-    # With --sequence a picture's tokens are split over ranks: their number is a multiple of `tokens_multiple`, and a token
+    # With --sequence an image's tokens are split over ranks: their number is a multiple of `tokens_multiple`, and a token
     # has sides of `token_pixels`.
     token_pixels: int = 1
     tokens_multiple: int = 1
@@ -281,7 +281,7 @@ class StageSeconds(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A picture or video is done: frame `frame` of the message, `shape` ([frames,] height, width, 3) of uint8."""
+    """An image or video is done: frame `frame` of the message, `shape` ([frames,] height, width, 3) of uint8."""
 
     request_id: str
     frame: int

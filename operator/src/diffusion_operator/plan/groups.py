@@ -26,7 +26,7 @@ QUIET_REASONS = frozenset({"", "ContainerCreating", "PodInitializing"})
 LIVE_STATES = frozenset(
     {GroupState.VERIFYING, GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING}
 )
-"""The first load is done and the server answers, by policy if not with a picture."""
+"""The first load is done and the server answers, by policy if not with an image."""
 SETTLED_STATES = frozenset({GroupState.AWAKE, GroupState.ASLEEP})
 
 _PHASES = {

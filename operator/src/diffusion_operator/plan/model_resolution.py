@@ -6,7 +6,7 @@ is read where it lies only the digest. That is pinned in the status and told to 
 the same moment may have found different states: those that differ from the pinned one are replaced. A folder cannot go back to what it
 was, so a replica that differs there is told of and left alone.
 
-A pin is for one source, one `restartedAt` and, where the model may be part of the image, one image.
+A pin is for one source, one `restartedAt` and, where the model may be part of the container image, one container image.
 """
 
 from collections.abc import Sequence

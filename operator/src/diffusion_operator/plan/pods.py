@@ -50,7 +50,7 @@ class Pod(msgspec.Struct, frozen=True):
     """The scheduler's message, empty while it has none."""
     node: str = ""
     set_up_at: datetime | None = None
-    """When its node had all that the containers need but their images."""
+    """When its node had all that the containers need but their container images."""
     ip: str = ""
     ready: bool = False
     lost: bool = False

@@ -2,8 +2,8 @@
 """The revision of a replica's template: which spec fields a running pod was made from.
 
 A revision is `<hash of the spec's part>-<hash of the image>`. The first half tells whether the spec still asks for what it asked
-when the operator's default image was taken, so a new default never replaces running pods by itself. Nor does an operator that knows
-more fields: what has its default is left out of the hash. Two operators with different defaults at once agree by the oldest pod.
+when the operator's default container image was taken, so a new default never replaces running pods by itself. Nor does an operator that
+knows more fields: what has its default is left out of the hash. Two operators with different defaults at once agree by the oldest pod.
 """
 
 import functools

@@ -28,7 +28,7 @@ from diffusion_operator.api.names import (
 from diffusion_operator.api.source import ModelSource
 from diffusion_operator.render.quantity import quantity_bytes
 
-TERMINATION_GRACE_S = 60  # a drain finishes running pictures; more than that is cut off, as a node's shutdown would
+TERMINATION_GRACE_S = 60  # a drain finishes running images; more than that is cut off, as a node's shutdown would
 STOP_MARGIN_S = 15  # from the end of a worker's drain to the end of its ranks
 WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
 OTHER_WORDS: dict[str, str] = {Compile.DISABLED: "none"}

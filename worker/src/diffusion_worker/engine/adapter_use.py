@@ -62,7 +62,7 @@ class TakenAdapter(NamedTuple):
 
     @property
     def applied(self) -> AppliedAdapter:
-        """As the pictures tell of it."""
+        """As the images tell of it."""
         return AppliedAdapter(self.adapter.name, self.adapter.digest, self.scale)
 
 

@@ -15,15 +15,15 @@ MAX_SEED = 2**63 - 1
 MAX_LORA_SCALE = 4.0
 # What to send instead where a model does not serve a task, but another one.
 HINTS = {
-    (Task.GENERATE, Task.EDIT): ": it needs a picture, send one to /v1/images/edits",
-    (Task.GENERATE, Task.INPAINT): ": it needs a picture and a mask, send them to /v1/images/edits",
-    (Task.EDIT, Task.INPAINT): ": it needs a mask beside the picture",
+    (Task.GENERATE, Task.EDIT): ": it needs an image, send one to /v1/images/edits",
+    (Task.GENERATE, Task.INPAINT): ": it needs an image and a mask, send them to /v1/images/edits",
+    (Task.EDIT, Task.INPAINT): ": it needs a mask beside the image",
     (Task.INPAINT, Task.EDIT): ": it takes no mask",
 }
 
 
-class InputPicture(msgspec.Struct, frozen=True):
-    """A picture that a client sent, decoded: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: made anew)."""
+class InputImage(msgspec.Struct, frozen=True):
+    """An image that a client sent, decoded: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: made anew)."""
 
     pixels: bytes
     height: int
@@ -57,30 +57,30 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     # None: as fast as the worker can, True: by its step cache where it has one, False: every step computed.
     accelerated: bool | None = None
     task: Task = Task.GENERATE
-    images: list[InputPicture] = []
-    mask: InputPicture | None = None
-    # What the transparency of the first picture would be as a mask: for a model that only inpaints.
-    own_mask: InputPicture | None = None
+    images: list[InputImage] = []
+    mask: InputImage | None = None
+    # What the transparency of the first image would be as a mask: for a model that only inpaints.
+    own_mask: InputImage | None = None
     strength: float | None = None
     previews: int = 0
 
 
 def with_own_mask(params: GenerationParams, model: ModelInfo) -> GenerationParams:
-    """The request as the model takes it: where it only inpaints, transparency of the picture itself says where."""
+    """The request as the model takes it: where it only inpaints, transparency of the image itself says where."""
     if params.task is not Task.EDIT or params.own_mask is None or not only_inpaints(model):
         return params
     return msgspec.structs.replace(params, task=Task.INPAINT, mask=params.own_mask)
 
 
 def only_inpaints(model: ModelInfo) -> bool:
-    """Whether a picture without a mask is nothing it could edit."""
+    """Whether an image without a mask is nothing it could edit."""
     return Task.INPAINT in model.tasks and Task.EDIT not in model.tasks
 
 
 def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> GenerationParams:
     """The request with what it gets where it says nothing: what the worker's options say, or as much as they let the model take.
 
-    An edit without a size takes that of its picture.
+    An edit without a size takes that of its image.
     """
     height, width = params.height, params.width
     if height is None and width is None:
@@ -95,19 +95,19 @@ def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: R
 
 
 def usual_steps(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> int | None:
-    """Steps of a request that does not say; None where only the pipeline knows. Never over the limit: fewer are a picture as well."""
+    """Steps of a request that does not say; None where only the pipeline knows. Never over the limit: fewer are an image as well."""
     if defaults.steps is not None or model.default_steps is None:
         return defaults.steps
     return min(model.default_steps, limits.max_steps)
 
 
-def size_of_edit(picture: InputPicture, limits: RequestLimits, model: ModelInfo) -> tuple[int, int]:
-    """Height and width of what is made of a picture: its own, scaled down to the limit, and down to what the model can make."""
+def size_of_edit(image: InputImage, limits: RequestLimits, model: ModelInfo) -> tuple[int, int]:
+    """Height and width of what is made of an image: its own, scaled down to the limit, and down to what the model can make."""
     # So that any number of such parts is a number of tokens that the ranks can share.
     step = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
-    scale = min(1.0, math.sqrt(limits.max_pixels / (picture.height * picture.width)))
-    height = max(step, int(picture.height * scale) // step * step)
-    width = max(step, int(picture.width * scale) // step * step)
+    scale = min(1.0, math.sqrt(limits.max_pixels / (image.height * image.width)))
+    height = max(step, int(image.height * scale) // step * step)
+    width = max(step, int(image.width * scale) // step * step)
     # A strip that had to become wider may be too long now.
     if height > width:
         return min(height, limits.max_pixels // width // step * step), width
@@ -117,9 +117,9 @@ def size_of_edit(picture: InputPicture, limits: RequestLimits, model: ModelInfo)
 def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
     """Raises RequestError (InvalidRequest) that names the field, what was expected and what was found."""
     check_served(params.task, model)
-    _check_pictures(params, model)
+    _check_images(params, model)
     if model.kind != "image":
-        raise refused("model", "one that makes pictures", f"{model.pipeline}, which makes a {model.kind}")
+        raise refused("model", "one that makes images", f"{model.pipeline}, which makes a {model.kind}")
     check_form(params, limits)
     check_size(params, limits, model)
 
@@ -154,23 +154,23 @@ def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: Mode
 
 
 def _check_own_size(limits: RequestLimits, model: ModelInfo) -> None:
-    """Unlike fewer steps, a smaller size is nothing to choose for a model: many make poor pictures of what they were not trained for."""
+    """Unlike fewer steps, a smaller size is nothing to choose for a model: many make poor images of what they were not trained for."""
     width, height = model.default_width or 0, model.default_height or 0
-    # An edit takes the size of its picture.
+    # An edit takes the size of its image.
     if Task.GENERATE in model.tasks and width * height > limits.max_pixels:
         expected = f"at least {width * height} for the model's own size {width}x{height}, or a --default-size"
         raise ConfigError(f"--max-pixels: expected {expected}, found {limits.max_pixels}")
 
 
 def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -> None:
-    """Raises RequestError (InvalidRequest) for a picture that would not fit in memory even alone.
+    """Raises RequestError (InvalidRequest) for an image that would not fit in memory even alone.
 
     `most_load` is the load of a step (`RequestClass.load`) over which that is known; infinite where nothing is.
     """
     width, height = params.width or model.default_width, params.height or model.default_height
     if not width or not height or math.isinf(most_load):
         return
-    seen = sum(picture.height * picture.width for picture in params.images) if model.references else 0
+    seen = sum(image.height * image.width for image in params.images) if model.references else 0
     kind = RequestClass(height, width, model.default_frames, guided=is_guided(params.guidance_scale), exact=False, references=seen)
     if kind.load > most_load:
         most_pixels = int(width * height * most_load / kind.load)
@@ -198,20 +198,20 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
 def check_served(task: Task, model: ModelInfo) -> None:
     """Raises RequestError (InvalidRequest) with the reason where the model does no such thing."""
     if model.kind == "image" and task not in model.tasks:
-        served = " and ".join(model.tasks) or "no route of pictures"
+        served = " and ".join(model.tasks) or "no route of images"
         hint = next((HINTS[task, other] for other in model.tasks if (task, other) in HINTS), "")
         raise refused("model", f"one that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
 
 
-def _check_pictures(params: GenerationParams, model: ModelInfo) -> None:
-    """Whether a request has the pictures that the model takes for its task."""
+def _check_images(params: GenerationParams, model: ModelInfo) -> None:
+    """Whether a request has the images that the model takes for its task."""
     if params.task is Task.GENERATE:
         return
     if not 1 <= len(params.images) <= model.max_input_images:
-        expected = "one picture" if model.max_input_images == 1 else f"1 to {model.max_input_images} pictures"
+        expected = "one image" if model.max_input_images == 1 else f"1 to {model.max_input_images} images"
         raise refused("image", f"{expected} for {model.pipeline}", len(params.images))
     if params.mask is not None and (params.mask.height, params.mask.width) != (params.images[0].height, params.images[0].width):
-        expected = f"the size of the picture, {params.images[0].width}x{params.images[0].height}"
+        expected = f"the size of the image, {params.images[0].width}x{params.images[0].height}"
         raise refused("mask", expected, f"{params.mask.width}x{params.mask.height}")
     if params.strength is not None and not 0 < params.strength <= 1:
         raise refused("strength", "more than 0 and at most 1", params.strength)

@@ -11,9 +11,9 @@ from collections import deque
 # So many reports of a size make a judgement; the newest of them count.
 ENOUGH = 3
 KEPT = 9
-# A larger batch has to save this much of the time per picture, or the smaller one is taken: it answers sooner.
+# A larger batch has to save this much of the time per image, or the smaller one is taken: it answers sooner.
 WORTH = 0.03
-# Where the time per picture rises by this much with a smaller batch, still smaller ones need no measuring.
+# Where the time per image rises by this much with a smaller batch, still smaller ones need no measuring.
 CLEARLY_WORSE = 0.10
 # After so many steps a size is measured again: whether it pays may have changed (clocks, other work on the device).
 FORGET_AFTER = 2000
@@ -25,20 +25,20 @@ class _Level:
     """Reports of batches of 2^(k-1)+1 to 2^k requests."""
 
     def __init__(self) -> None:
-        self.per_picture_s: deque[float] = deque(maxlen=KEPT)
+        self.per_image_s: deque[float] = deque(maxlen=KEPT)
         self.last_step = 0
 
     @property
     def known(self) -> bool:
-        return len(self.per_picture_s) >= ENOUGH
+        return len(self.per_image_s) >= ENOUGH
 
     @property
     def cost_s(self) -> float:
-        return statistics.median(self.per_picture_s)
+        return statistics.median(self.per_image_s)
 
 
 class CostCurve:
-    """Seconds of a step for one class, and the batch that makes a picture cheapest."""
+    """Seconds of a step for one class, and the batch that makes an image cheapest."""
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
@@ -56,8 +56,8 @@ class CostCurve:
         self._steps += 1
         level = self._levels.setdefault(_level_of(batch), _Level())
         if self._steps - level.last_step > FORGET_AFTER:
-            level.per_picture_s.clear()
-        level.per_picture_s.append(seconds / batch)
+            level.per_image_s.clear()
+        level.per_image_s.append(seconds / batch)
         level.last_step = self._steps
 
     def split(self, batch: int) -> None:
@@ -66,7 +66,7 @@ class CostCurve:
         self._failed_at = self._steps
 
     def batch(self, demand: int) -> int:
-        """How many of `demand` requests the next step should take: the fewest that make a picture about as cheap as can be.
+        """How many of `demand` requests the next step should take: the fewest that make an image about as cheap as can be.
 
         A size that was not measured yet is taken, so that it will be.
         """
@@ -103,7 +103,7 @@ class CostCurve:
 
 
 def _is_flat(costs: list[float]) -> bool:
-    """Whether the smaller of the last two batches makes a picture as cheaply as the larger one."""
+    """Whether the smaller of the last two batches makes an image as cheaply as the larger one."""
     return len(costs) >= 2 and costs[-1] <= costs[-2] * (1 + WORTH)
 
 

@@ -117,7 +117,7 @@ class Engine:
         await self._parts.fetcher.close()
 
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
-        """Make the pictures of a request; see `Requests.generate`."""
+        """Make the images of a request; see `Requests.generate`."""
         return await self._parts.requests.generate(params, on_event=on_event)
 
     def accelerates(self, params: GenerationParams) -> bool:
@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def active_adapters(self) -> int:
-        """Different adapters that pictures are being made with, for metrics."""
+        """Different adapters that images are being made with, for metrics."""
         return self._steps.active_adapters
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of one admitted request: what the ranks are asked for each of them, and what came of it."""
+"""The images of one admitted request: what the ranks are asked for each of them, and what came of it."""
 
 import asyncio
 import secrets
@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import msgspec
 
-from diffusion_worker.engine.admission import GenerationParams, InputPicture
-from diffusion_worker.engine.results import Picture, Timings
+from diffusion_worker.engine.admission import GenerationParams, InputImage
+from diffusion_worker.engine.results import FinishedImage, Timings
 from diffusion_worker.engine.step_loop import OnEvent, Outcome, StepLoop
-from diffusion_worker.messages import LoRAUse, PictureInput, Recipe, RequestSpec
+from diffusion_worker.messages import ImageInput, LoRAUse, Recipe, RequestSpec
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -24,33 +24,33 @@ class Work(msgspec.Struct, frozen=True):
     accelerated: bool
 
 
-async def make_pictures(steps: StepLoop, params: GenerationParams, work: Work, *, on_event: OnEvent | None) -> list[Picture]:
-    """`n` pictures with the seeds `seed`, `seed + 1`, …; raises the first of their errors and gives the others up."""
+async def make_images(steps: StepLoop, params: GenerationParams, work: Work, *, on_event: OnEvent | None) -> list[FinishedImage]:
+    """`n` images with the seeds `seed`, `seed + 1`, …; raises the first of their errors and gives the others up."""
     first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
     waited_s = time.monotonic() - work.started_s
     specs = [_spec(params, work, index, first_seed + index) for index in range(params.n)]
-    frames = [picture.pixels for picture in _input_pictures(params)]
+    frames = [image.pixels for image in _input_images(params)]
     with ExitStack() as stack:
         outcomes = [steps.submit(spec, frames, index=index, on_event=on_event) for index, spec in enumerate(specs)]
         for spec in specs:
             stack.callback(steps.forget, spec.request_id)
         made = await asyncio.gather(*outcomes)
-    return [_picture(spec, outcome, work, waited_s) for spec, outcome in zip(specs, made, strict=True)]
+    return [_image(spec, outcome, work, waited_s) for spec, outcome in zip(specs, made, strict=True)]
 
 
-def _input_pictures(params: GenerationParams) -> list[InputPicture]:
-    """The pictures of a request in the order of its frames: those it starts from, then its mask."""
+def _input_images(params: GenerationParams) -> list[InputImage]:
+    """The images of a request in the order of its frames: those it starts from, then its mask."""
     return [*params.images, *([params.mask] if params.mask else [])]
 
 
-def _picture(spec: RequestSpec, made: Outcome, work: Work, waited_s: float) -> Picture:
+def _image(spec: RequestSpec, made: Outcome, work: Work, waited_s: float) -> FinishedImage:
     stages, total_s = made.stages, time.monotonic() - work.started_s
     timings = Timings(waited_s + made.queued_s, stages.encode, stages.denoise, stages.decode, stages.post, total_s)
-    return Picture(made.pixels, made.height, made.width, spec.seed, timings, stages.peak_bytes)
+    return FinishedImage(made.pixels, made.height, made.width, spec.seed, timings, stages.peak_bytes)
 
 
 def _spec(params: GenerationParams, work: Work, index: int, seed: int) -> RequestSpec:
-    inputs = [PictureInput(frame, (item.height, item.width, item.channels)) for frame, item in enumerate(_input_pictures(params))]
+    inputs = [ImageInput(frame, (item.height, item.width, item.channels)) for frame, item in enumerate(_input_images(params))]
     return RequestSpec(
         request_id=f"{work.request_id}-{index}",
         prompt=params.prompt,

@@ -2,7 +2,7 @@
 """How much memory a step needs by the pixels it works on, learned from the peaks that the ranks report. Pure.
 
 The estimate errs on the small side, so that nothing is refused that would have fitted: what is refused is larger than a
-picture that failed alone a short time ago, or than a straight line through the measured peaks allows.
+image that failed alone a short time ago, or than a straight line through the measured peaks allows.
 """
 
 import math
@@ -11,7 +11,7 @@ import msgspec
 
 from diffusion_worker.engine.request_class import RequestClass
 
-# The decoded picture alone is three channels of float32, and with guidance its load counts twice.
+# The decoded image alone is three channels of float32, and with guidance its load counts twice.
 LEAST_BYTES_PER_PIXEL = 6
 # What failed once may fit later: memory that others held is free again.
 FORGET_S = 600.0

@@ -127,8 +127,8 @@ class EngineParts:
         return self.life.state_age_seconds if age_s is None else age_s
 
     def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
-        """End requests with an error; an id stands for all pictures of its request."""
-        self.steps.end(RequestError(code, message), only=lambda picture: picture.rpartition("-")[0] in request_ids)
+        """End requests with an error; an id stands for all images of its request."""
+        self.steps.end(RequestError(code, message), only=lambda image: image.rpartition("-")[0] in request_ids)
 
     def fail(self, reason: str) -> None:
         """The engine cannot go on: everybody who waits hears why."""

@@ -47,7 +47,7 @@ class Preparation:
         One that was started asleep holds nothing; all of this is done at its first wake.
 
         Raises:
-            ConfigError: a size is none of the model's, or the model makes no picture. GroupFailed.
+            ConfigError: a size is none of the model's, or the model makes no image. GroupFailed.
         """
         self._model, self._warm = model, False
         check_sizes(self._config, model)

@@ -16,7 +16,7 @@ UNKNOWN_PIXELS = 512 * 512
 class Defaults(msgspec.Struct, frozen=True):
     """What the pipeline takes where a request says nothing; None where that is not known. Pixels, frames, steps.
 
-    `references`: the pictures of an edit are seen by the model beside the one it makes.
+    `references`: the images of an edit are seen by the model beside the one it makes.
     """
 
     height: int | None = None
@@ -29,8 +29,8 @@ class Defaults(msgspec.Struct, frozen=True):
 class RequestClass(msgspec.Struct, frozen=True):
     """What requests have to have in common to share steps.
 
-    An edit that starts from its picture is of one class with pictures made from words: the calls are the same. `references`
-    are the pixels of pictures that the model sees beside the one it makes.
+    An edit that starts from its image is of one class with images made from words: the calls are the same. `references`
+    are the pixels of images that the model sees beside the one it makes.
     """
 
     height: int | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for pictures, from their parameters to their pictures: checked, held until the model serves, given adapters, made."""
+"""Requests for images, from their parameters to their images: checked, held until the model serves, given adapters, made."""
 
 import contextlib
 import importlib.metadata
@@ -14,7 +14,7 @@ from diffusion_worker.engine.adapter_use import AdapterUse, AdapterWait, chosen
 from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
 from diffusion_worker.engine.holding import Holding, NoLongerServing, Turn
 from diffusion_worker.engine.life import EngineLife
-from diffusion_worker.engine.making import Work, make_pictures
+from diffusion_worker.engine.making import Work, make_images
 from diffusion_worker.engine.results import AppliedAdapter, Generation, Provenance
 from diffusion_worker.engine.step_loop import OnEvent, StepLoop
 from diffusion_worker.messages import ModelInfo, Recipe
@@ -50,10 +50,10 @@ class Requests:
         return 0.0 if self._going else round(time.monotonic() - self._last_at_s, 3)
 
     async def generate(self, params: GenerationParams, *, on_event: OnEvent | None = None) -> Generation:
-        """Make `n` pictures with the seeds `seed`, `seed + 1`, …; cancelling it frees its place and its rows.
+        """Make `n` images with the seeds `seed`, `seed + 1`, …; cancelling it frees its place and its rows.
 
         `on_event` is called on the event loop with each time it is held, each step and each preview, in order, and must not
-        wait; a picture that is made again after a loss of the ranks says so by step 0.
+        wait; an image that is made again after a loss of the ranks says so by step 0.
 
         Raises:
             RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Whatever
@@ -94,15 +94,15 @@ class Requests:
     async def _made(
         self, params: GenerationParams, choices: list[AdapterChoice], wait: AdapterWait, started_s: float, on_event: OnEvent | None
     ) -> Generation:
-        """The pictures of a request whose turn it is; raises NoLongerServing where the model stopped to serve before it began."""
+        """The images of a request whose turn it is; raises NoLongerServing where the model stopped to serve before it began."""
         request_id = uuid.uuid4().hex
         async with self._adapters.taken(choices, request_id, wait) as taken:
             recipe, owners = recipes.agreed([(adapter.name, adapter.loaded.recipe if adapter.loaded else None) for adapter, _ in taken])
             params = self._admit(recipes.inherit(params, recipe, owners))
             applied = [each.applied for each in taken]
             work = Work(request_id, started_s, [each.use for each in taken], recipe, self.accelerates(params))
-            pictures = await make_pictures(self._steps, params, work, on_event=on_event)
-        return Generation(pictures, self._provenance(params, applied, recipe))
+            images = await make_images(self._steps, params, work, on_event=on_event)
+        return Generation(images, self._provenance(params, applied, recipe))
 
     def _admit(self, params: GenerationParams) -> GenerationParams:
         """The request with the worker's defaults; raises RequestError where it cannot be served."""

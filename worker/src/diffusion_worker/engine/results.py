@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request brings its caller: events on its way, and in the end pictures with all that is needed to make them again."""
+"""What a request brings its caller: events on its way, and in the end images with all that is needed to make them again."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from diffusion_worker.messages import Task
 
 
 class StepTaken(msgspec.Struct, frozen=True):
-    """Picture `index` of the request has taken `step` of `steps` steps; `steps` is None where nobody knows."""
+    """Image `index` of the request has taken `step` of `steps` steps; `steps` is None where nobody knows."""
 
     index: int
     step: int
@@ -15,7 +15,7 @@ class StepTaken(msgspec.Struct, frozen=True):
 
 
 class PreviewMade(msgspec.Struct, frozen=True):
-    """What picture `index` looks like on its way: its preview `number` from 0, rows of RGB bytes."""
+    """What image `index` looks like on its way: its preview `number` from 0, rows of RGB bytes."""
 
     index: int
     number: int
@@ -35,7 +35,7 @@ RequestEvent = StepTaken | PreviewMade | Held
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Seconds of one picture, from the engine's acceptance to its end; calls shared with others count in full."""
+    """Seconds of one image, from the engine's acceptance to its end; calls shared with others count in full."""
 
     queue: float = 0.0
     encode: float = 0.0
@@ -45,8 +45,8 @@ class Timings(msgspec.Struct, frozen=True):
     total: float = 0.0
 
 
-class Picture(msgspec.Struct, frozen=True):
-    """A finished picture: rows of RGB bytes, and what it took. `peak_bytes` is 0 where that is not known."""
+class FinishedImage(msgspec.Struct, frozen=True):
+    """A finished image: rows of RGB bytes, and what it took. `peak_bytes` is 0 where that is not known."""
 
     pixels: bytes | memoryview
     height: int
@@ -57,7 +57,7 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class AppliedAdapter(msgspec.Struct, frozen=True):
-    """An adapter that a picture was made with."""
+    """An adapter that an image was made with."""
 
     name: str
     digest: str
@@ -65,7 +65,7 @@ class AppliedAdapter(msgspec.Struct, frozen=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pictures of a request were made by, beside their seeds. `digest` is null until the model's files were hashed.
+    """What the images of a request were made by, beside their seeds. `digest` is null until the model's files were hashed.
 
     `steps` and `guidance_scale` are null where they were left to the pipeline and it does not say; `sigmas` and `shift` are
     those of the adapters' recipe, null where none has any. `accelerated` tells whether a step cache was allowed to skip work.
@@ -77,7 +77,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None
     digest: str | None
     task: Task
-    # How far an edit could go from its picture; null where it is none, or that was left to the pipeline.
+    # How far an edit could go from its image; null where it is none, or that was left to the pipeline.
     strength: float | None
     adapters: list[AppliedAdapter]
     steps: int | None
@@ -92,5 +92,5 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 class Generation(msgspec.Struct, frozen=True):
     """The outcome of one request."""
 
-    pictures: list[Picture]
+    images: list[FinishedImage]
     provenance: Provenance

@@ -2,7 +2,7 @@
 """Which requests take the next step. Pure: requests and reports in, ticks out, time as a parameter.
 
 Requests wait in a queue for each class of alike ones (`RequestClass`) and one class takes a step at a time, with as many of
-its requests as make a picture cheapest (`CostCurve`) and fit in memory (`MemoryModel`). The class that can finish a picture
+its requests as make an image cheapest (`CostCurve`) and fit in memory (`MemoryModel`). The class that can finish an image
 soonest goes first, so a small request never waits for all of a large one: pausing that between two steps costs nothing. A class
 whose oldest request has waited for a multiple of what it takes alone gets a share of the device whatever else comes, so
 nobody starves. Within a class requests are served in the order they came, but for those whose adapters do not fit in the
@@ -215,7 +215,7 @@ class StepScheduler:
             queue, batch = max(owed, key=lambda pair: pair[0].credit_s)
             queue.credit_s -= self._cost_s(batch)
             return batch
-        queue, batch = min(batches, key=lambda pair: (self._seconds_to_a_picture(pair[1]), pair[0].oldest.number))
+        queue, batch = min(batches, key=lambda pair: (self._seconds_to_an_image(pair[1]), pair[0].oldest.number))
         spent_s = self._cost_s(batch)
         # What they would have got of this time had they had their share of it.
         for other, _ in overdue:
@@ -288,8 +288,8 @@ class StepScheduler:
     def _has_waited_too_long(self, request: QueuedRequest, now_s: float) -> bool:
         return now_s - request.arrived_s > PATIENCE * request.length * self._step_s(request.kind, 1)
 
-    def _seconds_to_a_picture(self, batch: list[QueuedRequest]) -> float:
-        """Device time for each picture, if this batch is run until it is cheapest to stop."""
+    def _seconds_to_an_image(self, batch: list[QueuedRequest]) -> float:
+        """Device time for each image, if this batch is run until it is cheapest to stop."""
         step_s = self._cost_s(batch)
         left = sorted(request.left for request in batch)
         return min(ticks * step_s / (position + 1) for position, ticks in enumerate(left))

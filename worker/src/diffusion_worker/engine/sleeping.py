@@ -21,7 +21,7 @@ from diffusion_worker.messages import SleepLevel, SleepTask, TaskAck, WakeTask
 
 log = logging.getLogger(__name__)
 
-ABORTED = "the model went to sleep before the picture was finished"
+ABORTED = "the model went to sleep before the image was finished"
 
 
 class Sleeper:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ranks stepping while there are requests, and hands each request its picture or its error."""
+"""Keeps the ranks stepping while there are requests, and hands each request its image or its error."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ TICKS_AHEAD = 2
 # A request that was with the ranks at three losses of them is as likely their cause as their victim.
 MAX_REPLAYS = 2
 
-# Bytes of pictures on their way to the ranks.
+# Bytes of images on their way to the ranks.
 InputFrames = Sequence[bytes | memoryview]
 
 # Hears of the steps and previews of a request, in order and never after its outcome. What it raises ends the request.
@@ -36,7 +36,7 @@ OnEvent = Callable[[RequestEvent], None]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A finished picture: rows of RGB bytes, and what it took. `queued_s` is the time until it joined."""
+    """A finished image: rows of RGB bytes, and what it took. `queued_s` is the time until it joined."""
 
     pixels: bytes | memoryview
     height: int
@@ -46,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Submission(msgspec.Struct, eq=False):
-    """A request that somebody waits for: picture `index` of its caller's. `joined_s` is when it went to the ranks first."""
+    """A request that somebody waits for: image `index` of its caller's. `joined_s` is when it went to the ranks first."""
 
     outcome: "asyncio.Future[Outcome]"
     frames: InputFrames
@@ -71,7 +71,7 @@ class Submission(msgspec.Struct, eq=False):
 class StepStats(msgspec.Struct):
     """What the ranks did since the start of the server, over all generations of them."""
 
-    pictures: int = 0
+    images: int = 0
     ticks: int = 0
     rows: int = 0
     model_calls: int = 0
@@ -132,23 +132,23 @@ class StepLoop:
 
     @property
     def running(self) -> int:
-        """Pictures that are being made."""
+        """Images that are being made."""
         return self._scheduler.running
 
     @property
     def active_adapters(self) -> int:
-        """Different adapters of the pictures that are being made."""
+        """Different adapters of the images that are being made."""
         return self._scheduler.active_adapters
 
     @property
     def waiting(self) -> int:
-        """Pictures that wait for a place in the batch."""
+        """Images that wait for a place in the batch."""
         return self._scheduler.waiting
 
     def submit(
         self, spec: RequestSpec, frames: InputFrames = (), *, index: int = 0, on_event: OnEvent | None = None
     ) -> asyncio.Future[Outcome]:
-        """Queue a request with the frames of its pictures; whoever submits also calls `forget`, however it ends.
+        """Queue a request with the frames of its images; whoever submits also calls `forget`, however it ends.
 
         `on_event` is called on the event loop, with `index` in each event.
         """
@@ -192,7 +192,7 @@ class StepLoop:
         self._work.set()
 
     async def quiet(self) -> None:
-        """While it is paused: returns when the steps that began are reported, with their pictures handed out."""
+        """While it is paused: returns when the steps that began are reported, with their images handed out."""
         await self._quiet.wait()
 
     def resume(self) -> None:
@@ -281,7 +281,7 @@ class StepLoop:
         stats.model_calls += done.calls
         stats.skipped_rows += done.skipped
         stats.step_durations.observe(done.seconds)
-        stats.pictures += len(done.finished)
+        stats.images += len(done.finished)
         stats.pixels += sum(math.prod(finished.shape[:-1]) for finished in done.finished)
         if done.features is not None:
             self.features = done.features

@@ -22,7 +22,7 @@ async def warm_up(ranks: RankGroup, config: WorkerConfig, model: ModelInfo) -> F
     """Warm the model up in every size that the options name; returns what became of the options, as `ModelInfo.features`.
 
     Raises:
-        RequestError: the model made no picture; the message says where and why. GroupFailed: the ranks were lost meanwhile.
+        RequestError: the model made no image; the message says where and why. GroupFailed: the ranks were lost meanwhile.
     """
     if config.warmup_steps == 0:
         return model.features

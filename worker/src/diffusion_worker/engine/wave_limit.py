@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the ranks may work on one tick before they count as hung. Pure.
 
-No constant fits: a step of a long video on a small device takes minutes, one of a small picture milliseconds. So the limit is a
+No constant fits: a step of a long video on a small device takes minutes, one of a small image milliseconds. So the limit is a
 multiple of what the whole request was measured to take, which also covers its decoding, and a floor for the rest of the work.
 """
 

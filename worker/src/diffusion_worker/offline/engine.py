@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionEngine`: pictures in a script, by the engine, the scheduler and the rank processes of the server, without HTTP."""
+"""`DiffusionEngine`: images in a script, by the engine, the scheduler and the rank processes of the server, without HTTP."""
 
 import asyncio
 import weakref
@@ -19,9 +19,9 @@ from diffusion_worker.engine.results import Generation, RequestEvent
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError, refused
 from diffusion_worker.offline.adapters import RequestedAdapters, Scales, Wanted, WantedAdapter, wanted_adapters
 from diffusion_worker.offline.engine_thread import EngineThread
-from diffusion_worker.offline.inputs import picture_fields
+from diffusion_worker.offline.generated_image import GeneratedImage
+from diffusion_worker.offline.inputs import image_fields
 from diffusion_worker.offline.options import described, worker_config
-from diffusion_worker.offline.picture import GeneratedPicture
 from diffusion_worker.offline.progress import StepCounts, load_bar, step_bar
 from diffusion_worker.ranks.executor import RankExecutor
 
@@ -31,8 +31,8 @@ class DiffusionEngine:
 
         with DiffusionEngine("models/digits") as engine:
             stripes = LoRARequest("stripes", 1, "loras/stripes")
-            picture, = engine.generate("a red digit seven", seed=1, lora_request=stripes, lora_scale=0.8)
-            picture.save("seven.png")
+            image, = engine.generate("a red digit seven", seed=1, lora_request=stripes, lora_scale=0.8)
+            image.save("seven.png")
 
     Any thread may call it, several at once share the model's steps. It ends with `close`, with its `with` block, when nothing
     refers to it any more, or with the interpreter; its ranks end with the process in any case.
@@ -47,7 +47,7 @@ class DiffusionEngine:
         progress: bool | None = None,
         **options: Any,
     ) -> None:
-        """Start `ranks` processes and load the model and its adapters; returns when pictures can be made.
+        """Start `ranks` processes and load the model and its adapters; returns when images can be made.
 
         `loras` has adapters by name: their folders, files, or sources of other kinds. `options` are those of the program, named
         as fields of `WorkerConfig` (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` draws
@@ -101,13 +101,13 @@ class DiffusionEngine:
         accelerated: bool | None = None,
         progress: bool | None = None,
         timeout_s: float | None = None,
-    ) -> list[GeneratedPicture]:
-        """Make `n` pictures of each prompt, in the prompts' order; several share the model's steps as far as that pays.
+    ) -> list[GeneratedImage]:
+        """Make `n` images of each prompt, in the prompts' order; several share the model's steps as far as that pays.
 
         Their seeds are `seed`, `seed + 1`, … for every prompt, or random. What is not said is the engine's or the model's
         default. `size` is `"WIDTHxHEIGHT"`. `lora_request` is an adapter or a list of them: the name of one of `loras`, or a
         `LoRARequest`, which is loaded from its path when it is first used; `lora_scale` is its strength, or a list with one for
-        each. With `image` they are made of that picture, or those, where the model can: `mask` is white where it is made anew,
+        each. With `image` they are made of that image, or those, where the model can: `mask` is white where it is made anew,
         `strength` is how far to go from it, up to 1. A call that is interrupted, or takes longer than `timeout_s`, makes
         nothing more.
 
@@ -119,7 +119,7 @@ class DiffusionEngine:
         prompts = _prompts(prompt)
         if size is not None:
             width, height = _sides(size, height, width)
-        fields = picture_fields(image, mask, strength) | {"n": n, "seed": seed, "height": height, "width": width, "steps": steps}
+        fields = image_fields(image, mask, strength) | {"n": n, "seed": seed, "height": height, "width": width, "steps": steps}
         adapters = wanted_adapters(lora_request, lora_scale)
         fields |= {"guidance_scale": guidance_scale, "negative_prompt": negative_prompt, "exact": exact, "accelerated": accelerated}
         fields |= {"loras": [{"name": each.name, "scale": each.scale} for each in adapters]}
@@ -129,7 +129,7 @@ class DiffusionEngine:
 
     def _generate(
         self, wanted: list[GenerationParams], adapters: list[WantedAdapter], progress: bool | None, timeout_s: float | None
-    ) -> list[GeneratedPicture]:
+    ) -> list[GeneratedImage]:
         engine = self._thread.engine
         counts = StepCounts(sum(params.n for params in wanted))
 
@@ -141,11 +141,11 @@ class DiffusionEngine:
             try:
                 made = self._thread.run(make(), meanwhile=draw, timeout_s=timeout_s)
             except TimeoutError:
-                raise RequestError(ErrorCode.TIMEOUT, f"the pictures were not made within {timeout_s:g} s") from None
+                raise RequestError(ErrorCode.TIMEOUT, f"the images were not made within {timeout_s:g} s") from None
         return [
-            GeneratedPicture(params.prompt, generation.provenance, picture)
+            GeneratedImage(params.prompt, generation.provenance, image)
             for params, generation in zip(wanted, made, strict=True)
-            for picture in generation.pictures
+            for image in generation.images
         ]
 
 

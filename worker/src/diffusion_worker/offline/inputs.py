@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures that a script starts from, as the engine takes them."""
+"""Images that a script starts from, as the engine takes them."""
 
 from collections.abc import Sequence
 
 from PIL import ImageOps
 from PIL.Image import Image
 
-from diffusion_worker.engine.admission import InputPicture
+from diffusion_worker.engine.admission import InputImage
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
-from diffusion_worker.server.input_pictures import decoded
+from diffusion_worker.server.input_images import decoded
 
 
-def picture_fields(image: Image | Sequence[Image] | None, mask: Image | None, strength: float | None) -> dict[str, object]:
-    """The fields of a request that starts from pictures, none for one that does not.
+def image_fields(image: Image | Sequence[Image] | None, mask: Image | None, strength: float | None) -> dict[str, object]:
+    """The fields of a request that starts from images, none for one that does not.
 
     Raises:
-        RequestError: InvalidRequest, something else than pictures, or a mask or a strength without a picture.
+        RequestError: InvalidRequest, something else than images, or a mask or a strength without an image.
     """
     if image is None:
         for field, value in (("mask", mask), ("strength", strength)):
@@ -26,25 +26,25 @@ def picture_fields(image: Image | Sequence[Image] | None, mask: Image | None, st
     images = [image] if isinstance(image, Image) or not isinstance(image, Sequence) else list(image)
     return {
         "task": Task.EDIT if mask is None else Task.INPAINT,
-        "images": [_picture(one) for one in images],
+        "images": [_image(one) for one in images],
         "mask": None if mask is None else _mask(mask),
         "strength": strength,
     }
 
 
-def _picture(image: object) -> InputPicture:
+def _image(image: object) -> InputImage:
     """As it is seen: turned as its EXIF says, what is transparent on white."""
     turned = ImageOps.exif_transpose(_required("image", image))
-    return decoded(turned, turned.size).picture
+    return decoded(turned, turned.size).image
 
 
-def _mask(image: object) -> InputPicture:
+def _mask(image: object) -> InputImage:
     """As diffusers takes it: white is made anew."""
     grey = ImageOps.exif_transpose(_required("mask", image)).convert("L")
-    return InputPicture(grey.tobytes(), grey.height, grey.width, 1)
+    return InputImage(grey.tobytes(), grey.height, grey.width, 1)
 
 
 def _required(field: str, image: object) -> Image:
     if not isinstance(image, Image):
-        raise refused(field, "a picture of Pillow", type(image).__name__)
+        raise refused(field, "an image of Pillow", type(image).__name__)
     return image

@@ -18,10 +18,10 @@ def wanted(progress: bool | None) -> bool:
 
 
 class StepCounts:
-    """The steps of one call's pictures. A picture whose ranks were lost begins again, so counts may fall."""
+    """The steps of one call's images. An image whose ranks were lost begins again, so counts may fall."""
 
-    def __init__(self, pictures: int) -> None:
-        self.pictures = pictures
+    def __init__(self, images: int) -> None:
+        self.images = images
         self._steps: dict[tuple[int, int], StepTaken] = {}
 
     def listener(self, prompt: int) -> Callable[[RequestEvent], None]:
@@ -40,13 +40,13 @@ class StepCounts:
 
     @property
     def expected(self) -> int | None:
-        """Steps in all, as far as the pictures that began tell; None where none of them does."""
+        """Steps in all, as far as the images that began tell; None where none of them does."""
         most = max((event.steps or 0 for event in list(self._steps.values())), default=0)
-        return most * self.pictures or None
+        return most * self.images or None
 
     @property
     def finished(self) -> int:
-        """Pictures that took their last step."""
+        """Images that took their last step."""
         return sum(1 for event in list(self._steps.values()) if event.step == event.steps)
 
 
@@ -57,7 +57,7 @@ def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[],
 
         def draw() -> None:
             bar.total, bar.n = counts.expected, counts.taken
-            bar.set_description_str(f"{counts.finished}/{counts.pictures} pictures", refresh=True)
+            bar.set_description_str(f"{counts.finished}/{counts.images} images", refresh=True)
 
         yield draw
         draw()

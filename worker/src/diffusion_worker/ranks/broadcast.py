@@ -2,7 +2,7 @@
 """The wire between the server process and its ranks: one ZMQ broadcast down, one stream up, on Unix sockets.
 
 The server waits for every rank's subscription before it sends anything, and no queue has a limit, so that no message is
-dropped. Frames after the first are pictures, sent without a copy. What is no message is counted and never acted on.
+dropped. Frames after the first are images, sent without a copy. What is no message is counted and never acted on.
 """
 
 import contextlib

@@ -298,6 +298,6 @@ def _state_of(memory: MemoryReport) -> RankState:
 
 
 def _frames_fit(done: TickDone, frames: list[bytes | memoryview]) -> bool:
-    """Whether the frame of every picture and preview came along, in its size."""
+    """Whether the frame of every image and preview came along, in its size."""
     brought: list[Finished | Preview] = [*done.finished, *done.previews]
     return all(0 <= made.frame < len(frames) and len(frames[made.frame]) == math.prod(made.shape) for made in brought)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says, in order. A message that has to be made first, of a picture, is made and sent by a thread beside the next tick.
+"""What a rank says, in order. A message that has to be made first, of an image, is made and sent by a thread beside the next tick.
 
 Whoever holds the lock owns the socket. The rank's main thread sends by itself while nothing waits, so that a tick without
-pictures costs no change of threads; behind a picture everything waits its turn.
+images costs no change of threads; behind an image everything waits its turn.
 """
 
 import threading
@@ -14,7 +14,7 @@ from diffusion_worker.messages import ToServer
 Frames = Sequence[memoryview]
 Said = tuple[ToServer, Frames]
 
-# A picture on a device that has stopped never comes; the rank's last words wait no longer for it.
+# An image on a device that has stopped never comes; the rank's last words wait no longer for it.
 LAST_WORDS_S = 5.0
 
 
@@ -81,5 +81,5 @@ class Output:
                     self._error = error
                     self._changed.notify_all()
                 return
-            # Pictures are large: none is held until the next one comes.
+            # Images are large: none is held until the next one comes.
             del make, message, frames

@@ -37,7 +37,7 @@ from diffusion_worker.messages import (
 )
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd
 from diffusion_worker.ranks.extension import extended_worker
-from diffusion_worker.ranks.finished_pictures import PictureReport
+from diffusion_worker.ranks.finished_images import ImageReport
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
@@ -80,7 +80,7 @@ class RankArguments(msgspec.Struct, frozen=True):
 class WorkerProc:
     """One rank's process: owns the wire and the worker. `extension` names methods of the worker that take any plain data.
 
-    Whatever it says goes through `output`, in order: an answer to sleep comes after the pictures that were finished before.
+    Whatever it says goes through `output`, in order: an answer to sleep comes after the images that were finished before.
     """
 
     def __init__(self, rank: int, output: Output, wire: RankEnd, worker: DiffusionWorker, extension: frozenset[str] = frozenset()) -> None:
@@ -196,10 +196,10 @@ class WorkerProc:
             skipped=output.skipped,
             prompt_cache=output.prompt_cache,
         )
-        if not output.pictures and not output.previews:
+        if not output.images and not output.previews:
             self._output.send(done)
             return
-        report = PictureReport(done, output)
+        report = ImageReport(done, output)
         report.begin_copies()
         self._output.send_made(report.make)
 

@@ -23,11 +23,11 @@ MERGED_METHODS = frozenset({"forward", "encode", "decode"})
 # What a model's first argument is called where it has rows; otherwise the first tensor that is no time is taken.
 LEADING = ("hidden_states", "sample", "x", "z", "latents", "input_ids", "inputs_embeds", "pixel_values")
 # In the names of arguments that have no row for each row of a call: positions of tokens and frames, one mask for the whole
-# picture (Cosmos, Anima), a strength for each control block (Wan VACE).
+# image (Cosmos, Anima), a strength for each control block (Wan VACE).
 TABLES = ("rotary", "rope", "indices_", "padding_mask", "control_hidden_states_scale", "img_mask")
 # Tables that are read row by row where they have rows: tokens of OmniGen, positions of Ideogram 4.
 ROW_TABLES = frozenset({"input_ids", "position_ids", "segment_ids"})
-# Rows that switch a model over for the whole call when all of them are zero: HunyuanVideo 1.5 then makes a video without a picture.
+# Rows that switch a model over for the whole call when all of them are zero: HunyuanVideo 1.5 then makes a video without an image.
 SWITCHES = frozenset({"image_embeds"})
 DENOISER_MODULES = ("diffusers.models.transformers.", "diffusers.models.unets.", "diffusers.models.controlnets.")
 DENOISER_WORDS = ("transformer", "unet", "controlnet", "prior")
@@ -222,7 +222,7 @@ def _key_part(path: str, value: Any, layout: _Layout, known: Contents) -> Hashab
     if role is Role.COLUMN:
         return role, value.dtype, value.shape[0], tuple(value.shape[2:])
     if role is Role.ITEM:
-        # Rows of a list may differ in the length of their text, not in the size of their picture.
+        # Rows of a list may differ in the length of their text, not in the size of their image.
         return role, frozenset(_structure(item, sizes=path == layout.leading) for item in value)
     if role is Role.TIME:
         return role

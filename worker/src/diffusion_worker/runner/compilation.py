@@ -109,7 +109,7 @@ def regions_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _let_rows_vary(arguments: Iterable[Any]) -> None:
-    """Whoever joins changes the number of rows; sizes of pictures do not change from tick to tick, and make faster code."""
+    """Whoever joins changes the number of rows; sizes of images do not change from tick to tick, and make faster code."""
     tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.dim() > 0]
     rows = tensors[0].shape[0] if tensors else 1
     if rows > 1:  # one row is always compiled for itself

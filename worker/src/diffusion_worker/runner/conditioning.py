@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a pipeline class takes pictures, and the pictures of a request under the names of its arguments.
+"""How a pipeline class takes images, and the images of a request under the names of its arguments.
 
-Read from what the class's call takes. What cannot be read there is in the tables: which pictures are references, which the
+Read from what the class's call takes. What cannot be read there is in the tables: which images are references, which the
 model sees as they are; and which classes work without one, though they take them.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 from PIL import Image, ImageOps
 
 from diffusion_worker.errors import refused
-from diffusion_worker.messages import PictureInput, RequestSpec, Task
+from diffusion_worker.messages import ImageInput, RequestSpec, Task
 from diffusion_worker.runner.request_body import FRAMES, TRUE_GUIDANCE, inputs_of
 from diffusion_worker.runner.step_support import source_of
 
@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 # As many as OpenAI takes.
 MOST_REFERENCES = 16
-# Classes whose pictures are references of any size beside the one that is made, and how many of them they take.
+# Classes whose images are references of any size beside the one that is made, and how many of them they take.
 REFERENCES = {
     "BriaFibo2Pipeline": 1,
     "DreamLiteMobilePipeline": 1,
@@ -41,24 +41,24 @@ REFERENCES = {
     "StableCascadeCombinedPipeline": MOST_REFERENCES,
     "ZImageOmniPipeline": MOST_REFERENCES,
 }
-# Of these the ones that fail without a picture, though their call has a default for it.
+# Of these the ones that fail without an image, though their call has a default for it.
 NEED_A_REFERENCE = frozenset({"QwenImageEditPipeline", "QwenImageEditPlusPipeline"})
-# Take a picture, but make another thing of it than an edit in the size asked for, or need more than a picture and words.
+# Take an image, but make another thing of it than an edit in the size asked for, or need more than an image and words.
 NO_EDIT = ("SuperResolution", "Upscal", "Layered", "VisualCloze", "Refiner", "ControlNetUnion")
-# Take a picture instead of words, not beside them.
+# Take an image instead of words, not beside them.
 EITHER = frozenset({"UniDiffuserPipeline"})
-PICTURES = ("image", "images", "control_image")
+IMAGES = ("image", "images", "control_image")
 # Arguments that requests have, so that a class may want them without a default.
 GIVEN = frozenset(
     {"self", "prompt", "negative_prompt", "generator", "output_type", "height", "width", "num_inference_steps", "guidance_scale"}
-    | {TRUE_GUIDANCE, "mask_image", "strength", *PICTURES, *FRAMES}
+    | {TRUE_GUIDANCE, "mask_image", "strength", *IMAGES, *FRAMES}
 )
 
 
-class PictureInputs(msgspec.Struct, frozen=True):
-    """How a class takes pictures: `image` and the others are names of arguments of its call.
+class ImageInputs(msgspec.Struct, frozen=True):
+    """How a class takes images: `image` and the others are names of arguments of its call.
 
-    `image` and `mask` get the first picture and its mask, `more` the pictures after it. `fitted` pictures are brought to the
+    `image` and `mask` get the first image and its mask, `more` the images after it. `fitted` images are brought to the
     size of the one that is made; others are seen as they are. A `required` one means that the class cannot work from words.
     """
 
@@ -71,22 +71,22 @@ class PictureInputs(msgspec.Struct, frozen=True):
 
     @property
     def task(self) -> Task:
-        """What a request with pictures is for this class."""
+        """What a request with images is for this class."""
         return Task.EDIT if self.mask is None else Task.INPAINT
 
 
-def picture_inputs(pipeline: Any) -> PictureInputs | None:
-    """How a pipeline takes the pictures of an edit, with a mask where its class needs one; None where it takes none.
+def image_inputs(pipeline: Any) -> ImageInputs | None:
+    """How a pipeline takes the images of an edit, with a mask where its class needs one; None where it takes none.
 
     A modular pipeline that works with and without a mask is two: `masked_inputs` is the other.
     """
     takes, name = inputs_of(pipeline), _family(pipeline)
-    image = _first_picture(takes)
+    image = _first_image(takes)
     if image is None or name in EITHER or any(word in name for word in NO_EDIT) or needs_more(pipeline):
         return None
     references = REFERENCES.get(name, 0)
     more = "image_reference" if "image_reference" in takes else None
-    return PictureInputs(
+    return ImageInputs(
         image,
         "mask_image" if "mask_image" in takes and not _is_modular(pipeline) else None,
         more=more,
@@ -97,41 +97,41 @@ def picture_inputs(pipeline: Any) -> PictureInputs | None:
 
 
 def works_from_words(pipeline: Any) -> bool:
-    """Whether a request without a picture can be served."""
+    """Whether a request without an image can be served."""
     takes = inputs_of(pipeline)
     if "prompt" not in takes or needs_more(pipeline):
         return False
-    inputs = picture_inputs(pipeline)
-    return not inputs.required if inputs else _first_picture(takes) is None or _family(pipeline) in EITHER
+    inputs = image_inputs(pipeline)
+    return not inputs.required if inputs else _first_image(takes) is None or _family(pipeline) in EITHER
 
 
-def masked_inputs(pipeline: Any) -> PictureInputs | None:
-    """How a modular pipeline takes a picture and its mask; None for others."""
+def masked_inputs(pipeline: Any) -> ImageInputs | None:
+    """How a modular pipeline takes an image and its mask; None for others."""
     both = _is_modular(pipeline) and {"prompt", "image", "mask_image"} <= inputs_of(pipeline).keys()
-    return PictureInputs("image", "mask_image") if both else None
+    return ImageInputs("image", "mask_image") if both else None
 
 
-def conditioning_of(takes: PictureInputs, spec: RequestSpec, frames: Sequence[bytes]) -> Arguments:
-    """The pictures of a request under the names of the arguments that they go to.
+def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[bytes]) -> Arguments:
+    """The images of a request under the names of the arguments that they go to.
 
     Raises:
-        RequestError: InvalidRequest, there are no pictures, or more than the class takes.
+        RequestError: InvalidRequest, there are no images, or more than the class takes.
     """
     if not 1 <= len(spec.images) <= takes.most:
-        expected = "one picture" if takes.most == 1 else f"1 to {takes.most} pictures"
+        expected = "one image" if takes.most == 1 else f"1 to {takes.most} images"
         raise refused("image", expected, len(spec.images))
     if (spec.mask is None) != (takes.mask is None):
         raise refused("mask", "none" if takes.mask is None else "one", "none" if spec.mask is None else "one")
-    pictures = [_picture(item, frames) for item in spec.images]
+    images = [_image(item, frames) for item in spec.images]
     size = (spec.width, spec.height) if spec.width and spec.height else None
     if takes.fitted and size:
-        pictures[0] = _cover(pictures[0], size, Image.Resampling.LANCZOS)
-    first: Any = pictures[0] if takes.more or takes.most == 1 else pictures
+        images[0] = _cover(images[0], size, Image.Resampling.LANCZOS)
+    first: Any = images[0] if takes.more or takes.most == 1 else images
     arguments: Arguments = {takes.image: first}
-    if takes.more and len(pictures) > 1:
-        arguments[takes.more] = pictures[1]
+    if takes.more and len(images) > 1:
+        arguments[takes.more] = images[1]
     if takes.mask is not None and spec.mask is not None:
-        mask = _picture(spec.mask, frames)
+        mask = _image(spec.mask, frames)
         arguments[takes.mask] = _cover(mask, size, Image.Resampling.NEAREST) if size else mask
     return arguments
 
@@ -160,18 +160,18 @@ def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
     return steps - int(steps - steps * strength)
 
 
-def _cover(picture: Image.Image, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:
-    """The picture scaled until it covers the size, and cut evenly at both sides of what is too long: nothing is distorted."""
-    return picture if picture.size == size else ImageOps.fit(picture, size, method=resampling)
+def _cover(image: Image.Image, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:
+    """The image scaled until it covers the size, and cut evenly at both sides of what is too long: nothing is distorted."""
+    return image if image.size == size else ImageOps.fit(image, size, method=resampling)
 
 
-def _picture(item: PictureInput, frames: Sequence[bytes]) -> Image.Image:
+def _image(item: ImageInput, frames: Sequence[bytes]) -> Image.Image:
     height, width, channels = item.shape
     return Image.frombytes("L" if channels == 1 else "RGB", (width, height), bytes(frames[item.frame]))
 
 
 def needs_more(pipeline: Any) -> bool:
-    """Whether words and a picture are not enough: something else has no default, or another kind of picture belongs to it."""
+    """Whether words and an image are not enough: something else has no default, or another kind of image belongs to it."""
     takes = inputs_of(pipeline)
     if "prompt" not in takes:
         return True
@@ -179,12 +179,12 @@ def needs_more(pipeline: Any) -> bool:
         return False
     parameters = inspect.signature(type(pipeline).__call__).parameters.values()
     wanted = [item for item in parameters if item.default is item.empty and item.kind is item.POSITIONAL_OR_KEYWORD]
-    pictures = [name for name in (*PICTURES, "example_image", "control_mask") if name in takes]
-    return len(pictures) > 1 or any(item.name not in GIVEN for item in wanted)
+    images = [name for name in (*IMAGES, "example_image", "control_mask") if name in takes]
+    return len(images) > 1 or any(item.name not in GIVEN for item in wanted)
 
 
-def _first_picture(takes: Mapping[str, Any]) -> str | None:
-    return next((argument for argument in PICTURES if argument in takes), None)
+def _first_image(takes: Mapping[str, Any]) -> str | None:
+    return next((argument for argument in IMAGES if argument in takes), None)
 
 
 def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
@@ -194,7 +194,7 @@ def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
         return any(item.name == image and item.required for item in pipeline._blocks.inputs)
     if name in REFERENCES:
         return name in NEED_A_REFERENCE
-    # A class of yours that has a default for its picture is believed to work without one.
+    # A class of yours that has a default for its image is believed to work without one.
     parameter = inspect.signature(type(pipeline).__call__).parameters.get(image)
     has_default = parameter is None or parameter.default is not parameter.empty
     theirs = type(pipeline).__module__.startswith("diffusers.")

@@ -65,5 +65,5 @@ def content(value: Any) -> Hashable | None:
 
 
 def _is_idle(value: Any) -> bool:
-    """Whether a model does not look at this cache: GLM-Image passes one at every step, also to requests without reference pictures."""
+    """Whether a model does not look at this cache: GLM-Image passes one at every step, also to requests without reference images."""
     return type(value).__name__ == "GlmImageKVCache" and all(layer.mode is None for layer in value.caches)

@@ -58,7 +58,7 @@ class Probe:
         self._stepper.serve(modules, None, compute=compute)
 
     def digest(self, model: ModelInfo) -> str | None:
-        """The SHA-256 of a small picture of one step; all ranks make it together, and those that split no weights each of their own.
+        """The SHA-256 of a small image of one step; all ranks make it together, and those that split no weights each of their own.
 
         None for a model that serves no task of ours, or refuses every request that is tried; on all ranks alike.
 
@@ -68,17 +68,17 @@ class Probe:
         why = f"{model.pipeline} serves no task that it could be of"
         for request in probe_requests(model, self._tasks):
             try:
-                picture = self._picture(request)
+                image = self._image(request)
             except RequestError as error:
                 if error.code is ErrorCode.INSUFFICIENT_MEMORY:
                     raise
                 why = error.message
                 continue
-            return hashlib.sha256(f"{picture.shape}\n".encode() + picture.tobytes()).hexdigest()
+            return hashlib.sha256(f"{image.shape}\n".encode() + image.tobytes()).hexdigest()
         log.warning("no probe, so that wakes are verified by checksums alone: %s", why)
         return None
 
-    def _picture(self, request: WarmUpRequest) -> Pixels:
+    def _image(self, request: WarmUpRequest) -> Pixels:
         """Raises RequestError, on all ranks alike."""
         spec, output = request.spec, StepOutput()
         body = self._agreed(lambda: self._tasks.body(spec, request.frames))
@@ -92,7 +92,7 @@ class Probe:
             self._states.clear()
         for failure in output.errors.values():
             raise RequestError(ErrorCode(failure.code), failure.message)
-        return self._agreed(lambda: pixels_of(output.pictures[spec.request_id]))
+        return self._agreed(lambda: pixels_of(output.images[spec.request_id]))
 
     def _agreed(self, make: Callable[[], T]) -> T:
         """What is made here, once it is known that every rank made it; raises RequestError."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The joint attention of SD3 with a picture's tokens split over ranks, in place of diffusers' own processor.
+"""The joint attention of SD3 with an image's tokens split over ranks, in place of diffusers' own processor.
 
-Every rank has all text tokens and its part of the picture's, and computes the attention of its part of the heads. One
-exchange brings queries, keys and values together by heads, one brings the picture's result back, one the text's.
+Every rank has all text tokens and its part of the image's, and computes the attention of its part of the heads. One
+exchange brings queries, keys and values together by heads, one brings the image's result back, one the text's.
 """
 
 from typing import Any
@@ -31,12 +31,12 @@ class SplitJointAttention:
         """
         if strangers := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"attention over split tokens takes no {', '.join(strangers)}")
-        picture = self._to_heads(_project(attn, hidden_states, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")))
-        length = picture.shape[2]
+        image = self._to_heads(_project(attn, hidden_states, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")))
+        length = image.shape[2]
         if encoder_hidden_states is None:
-            return _out(attn, self._to_tokens(_attend(picture)))
+            return _out(attn, self._to_tokens(_attend(image)))
         text = _project(attn, encoder_hidden_states, ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k"))
-        both = _attend(torch.cat([picture, text.tensor_split(self._size, dim=3)[self._index]], dim=2))
+        both = _attend(torch.cat([image, text.tensor_split(self._size, dim=3)[self._index]], dim=2))
         result = _out(attn, self._to_tokens(both[:, :length]))
         # The last block has no use for the text.
         return result, encoder_hidden_states if attn.context_pre_only else attn.to_add_out(self._all_heads(both[:, length:]).flatten(2))

@@ -130,9 +130,9 @@ class ParallelKinds:
         """What of the pipeline, beside its model, splits badly."""
         size, kind = self._config.sequence, type(self._pipeline).__name__
         if any("controlnet" in name for name in self._modules):
-            raise ConfigError(f"--sequence: {kind} is not supported: a ControlNet adds to the tokens of whole pictures")
+            raise ConfigError(f"--sequence: {kind} is not supported: a ControlNet adds to the tokens of whole images")
         if "KV" in kind:
-            raise ConfigError(f"--sequence: {kind} is not supported: it caches keys and values of whole pictures")
+            raise ConfigError(f"--sequence: {kind} is not supported: it caches keys and values of whole images")
         parameter = inspect.signature(type(self._pipeline).__call__).parameters.get("max_sequence_length")
         text = None if parameter is None else parameter.default
         splits_text = any(sequence.FAMILIES[type(model).__name__].text for model in self._denoisers.values())

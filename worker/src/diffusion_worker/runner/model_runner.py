@@ -195,8 +195,8 @@ class DiffusionModelRunner:
         pipeline = self._tasks.pipeline_of(task)
         if not self._compilation.regions:
             return plain_variants(pipeline, task)
-        most_pictures = self._config.max_batch_size
-        return compiled_variants(pipeline, task, most_pictures=most_pictures, ranks=self._config.ranks, adapter=adapter)
+        most_images = self._config.max_batch_size
+        return compiled_variants(pipeline, task, most_images=most_images, ranks=self._config.ranks, adapter=adapter)
 
     def _compute(self, module: torch.nn.Module, call: ModelCall, plain: bool) -> Any:
         """Call a module, as diffusers itself does if `plain`."""
@@ -347,7 +347,7 @@ class DiffusionModelRunner:
 
         Raises:
             RequestError: InvalidRequest without a prompt; whatever the request fails with; EngineFailed where the pipeline
-                returned no picture.
+                returned no image.
         """
         if not spec.prompt:
             raise RequestError(ErrorCode.INVALID_REQUEST, "prompt: expected some text, found none", details={"field": "prompt"})
@@ -357,15 +357,15 @@ class DiffusionModelRunner:
             join = []
             if (error := output.errors.get(spec.request_id)) is not None:
                 raise RequestError(ErrorCode(error.code), error.message)
-            if spec.request_id in output.pictures:
-                return self._checked(pixels_of(output.pictures[spec.request_id]))
+            if spec.request_id in output.images:
+                return self._checked(pixels_of(output.images[spec.request_id]))
         raise AssertionError("unreachable")
 
-    def _checked(self, picture: Any) -> Pixels:
-        if isinstance(picture, np.ndarray) and picture.dtype == np.uint8:
-            return picture
-        found = f"{type(self.pipeline).__name__} returned {type(picture).__name__}"
-        raise RequestError(ErrorCode.ENGINE_FAILED, f"{found}, expected a picture of uint8")
+    def _checked(self, image: Any) -> Pixels:
+        if isinstance(image, np.ndarray) and image.dtype == np.uint8:
+            return image
+        found = f"{type(self.pipeline).__name__} returned {type(image).__name__}"
+        raise RequestError(ErrorCode.ENGINE_FAILED, f"{found}, expected an image of uint8")
 
     def supports_step_mode(self) -> bool:
         """Whether requests advance by scheduler steps; what has none runs whole, a model call a tick. False while nothing is loaded."""

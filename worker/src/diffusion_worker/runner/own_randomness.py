@@ -2,7 +2,7 @@
 """The global random numbers of one request.
 
 Some pipelines draw a few of their numbers without the generator they were given (SD 3's ControlNet, where it encodes the
-control picture). Between the fibers of one process these would depend on who else runs, so each fiber runs with a global
+control image). Between the fibers of one process these would depend on who else runs, so each fiber runs with a global
 state of its own, seeded as the request is: alone, it is as if `torch.manual_seed(seed)` came before diffusers' call.
 """
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 Execute = Callable[[ModelCall, slice], Any]
 # Makes a call fit for a kind; raises RequestError, the same on every rank, where its sizes do not allow that.
 Prepare = Callable[[ModelCall], ModelCall]
-# Decodes a picture tile by tile over all ranks; None where it has a single tile.
+# Decodes an image tile by tile over all ranks; None where it has a single tile.
 DecodeTiles = Callable[[ModelCall, Execute], Any]
 
 MESSAGE_BYTES = 2000

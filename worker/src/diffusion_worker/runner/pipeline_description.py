@@ -51,11 +51,11 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
     """What the server needs to know of the pipeline.
 
     Raises:
-        ConfigError: the pipeline makes neither pictures nor videos, or cannot run.
+        ConfigError: the pipeline makes neither images nor videos, or cannot run.
     """
     kind = kind_of(type(pipeline))
     if kind not in ("image", "video"):
-        found = "makes neither pictures nor videos, and nothing else is served"
+        found = "makes neither images nor videos, and nothing else is served"
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} {found}; a custom class says what it makes by worker_makes")
     if impossible := why_impossible(type(pipeline)):
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pipeline returned, made pixels, beside the next step: the thread that wants the pixels makes them, and a GPU sends them.
 
-A pipeline's body ends with a `RawPicture`. `keep_on_device` lets a view's image processor leave the picture where it was
+A pipeline's body ends with a `RawImage`. `keep_on_device` lets a view's image processor leave the image where it was
 decoded, instead of waiting for a copy of it.
 """
 
@@ -18,12 +18,12 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Of a pipeline that cuts its pictures out of what it decoded, after that was made an array.
+# Of a pipeline that cuts its images out of what it decoded, after that was made an array.
 CUTS_ARRAYS = frozenset({"VisualClozeProcessor"})
 
 
-class RawPicture:
-    """A picture or video as the pipeline returned it."""
+class RawImage:
+    """An image or video as the pipeline returned it."""
 
     def __init__(self, output: Any) -> None:
         self._output = output
@@ -46,18 +46,18 @@ class RawPicture:
 
 
 def pixels_of(returned: Any) -> Pixels:
-    """The pixels of what a body returned; whatever is no `RawPicture` is pixels already."""
-    pixels: Pixels = returned.pixels() if isinstance(returned, RawPicture) else returned
+    """The pixels of what a body returned; whatever is no `RawImage` is pixels already."""
+    pixels: Pixels = returned.pixels() if isinstance(returned, RawImage) else returned
     return pixels
 
 
 class _Copy:
     """Bytes on their way from a GPU, on a stream of their own and into memory that the device can write to by itself."""
 
-    def __init__(self, picture: torch.Tensor) -> None:
-        made, finite = bytes_of(picture)
-        stream = _copy_stream(picture.device)
-        stream.wait_stream(torch.cuda.current_stream(picture.device))
+    def __init__(self, image: torch.Tensor) -> None:
+        made, finite = bytes_of(image)
+        stream = _copy_stream(image.device)
+        stream.wait_stream(torch.cuda.current_stream(image.device))
         with torch.cuda.stream(stream):
             self._pixels = torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)
             self._finite = torch.empty((), dtype=finite.dtype, pin_memory=True).copy_(finite, non_blocking=True)
@@ -79,17 +79,17 @@ def _copy_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def bytes_of(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def bytes_of(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor [..., channels, height, width] of 0 to 1 as uint8 [..., height, width, channels], and whether all of it is numbers.
 
     The same bytes as `to_pixels` makes.
     """
-    values = picture.float().movedim(-3, -1)
+    values = image.float().movedim(-3, -1)
     return (values.clamp(0, 1) * 255).round().to(torch.uint8).contiguous(), values.isfinite().all()
 
 
 def to_pixels(output: Any) -> Pixels:
-    """The first picture or video of what a pipeline returned, whatever it returned it as.
+    """The first image or video of what a pipeline returned, whatever it returned it as.
 
     Raises:
         RequestError: EngineFailed, the model made no numbers.

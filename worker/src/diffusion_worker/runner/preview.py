@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a request's way, for any pipeline and without code for one.
+"""Images of a request's way, for any pipeline and without code for one.
 
 The request's own body runs once more, in a fiber of its own: every model call that the request has made is answered with
 what it was answered, and every step of a scheduler returns what the request's latents will be, as the model thinks now. So
-nothing is encoded or denoised again, and what is left is the pipeline's own way from latents to a picture. That run touches
+nothing is encoded or denoised again, and what is left is the pipeline's own way from latents to an image. That run touches
 nothing of the request's; it ends within the tick, and its calls are never shared.
 """
 
@@ -106,5 +106,5 @@ class PreviewState(DiffusionRequestState):
 
 
 def _copy_of(answer: Any) -> Any:
-    """An answer that a pipeline may change or clear (keys and values of pictures), and its request's stays as it is."""
+    """An answer that a pipeline may change or clear (keys and values of images), and its request's stays as it is."""
     return with_tensors(answer, [tensor.clone() for tensor in tensors_of(answer)]) if is_plain(answer) else copy.deepcopy(answer)

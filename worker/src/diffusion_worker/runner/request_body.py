@@ -18,7 +18,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.mended import mend
 from diffusion_worker.runner.pipeline_view import MAIN_SCHEDULER, guide, guiders_of, hooks_models, view_of
-from diffusion_worker.runner.pixels import RawPicture, keep_on_device
+from diffusion_worker.runner.pixels import RawImage, keep_on_device
 from diffusion_worker.runner.schedule import check_shift, check_sigmas
 from diffusion_worker.runner.step_support import why_exclusive
 
@@ -32,7 +32,7 @@ NO_NEGATIVE_PROMPT = " "
 
 
 class PipelineBody:
-    """Runs the pipeline once; returns a picture, or the frames of a video.
+    """Runs the pipeline once; returns an image, or the frames of a video.
 
     Requests of another `batch_key` never share a model call with this one; one that is `whole` has the model for
     itself from its first step to its end: nobody else advances meanwhile.
@@ -53,7 +53,7 @@ class PipelineBody:
             or any(map(hooks_models, guiders_of(pipeline).values()))
         )
 
-    def __call__(self) -> RawPicture:
+    def __call__(self) -> RawImage:
         view = view_of(self._pipeline, shift=self._shift)
         keep_on_device(view)
         mend(view)
@@ -63,7 +63,7 @@ class PipelineBody:
         generator = torch.Generator().manual_seed(self._seed)
         processors = _attention_processors(self._pipeline) if self.whole else {}
         try:
-            return RawPicture(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
+            return RawImage(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
         finally:
             if self.whole:
                 _unhook(self._pipeline, view)
@@ -72,7 +72,7 @@ class PipelineBody:
 
 
 def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
-    """The body of a request; `conditioning` are pictures and the like by the name of the pipeline's argument.
+    """The body of a request; `conditioning` are images and the like by the name of the pipeline's argument.
 
     Raises:
         RequestError: InvalidRequest, the pipeline does not take a field of the request; its details name the field.
@@ -135,7 +135,7 @@ def _type(pipeline: Any) -> Any:
 
 
 def first_output(pipeline: Any) -> str:
-    """The name of what a modular pipeline is for: its pictures or videos, or else the first output of its last block."""
+    """The name of what a modular pipeline is for: its images or videos, or else the first output of its last block."""
     names = [output.name for output in pipeline._blocks.outputs]
     return next((name for name in ("images", "videos") if name in names), names[0])
 

@@ -26,7 +26,7 @@ class StepBoundary(enum.Enum):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The fiber ended; `frame` is what its body returned: for a request from the wire a picture, uint8 [height, width, 3]."""
+    """The fiber ended; `frame` is what its body returned: for a request from the wire an image, uint8 [height, width, 3]."""
 
     frame: Any
 
@@ -84,7 +84,7 @@ def mark_step(steps: int | None = None) -> None:
 
 
 class DiffusionRequestState:
-    """A request between ticks. `body` runs the pipeline and returns its picture.
+    """A request between ticks. `body` runs the pipeline and returns its image.
 
     `exact` requests have every call to themselves. `whole` ones run while no other request advances: they change the shared
     model, or say so themselves. Calls of another `batch_key` are never merged with theirs. `way` is kept for previews only.

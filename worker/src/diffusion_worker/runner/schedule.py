@@ -2,7 +2,7 @@
 """The schedule that an adapter's recipe asks for: its own sigmas, or another shift of a flow scheduler.
 
 Both are of the request alone. Where a scheduler cannot have them that is said before the request runs: a recipe that has no
-effect makes pictures that look like a bad adapter.
+effect makes images that look like a bad adapter.
 """
 
 import copy
@@ -40,7 +40,7 @@ def own_scheduler(scheduler: Any, shift: float | None) -> Any:
         return copy.deepcopy(scheduler)
     changes: dict[str, Any] = {setting: shift}
     if scheduler.config.get(DYNAMIC):
-        # The shift then comes from the size of the picture instead.
+        # The shift then comes from the size of the image instead.
         changes[DYNAMIC] = False
     return type(scheduler).from_config(scheduler.config, **changes)
 

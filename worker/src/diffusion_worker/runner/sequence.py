@@ -62,7 +62,7 @@ def _patched_tokens(arguments: Arguments, config: Any) -> int:
 
 
 def _pad_qwen_text(arguments: Arguments, size: int) -> Arguments:
-    """Prompts have any length here. Padding is masked; positions of pictures do not depend on the text's length."""
+    """Prompts have any length here. Padding is masked; positions of images do not depend on the text's length."""
     text = arguments["encoder_hidden_states"]
     missing = -text.shape[1] % size
     if missing == 0:
@@ -96,7 +96,7 @@ FAMILIES = {
         lambda config: config.patch_size,
         # Diffusers' plan splits the text too, and then fails on its mask, which has all heads.
         plan={
-            # With a picture to start from each token has a time of its own.
+            # With an image to start from each token has a time of its own.
             "": {"hidden_states": _tokens_in(1, 3), "timestep": _tokens_in(1, 2)},
             "rope": {0: _tokens_out_of(1, 3), 1: _tokens_out_of(1, 3)},
             "proj_out": _GATHERED,
@@ -158,7 +158,7 @@ class Ulysses:
         family, config = FAMILIES[type(model).__name__], model.config
 
         def prepare(call: ModelCall) -> ModelCall:
-            self._check_length("tokens of the picture", family.tokens(call.arguments, config))
+            self._check_length("tokens of the image", family.tokens(call.arguments, config))
             if family.text is not None:
                 self._check_length("tokens of the text", family.text(call.arguments))
             if family.pad_text is None:

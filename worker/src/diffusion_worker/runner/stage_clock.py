@@ -19,7 +19,7 @@ class Stage(enum.Enum):
 
 
 def stage_of(call: ModelCall, steps_done: int) -> Stage:
-    """The stage of a request's call. What is called after steps and encodes nothing makes the picture of what they left."""
+    """The stage of a request's call. What is called after steps and encodes nothing makes the image of what they left."""
     if call.denoises:
         return Stage.DENOISE
     encodes = steps_done == 0 or call.method == "encode"

@@ -2,7 +2,7 @@
 """How a pipeline class can be run, found by reading its source: step by step in company, whole and by itself, or not at all.
 
 The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are.
-One that swaps a model's attention processors or hooks it for the length of its call would change the others' pictures.
+One that swaps a model's attention processors or hooks it for the length of its call would change the others' images.
 """
 
 import functools

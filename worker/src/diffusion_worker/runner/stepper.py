@@ -50,16 +50,16 @@ class PreviewOutput(msgspec.Struct, frozen=True):
 
     request_id: str
     number: int
-    picture: Any
+    image: Any
 
 
 class StepOutput(msgspec.Struct):
-    """What one tick brought on this rank: what the bodies returned (pictures), errors, and how much of the model was called for them.
+    """What one tick brought on this rank: what the bodies returned (images), errors, and how much of the model was called for them.
 
-    `clocks` has what each of the pictures took. The figures and the progress are those of `TickDone`.
+    `clocks` has what each of the images took. The figures and the progress are those of `TickDone`.
     """
 
-    pictures: dict[str, Any] = {}
+    images: dict[str, Any] = {}
     clocks: dict[str, StageClock] = {}
     progress: list[Progress] = []
     previews: list[PreviewOutput] = []
@@ -251,7 +251,7 @@ class Stepper:
             elif isinstance(event, ModelCall):
                 self._ask(state, event, pending)
             elif isinstance(event, Done):
-                self._output.pictures[request_id] = event.frame
+                self._output.images[request_id] = event.frame
                 self._output.clocks[request_id] = state.clock
                 del self._states[request_id]
             elif event is StepBoundary.STEP:

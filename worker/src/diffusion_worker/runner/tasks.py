@@ -18,10 +18,10 @@ from diffusers.pipelines import auto_pipeline
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo, RequestSpec, Task
 from diffusion_worker.runner.conditioning import (
-    PictureInputs,
+    ImageInputs,
     conditioning_of,
+    image_inputs,
     masked_inputs,
-    picture_inputs,
     strength_of,
     works_from_words,
 )
@@ -47,15 +47,15 @@ MORE_PAIRS = {
         "FluxKontextPipeline": "FluxKontextInpaintPipeline",
     },
 }
-# Input channels of a denoiser of Stable Diffusion 3 that gets a mask and a masked picture beside the latents.
+# Input channels of a denoiser of Stable Diffusion 3 that gets a mask and a masked image beside the latents.
 SD3_MASKED_CHANNELS = 33
 
 
 class Server(msgspec.Struct, frozen=True):
-    """What serves a task: a pipeline, and how it takes the pictures; None where the task has none."""
+    """What serves a task: a pipeline, and how it takes the images; None where the task has none."""
 
     pipeline: Any
-    inputs: PictureInputs | None = None
+    inputs: ImageInputs | None = None
 
 
 class TaskPipelines:
@@ -66,10 +66,10 @@ class TaskPipelines:
         self._servers: dict[Task, Server] = {}
         if works_from_words(pipeline):
             self._servers[Task.GENERATE] = Server(pipeline)
-        for inputs in (picture_inputs(pipeline), masked_inputs(pipeline)):
+        for inputs in (image_inputs(pipeline), masked_inputs(pipeline)):
             if inputs is not None:
                 self._servers[inputs.task] = Server(pipeline, inputs)
-        # A class that starts from a picture and noise was chosen for that; from others diffusers has more to make.
+        # A class that starts from an image and noise was chosen for that; from others diffusers has more to make.
         if "strength" not in inputs_of(pipeline):
             self._add_companions(pipeline)
 
@@ -83,7 +83,7 @@ class TaskPipelines:
         return self._servers[task].pipeline
 
     def describe(self, info: ModelInfo) -> ModelInfo:
-        """What the server has to know: the tasks, how many pictures an edit may have, and whether those cost as much as its own."""
+        """What the server has to know: the tasks, how many images an edit may have, and whether those cost as much as its own."""
         inputs = [server.inputs for server in self._servers.values() if server.inputs is not None]
         most = max((each.most for each in inputs), default=0)
         return msgspec.structs.replace(
@@ -94,11 +94,11 @@ class TaskPipelines:
         """The body of a request on the pipeline of its task.
 
         Raises:
-            RequestError: InvalidRequest, a field or a number of pictures that this pipeline does not take.
+            RequestError: InvalidRequest, a field or a number of images that this pipeline does not take.
         """
         server = self._servers.get(spec.task)
         if server is None:
-            found = f"{type(self._pipeline).__name__}, which serves {' and '.join(self.served) or 'no pictures of words'}"
+            found = f"{type(self._pipeline).__name__}, which serves {' and '.join(self.served) or 'no images of words'}"
             raise RequestError(ErrorCode.INVALID_REQUEST, f"model: expected one that serves {spec.task}, found {found}")
         if server.inputs is None:
             return make_body(server.pipeline, spec)
@@ -112,7 +112,7 @@ class TaskPipelines:
         if spec.guidance_scale is None and "guidance_scale" in takes and loaded.get("guidance_scale") is not None:
             conditioning["guidance_scale"] = loaded["guidance_scale"]
         if server.inputs.fitted and "height" not in takes:
-            # The class makes a picture of the size of its first, which has the one asked for by now.
+            # The class makes an image of the size of its first, which has the one asked for by now.
             spec = msgspec.structs.replace(spec, height=None, width=None)
         return make_body(server.pipeline, spec, conditioning=conditioning)
 
@@ -121,7 +121,7 @@ class TaskPipelines:
             kind = None if task in self._servers else _paired_class(type(pipeline).__name__, task)
             if kind is None or (companion := _made_of(kind, pipeline)) is None:
                 continue
-            inputs = picture_inputs(companion)
+            inputs = image_inputs(companion)
             if inputs is not None and inputs.task is task:
                 self._servers[task] = Server(companion, inputs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large picture is decoded in tiles, and the tiles are spread over all ranks.
+"""A large image is decoded in tiles, and the tiles are spread over all ranks.
 
 The VAE's own tiled decode runs three times with another decoder in place (`parallel.md` 6): it is asked for its tiles, each
 rank decodes some, and it is given all of them to blend. So the result is bit for bit that of one rank.
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 Asked = tuple[torch.Tensor, dict[str, Any]]
 
 
-def _picture_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
+def _image_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
     scale, channels = 2 ** (len(vae.config.block_out_channels) - 1), vae.config.out_channels
     return lambda tile: (tile.shape[0], channels, tile.shape[2] * scale, tile.shape[3] * scale)
 
@@ -33,8 +33,8 @@ def _frame_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
 
 # What comes out of the decoder of each VAE.
 SHAPES: dict[str, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {
-    "AutoencoderKL": _picture_shape,
-    "AutoencoderKLFlux2": _picture_shape,
+    "AutoencoderKL": _image_shape,
+    "AutoencoderKLFlux2": _image_shape,
     "AutoencoderKLQwenImage": _frame_shape,
 }
 
@@ -97,7 +97,7 @@ class VaeTiles:
         self._parallel = parallel
 
     def decode(self, call: ModelCall, execute: Execute) -> Any | None:
-        """The picture of all rows; None where it is no larger than a tile, or a video: then the rows are spread."""
+        """The image of all rows; None where it is no larger than a tile, or a video: then the rows are spread."""
         if call.arguments["z"].dim() == 5 and call.arguments["z"].shape[2] > 1:
             return None
         vae = self._vae if call.module is None else call.module

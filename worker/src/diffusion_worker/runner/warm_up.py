@@ -10,7 +10,7 @@ import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, PictureInput, RequestSpec, Task, Tick
+from diffusion_worker.messages import ErrorReport, ImageInput, LoRAUse, ModelInfo, RequestSpec, Task, Tick
 from diffusion_worker.runner.request_body import inputs_of
 from diffusion_worker.runner.stepper import StepOutput
 
@@ -26,7 +26,7 @@ Execute = Callable[[Tick, Sequence[bytes]], StepOutput]
 class Variant(msgspec.Struct, frozen=True):
     """How often a request is made at once, and what is other about it, by the fields of `RequestSpec`."""
 
-    pictures: int = 1
+    images: int = 1
     changes: dict[str, Any] = {}
 
 
@@ -41,22 +41,22 @@ PLAIN = (Variant(),)
 
 
 def plain_variants(pipeline: Any, task: Task) -> list[Variant]:
-    """The request as it is. From a picture all the way: a part of one step is none."""
+    """The request as it is. From an image all the way: a part of one step is none."""
     return [Variant(changes={"strength": 1.0} if task is not Task.GENERATE and "strength" in inputs_of(pipeline) else {})]
 
 
-def compiled_variants(pipeline: Any, task: Task, *, most_pictures: int, ranks: int, adapter: int | None) -> list[Variant]:
+def compiled_variants(pipeline: Any, task: Task, *, most_images: int, ranks: int, adapter: int | None) -> list[Variant]:
     """What makes other versions of compiled code: one row or more on a rank, and rows with an adapter."""
     [plain] = rows = plain_variants(pipeline, task)
     guidance = inputs_of(pipeline).get("guidance_scale")
     if isinstance(guidance, int | float) and guidance > 1:
         rows.append(Variant(changes=plain.changes | {"guidance_scale": 1.0}))
-    if most_pictures > 1:
-        rows.append(Variant(min(most_pictures, 2 * ranks), plain.changes))
+    if most_images > 1:
+        rows.append(Variant(min(most_images, 2 * ranks), plain.changes))
     if adapter is None:
         return rows
     use = {"loras": [LoRAUse(adapter, 1.0)]}
-    return rows + [Variant(variant.pictures, variant.changes | use) for variant in rows]
+    return rows + [Variant(variant.images, variant.changes | use) for variant in rows]
 
 
 def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variants: Sequence[Variant] = PLAIN) -> None:
@@ -78,7 +78,7 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
 
 
 def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpRequest]:
-    """One request of words for each size; where the model makes nothing of words alone, one that starts from a grey picture."""
+    """One request of words for each size; where the model makes nothing of words alone, one that starts from a grey image."""
     sizes: list[tuple[int | None, int | None]] = [*config.warmup_sizes] or [(None, None)]
     for number, (width, height) in enumerate(sizes):
         spec = RequestSpec(
@@ -91,11 +91,11 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
 
 
 def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:
-    """What nobody else asks for: a picture of words, or of a grey picture where words alone make none; None where neither is served."""
+    """What nobody else asks for: an image of words, or of a grey image where words alone make none; None where neither is served."""
     task = task_of(model)
     if task is None:
         return None
-    return WarmUpRequest(spec, []) if task is Task.GENERATE else _from_picture(spec, task, model)
+    return WarmUpRequest(spec, []) if task is Task.GENERATE else _from_image(spec, task, model)
 
 
 def task_of(model: ModelInfo) -> Task | None:
@@ -103,22 +103,22 @@ def task_of(model: ModelInfo) -> Task | None:
     return Task.GENERATE if Task.GENERATE in model.tasks else next(iter(model.tasks), None)
 
 
-def _from_picture(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpRequest:
+def _from_image(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpRequest:
     # In the size of the request, as the server sends them.
     width, height = spec.width or model.default_width or SIDE, spec.height or model.default_height or SIDE
     frames = [bytes([GREY]) * (width * height * 3)]
     mask = None
     if task is Task.INPAINT:
         frames.append(bytes([MASKED]) * (width * height))
-        mask = PictureInput(1, (height, width, 1))
-    images = [PictureInput(0, (height, width, 3))]
+        mask = ImageInput(1, (height, width, 1))
+    images = [ImageInput(0, (height, width, 3))]
     return WarmUpRequest(msgspec.structs.replace(spec, task=task, width=width, height=height, images=images, mask=mask), frames)
 
 
 def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorReport | None:
-    """All pictures of a variant to their end, the first error where one fails."""
+    """All images of a variant to their end, the first error where one fails."""
     name, frames = request.spec.request_id, request.frames
-    specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.pictures)]
+    specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.images)]
     left = {spec.request_id for spec in specs}
     tick = Tick(1, specs, frames=[len(frames)] * len(specs) if frames else [])
     given = frames * len(specs)
@@ -127,7 +127,7 @@ def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorRe
         if output.errors:
             execute(Tick(number, leave=sorted(left - output.errors.keys())), [])
             return next(iter(output.errors.values()))
-        left -= output.pictures.keys()
+        left -= output.images.keys()
         if not left:
             return None
         tick, given = Tick(number), []

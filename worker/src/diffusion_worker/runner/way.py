@@ -8,7 +8,7 @@ import torch
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.outputs import tensors_of, with_tensors
 
-# Solvers of several steps that keep, for the next one, what they think the picture will be.
+# Solvers of several steps that keep, for the next one, what they think the image will be.
 KEEPING_ESTIMATES = frozenset({"dpmsolver++", "sde-dpmsolver++"})
 
 

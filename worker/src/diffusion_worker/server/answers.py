@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished pictures as the body of an answer: the JSON that the OpenAI SDK reads, a file, or the events of a stream. Pure.
+"""Finished images as the body of an answer: the JSON that the OpenAI SDK reads, a file, or the events of a stream. Pure.
 
-All of it is slow for large pictures and is called in threads.
+All of it is slow for large images and is called in threads.
 """
 
 import enum
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from diffusion_worker.engine.results import Generation, Held, Picture, PreviewMade, StepTaken
+from diffusion_worker.engine.results import FinishedImage, Generation, Held, PreviewMade, StepTaken
 from diffusion_worker.server.encoding import OutputFormat, encode, metadata_of
 from diffusion_worker.server.pieces import Pieces, cut, json_with_file
 
@@ -19,7 +19,7 @@ ZIP_MEDIA_TYPE = "application/zip"
 
 
 class Quality(enum.StrEnum):
-    """What an answer says of how its pictures were made, in the SDK's words."""
+    """What an answer says of how its images were made, in the SDK's words."""
 
     # A step cache was allowed to skip work.
     MEDIUM = "medium"
@@ -28,42 +28,42 @@ class Quality(enum.StrEnum):
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client wants its pictures. `output_compression` is 0 to 100; `events` is the first part of its events' names."""
+    """How a client wants its images. `output_compression` is 0 to 100; `events` is the first part of its events' names."""
 
     output_format: OutputFormat = OutputFormat.PNG
     output_compression: int | None = None
-    # The picture itself in place of JSON; several are in a ZIP.
+    # The image itself in place of JSON; several are in a ZIP.
     as_file: bool = False
     stream: bool = False
-    # What each stage of each picture took goes into the answer.
+    # What each stage of each image took goes into the answer.
     timings: bool = False
     events: str = "image_generation"
 
 
-def picture_file(made: Generation, picture: Picture, options: AnswerOptions) -> bytes:
-    """One picture as the file that was asked for, with its provenance in it."""
+def image_file(made: Generation, image: FinishedImage, options: AnswerOptions) -> bytes:
+    """One image as the file that was asked for, with its provenance in it."""
     return encode(
-        picture.pixels,
-        picture.height,
-        picture.width,
+        image.pixels,
+        image.height,
+        image.width,
         output_format=options.output_format,
         compression=options.output_compression,
-        metadata=metadata_of(made.provenance, picture),
+        metadata=metadata_of(made.provenance, image),
     )
 
 
-def picture_json(made: Generation, picture: Picture, options: AnswerOptions) -> Pieces:
-    """One picture as `schemas.ImageData`."""
-    return json_with_file(picture_file(made, picture, options), _described(made, picture, options))
+def image_json(made: Generation, image: FinishedImage, options: AnswerOptions) -> Pieces:
+    """One image as `schemas.ImageData`."""
+    return json_with_file(image_file(made, image, options), _described(made, image, options))
 
 
-def json_answer(made: Generation, pictures: Sequence[Pieces], options: AnswerOptions, *, created: int) -> Pieces:
+def json_answer(made: Generation, images: Sequence[Pieces], options: AnswerOptions, *, created: int) -> Pieces:
     """The body of `schemas.ImagesAnswer`; past pydantic, which would copy and check megabytes of base64."""
-    first = made.pictures[0]
+    first = made.images[0]
     form = _form(first.height, first.width, made.provenance.accelerated, options)
     body = [msgspec.json.encode({"created": created} | form)[:-1] + b',"data":[']
-    for picture in pictures:
-        body += [*picture, b","]
+    for image in images:
+        body += [*image, b","]
     return [*body[:-1], b"]}"]
 
 
@@ -72,7 +72,7 @@ def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces,
     if len(files) == 1:
         return cut(files[0]), f"image/{options.output_format}"
     out = io.BytesIO()
-    # Pictures do not compress a second time.
+    # Images do not compress a second time.
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for index, file in enumerate(files):
             archive.writestr(f"{index}.{options.output_format}", file)
@@ -80,7 +80,7 @@ def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces,
 
 
 def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
-    """A step that a picture has taken; an event of ours, which the SDK hands on with its `type`."""
+    """A step that an image has taken; an event of ours, which the SDK hands on with its `type`."""
     return server_sent(f"{options.events}.progress", {"index": step.index, "step": step.step, "steps": step.steps})
 
 
@@ -90,7 +90,7 @@ def held_event(held: Held, options: AnswerOptions) -> Pieces:
 
 
 def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: bool, created: int) -> Pieces:
-    """What a picture looks like on its way. It has no provenance: it is not yet what the request makes."""
+    """What an image looks like on its way. It has no provenance: it is not yet what the request makes."""
     height, width, compression = preview.height, preview.width, options.output_compression
     file = encode(preview.pixels, height, width, output_format=options.output_format, compression=compression)
     content = {"partial_image_index": preview.number, "index": preview.index, "created_at": created}
@@ -98,12 +98,12 @@ def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: 
 
 
 def completed_event(made: Generation, index: int, options: AnswerOptions, *, created: int) -> Pieces:
-    """A finished picture."""
-    picture = made.pictures[index]
+    """A finished image."""
+    image = made.images[index]
     # The SDK's type has `usage`; tokens are not what a diffusion model counts.
     content: dict[str, object] = {"index": index, "created_at": created, "usage": None}
-    content |= _form(picture.height, picture.width, made.provenance.accelerated, options) | _described(made, picture, options)
-    return server_sent(f"{options.events}.completed", content, picture_file(made, picture, options))
+    content |= _form(image.height, image.width, made.provenance.accelerated, options) | _described(made, image, options)
+    return server_sent(f"{options.events}.completed", content, image_file(made, image, options))
 
 
 def server_sent(kind: str, content: dict[str, object], file: bytes | None = None) -> Pieces:
@@ -115,14 +115,14 @@ def server_sent(kind: str, content: dict[str, object], file: bytes | None = None
 
 
 def _form(height: int, width: int, accelerated: bool, options: AnswerOptions) -> dict[str, object]:
-    """What an answer and its events say of a picture's form, in the SDK's words. `quality` is what ran, not what was asked."""
+    """What an answer and its events say of an image's form, in the SDK's words. `quality` is what ran, not what was asked."""
     quality = Quality.MEDIUM if accelerated else Quality.HIGH
     return {"background": "opaque", "output_format": options.output_format, "quality": quality, "size": f"{width}x{height}"}
 
 
-def _described(made: Generation, picture: Picture, options: AnswerOptions) -> dict[str, object]:
-    """What a picture was made by, and what it took where that was asked for."""
-    described: dict[str, object] = {"seed": picture.seed, "provenance": metadata_of(made.provenance, picture)}
+def _described(made: Generation, image: FinishedImage, options: AnswerOptions) -> dict[str, object]:
+    """What an image was made by, and what it took where that was asked for."""
+    described: dict[str, object] = {"seed": image.seed, "provenance": metadata_of(made.provenance, image)}
     if options.timings:
-        described |= {"timings": picture.timings, "peak_memory_bytes": picture.peak_bytes or None}
+        described |= {"timings": image.timings, "peak_memory_bytes": image.peak_bytes or None}
     return described

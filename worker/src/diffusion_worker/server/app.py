@@ -19,7 +19,7 @@ from diffusion_worker.server.request_log import RequestLog
 from diffusion_worker.server.running_requests import RunningRequests
 from diffusion_worker.server.ui import page_router, status_router
 
-# A prompt is a few kilobytes; only edits bring pictures.
+# A prompt is a few kilobytes; only edits bring images.
 MAX_BODY_BYTES = 1_048_576
 LARGER_BODIES = {"/v1/images/edits": 67_108_864}
 

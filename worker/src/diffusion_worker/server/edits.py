@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/images/edits`: pictures made of pictures, as `client.images.edit(...)` of the OpenAI SDK asks for them.
+"""`POST /v1/images/edits`: images made of images, as `client.images.edit(...)` of the OpenAI SDK asks for them.
 
-The body is a form whose pictures are files (`image`, or several `image[]`) or `data:` URLs (`url`). Nothing is ever fetched
+The body is a form whose images are files (`image`, or several `image[]`) or `data:` URLs (`url`). Nothing is ever fetched
 from an address that a client names: it would be this server that asks there.
 """
 
@@ -23,41 +23,39 @@ from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.generation import answer_generation
-from diffusion_worker.server.image_schemas import PICTURE_ANSWERS, Finite, PictureRequest
-from diffusion_worker.server.input_pictures import MAX_FILE_BYTES, DecodedPicture, decode
+from diffusion_worker.server.image_schemas import IMAGE_ANSWERS, Finite, ImageRequest
+from diffusion_worker.server.input_images import MAX_FILE_BYTES, DecodedImage, decode
 from diffusion_worker.server.lora_schemas import LoRAText, require_own_paths
 from diffusion_worker.server.problems import shortened
 from diffusion_worker.server.schemas import ERRORS
 
-# As many pictures as OpenAI takes, and a mask.
+# As many images as OpenAI takes, and a mask.
 MAX_FILES = 17
 MAX_FIELDS = 64
-# Of a field that is no file; a picture in a `data:` URL is a third longer than its file.
+# Of a field that is no file; an image in a `data:` URL is a third longer than its file.
 MAX_TEXT_BYTES = 16_777_216
-PICTURES = ("image", "image[]", "url", "url[]")
+IMAGES = ("image", "image[]", "url", "url[]")
 
 router = APIRouter()
 
 
-class EditRequest(PictureRequest):
-    """The fields of an edit beside its pictures. A form has only texts, so they are read as what they stand for."""
+class EditRequest(ImageRequest):
+    """The fields of an edit beside its images. A form has only texts, so they are read as what they stand for."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
     lora: LoRAText = None
-    strength: Annotated[Finite | None, Field(gt=0, le=1, description="How far to go from the picture, for models that start from it.")] = (
-        None
-    )
+    strength: Annotated[Finite | None, Field(gt=0, le=1, description="How far to go from the image, for models that start from it.")] = None
     input_fidelity: Annotated[
-        Literal["low"] | None, Field(description="Accepted; how close to its picture an edit stays is said by strength.")
+        Literal["low"] | None, Field(description="Accepted; how close to its image an edit stays is said by strength.")
     ] = None
 
 
 class EditForm(NamedTuple):
-    """A form taken apart: texts by field, and pictures as files or `data:` URLs in their order."""
+    """A form taken apart: texts by field, and images as files or `data:` URLs in their order."""
 
     texts: dict[str, str]
-    pictures: list[tuple[str, UploadFile | str]]
+    images: list[tuple[str, UploadFile | str]]
     mask: UploadFile | None
 
 
@@ -74,26 +72,26 @@ def form_schema() -> dict[str, Any]:
     properties = {name: _without_null(schema) for name, schema in fields.items() if schema.get("type") != "null"}
     file = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
     properties["image"] = file
-    properties["image[]"] = {"type": "array", "items": file, "description": "Several pictures."}
-    properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "A picture as a data: URL."}
-    properties["mask"] = file | {"description": "A PNG of the picture's size; what is fully transparent in it is made anew."}
+    properties["image[]"] = {"type": "array", "items": file, "description": "Several images."}
+    properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "An image as a data: URL."}
+    properties["mask"] = file | {"description": "A PNG of the image's size; what is fully transparent in it is made anew."}
     return {"type": "object", "properties": properties, "required": ["prompt"], "additionalProperties": False}
 
 
 BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form_schema()}}}}
 
 
-@router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses=PICTURE_ANSWERS | ERRORS)
+@router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses=IMAGE_ANSWERS | ERRORS)
 async def edit_images(request: Request) -> Response:
-    """Make `n` pictures of one or several pictures and a prompt; with a mask, make a part of the first one anew."""
+    """Make `n` images of one or several images and a prompt; with a mask, make a part of the first one anew."""
     form = await _read_form(request)
     try:
         fields = _fields(form.texts)
         options = msgspec.structs.replace(fields.options(), events="image_edit")
         require_own_paths(request.app.state.engine, fields.adapters())
-        params = await _with_pictures(request, form, fields.params(), fields.strength)
+        params = await _with_images(request, form, fields.params(), fields.strength)
     finally:
-        for file in [form.mask, *(sent for _, sent in form.pictures)]:
+        for file in [form.mask, *(sent for _, sent in form.images)]:
             if isinstance(file, UploadFile):
                 await file.close()
     return await answer_generation(request, params, options)
@@ -123,16 +121,16 @@ async def _read_form(request: Request) -> EditForm:
 def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
     """The parts of a form by what they are; raises RequestError (InvalidRequest)."""
     texts: dict[str, str] = {}
-    pictures: list[tuple[str, UploadFile | str]] = []
+    images: list[tuple[str, UploadFile | str]] = []
     mask = None
     for name, value in items:
         root, is_file = name.partition("[")[0], isinstance(value, UploadFile)
-        if name in PICTURES:
+        if name in IMAGES:
             if is_file != (root == "image"):
                 raise refused(root, *("a file", "a text") if root == "image" else ("a data: URL", "a file"))
-            pictures.append((root, value))
+            images.append((root, value))
         elif name == "markup":
-            raise refused(name, "none, as a picture is changed by words and a mask only", "one")
+            raise refused(name, "none, as an image is changed by words and a mask only", "one")
         elif name == "mask":
             if mask is not None or not isinstance(value, UploadFile):
                 raise refused(name, "one file", "a text" if mask is None else "a second one")
@@ -147,7 +145,7 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
             raise refused(shortened(name), "one value", "a second one")
         else:
             texts[name] = value
-    return EditForm(texts, pictures, mask)
+    return EditForm(texts, images, mask)
 
 
 def _fields(texts: dict[str, str]) -> EditRequest:
@@ -158,45 +156,45 @@ def _fields(texts: dict[str, str]) -> EditRequest:
         raise RequestValidationError([{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]) from None
 
 
-async def _with_pictures(request: Request, form: EditForm, params: GenerationParams, strength: float | None) -> GenerationParams:
-    """The request with its pictures, decoded one after the other.
+async def _with_images(request: Request, form: EditForm, params: GenerationParams, strength: float | None) -> GenerationParams:
+    """The request with its images, decoded one after the other.
 
     Raises:
         RequestError: InvalidRequest, there is none, one cannot be used, or the mask is none for it.
     """
     engine: Engine = request.app.state.engine
     threads: EncodingThreads = request.app.state.encoding
-    if not form.pictures:
-        raise refused("image", "a picture", "none")
+    if not form.images:
+        raise refused("image", "an image", "none")
     if engine.model is not None and not (form.mask is None and only_inpaints(engine.model)):
         # Before anything is decoded; all else is checked by the engine.
         check_served(Task.EDIT if form.mask is None else Task.INPAINT, engine.model)
-    names = [name if len(form.pictures) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.pictures)]
+    names = [name if len(form.images) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.images)]
     most = engine.config.limits.max_pixels
-    images = [await threads.run(_decode_part, name, sent, most) for name, (_, sent) in zip(names, form.pictures, strict=True)]
+    images = [await threads.run(_decode_part, name, sent, most) for name, (_, sent) in zip(names, form.images, strict=True)]
     mask = None
     if form.mask is not None:
         mask = _usable_mask(await threads.run(_decode_part, "mask", form.mask, most), images[0])
     return msgspec.structs.replace(
         params,
         task=Task.EDIT if mask is None else Task.INPAINT,
-        images=[image.picture for image in images],
+        images=[image.image for image in images],
         mask=mask,
         own_mask=images[0].mask if mask is None else None,
         strength=strength,
     )
 
 
-def _usable_mask(mask: DecodedPicture, image: DecodedPicture) -> Any:
+def _usable_mask(mask: DecodedImage, image: DecodedImage) -> Any:
     if (mask.height, mask.width) != (image.height, image.width):
-        raise refused("mask", f"the size of the picture, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
+        raise refused("mask", f"the size of the image, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
     if mask.mask is None or 255 not in mask.mask.pixels:
         found = "one without transparency" if mask.mask is None else "no such pixel"
-        raise refused("mask", "a PNG that is fully transparent where the picture is to be made anew", found)
+        raise refused("mask", "a PNG that is fully transparent where the image is to be made anew", found)
     return mask.mask
 
 
-def _decode_part(field: str, sent: UploadFile | str, max_pixels: int) -> DecodedPicture:
+def _decode_part(field: str, sent: UploadFile | str, max_pixels: int) -> DecodedImage:
     content = _content_of_url(field, sent) if isinstance(sent, str) else sent.file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise refused(field, f"a file of at most {MAX_FILE_BYTES} bytes", "a larger one")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pixels to files: PNG, JPEG and WebP with what made the picture written into them. Slow for large pictures: call it in a thread.
+"""Pixels to files: PNG, JPEG and WebP with what made the image written into them. Slow for large images: call it in a thread.
 
 PNG's rows are filtered by Pillow and compressed by ISA-L, which takes a twentieth of the time of Pillow's own. Numpy would
 do the filter as well, and cost the server process more memory than everything else in it.
@@ -18,7 +18,7 @@ from isal import isal_zlib
 # The formats are known to Pillow once their modules are imported; without that it imports all it has, forty of them.
 from PIL import Image, ImageChops, JpegImagePlugin, WebPImagePlugin  # noqa: F401
 
-from diffusion_worker.engine.results import Picture, Provenance
+from diffusion_worker.engine.results import FinishedImage, Provenance
 from diffusion_worker.errors import ErrorCode, RequestError
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -56,7 +56,7 @@ def encode(
     compression: int | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> bytes:
-    """The file of one picture from its rows of RGB bytes.
+    """The file of one image from its rows of RGB bytes.
 
     `compression` is the quality of JPEG and WebP, 0 to 100; PNG has none, it is lossless and as fast as it gets.
 
@@ -73,7 +73,7 @@ def encode(
 
 
 def check_sides(output_format: OutputFormat, height: int | None, width: int | None) -> None:
-    """Whether a picture of this size can be such a file; a side that is not known yet is not judged.
+    """Whether an image of this size can be such a file; a side that is not known yet is not judged.
 
     Raises:
         RequestError: InvalidRequest.
@@ -84,10 +84,10 @@ def check_sides(output_format: OutputFormat, height: int | None, width: int | No
         raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "output_format"})
 
 
-def metadata_of(provenance: Provenance, picture: Picture) -> dict[str, object]:
-    """What made a picture, as plain JSON data: the same in the answer and in the file. It has no prompt."""
+def metadata_of(provenance: Provenance, image: FinishedImage) -> dict[str, object]:
+    """What made an image, as plain JSON data: the same in the answer and in the file. It has no prompt."""
     made_by: dict[str, object] = msgspec.to_builtins(provenance)
-    return made_by | {"seed": picture.seed, "width": picture.width, "height": picture.height}
+    return made_by | {"seed": image.seed, "width": image.width, "height": image.height}
 
 
 def _png(pixels: memoryview, height: int, width: int, metadata: Mapping[str, object] | None) -> bytes:

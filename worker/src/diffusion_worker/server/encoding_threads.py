@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for what is slow about pictures, so that it is never on the event loop: few of them, and behind it in priority.
+"""Threads for what is slow about images, so that it is never on the event loop: few of them, and behind it in priority.
 
-Without a bound, twenty large pictures at once would be twenty threads that take the cores and the GIL from the loop, whose
+Without a bound, twenty large images at once would be twenty threads that take the cores and the GIL from the loop, whose
 steps everybody waits for. What does not fit waits in order.
 """
 
@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 from diffusion_worker.config import usable_cores
 from diffusion_worker.engine.durations import Durations
 
-# Half of the cores are left to the loop and to ranks on CPUs. Four encode 300 pictures of 1024x1024 a second.
+# Half of the cores are left to the loop and to ranks on CPUs. Four encode 300 images of 1024x1024 a second.
 MAX_THREADS = 4
 # Linux has it for each thread. The loop and the ranks go first; ten is a tenth of their weight.
 NICENESS = 10

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request for pictures from its parameters to its answer, the same for every route that makes some."""
+"""One request for images from its parameters to its answer, the same for every route that makes some."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.server.answers import AnswerOptions, file_answer, json_answer, picture_file, picture_json
+from diffusion_worker.server.answers import AnswerOptions, file_answer, image_file, image_json, json_answer
 from diffusion_worker.server.encoding import check_sides
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.pieces import PiecedResponse
@@ -21,7 +21,7 @@ __all__ = ["AnswerOptions", "answer_generation"]
 
 
 async def answer_generation(request: Request, params: GenerationParams, options: AnswerOptions) -> Response:
-    """Make the pictures and answer with them. The work ends when the client goes away, or somebody cancels the request.
+    """Make the images and answer with them. The work ends when the client goes away, or somebody cancels the request.
 
     Raises:
         RequestError, GroupFailed: as `Engine.generate`; RequestError (Cancelled).
@@ -41,7 +41,7 @@ async def _answer(request: Request, params: GenerationParams, options: AnswerOpt
     request.app.state.metrics.observe_generation(made)
     encoding: EncodingThreads = request.app.state.encoding
     if options.as_file:
-        files = await asyncio.gather(*(encoding.run(picture_file, made, picture, options) for picture in made.pictures))
+        files = await asyncio.gather(*(encoding.run(image_file, made, image, options) for image in made.images))
         return PiecedResponse(*await encoding.run(file_answer, files, options))
-    pictures = await asyncio.gather(*(encoding.run(picture_json, made, picture, options) for picture in made.pictures))
-    return PiecedResponse(json_answer(made, pictures, options, created=int(time.time())), "application/json")
+    images = await asyncio.gather(*(encoding.run(image_json, made, image, options) for image in made.images))
+    return PiecedResponse(json_answer(made, images, options, created=int(time.time())), "application/json")

@@ -34,32 +34,32 @@ ModelName = Annotated[str, Field(max_length=256)]
 # Why a field, or a value of it, is refused, and what is possible in its place.
 REFUSED = {
     "style": "there are no styles; say it in the prompt",
-    "complexity": "no picture is planned here; use num_inference_steps or quality",
-    "svg": "pictures are of pixels; use output_format png, jpeg or webp",
-    "frame_count": "no animated pictures are made",
-    "frame_duration_ms": "no animated pictures are made",
-    "response_format": "answers hold their pictures, none is kept to be fetched by a url",
-    "background": "pictures have no transparency",
-    "image": "pictures to start from are for /v1/images/edits",
-    "mask": "pictures to start from are for /v1/images/edits",
-    "strength": "pictures to start from are for /v1/images/edits",
-    "input_fidelity": "how close an edit stays to its picture is said by strength, at /v1/images/edits",
+    "complexity": "no image is planned here; use num_inference_steps or quality",
+    "svg": "images are of pixels; use output_format png, jpeg or webp",
+    "frame_count": "no animated images are made",
+    "frame_duration_ms": "no animated images are made",
+    "response_format": "answers hold their images, none is kept to be fetched by a url",
+    "background": "images have no transparency",
+    "image": "images to start from are for /v1/images/edits",
+    "mask": "images to start from are for /v1/images/edits",
+    "strength": "images to start from are for /v1/images/edits",
+    "input_fidelity": "how close an edit stays to its image is said by strength, at /v1/images/edits",
 }
 
 
-class PictureRequest(BaseModel):
-    """The fields that every route has which makes pictures."""
+class ImageRequest(BaseModel):
+    """The fields that every route has which makes images."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, Field(min_length=1, description="What the picture shows; not only spaces.")]
+    prompt: Annotated[str, Field(min_length=1, description="What the image shows; not only spaces.")]
     model: Annotated[ModelName | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
-    n: Annotated[int | None, Field(ge=1, description="How many pictures, one if absent. Their seeds follow each other.")] = None
+    n: Annotated[int | None, Field(ge=1, description="How many images, one if absent. Their seeds follow each other.")] = None
     size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
-    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first picture; random if absent.")] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first image; random if absent.")] = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
-    negative_prompt: Annotated[Text | None, Field(description="What the picture does not show.")] = None
+    negative_prompt: Annotated[Text | None, Field(description="What the image does not show.")] = None
     lora: LoRAObjects = None
     lora_scale: Annotated[
         Finite | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; else its own.")
@@ -72,16 +72,16 @@ class PictureRequest(BaseModel):
         Field(description="high and hd compute every step; with the others the worker's step cache may skip work, where it has one."),
     ] = None
     response_format: Annotated[
-        Literal["b64_json", "file"] | None, Field(description="file answers with the picture itself, several in a ZIP.")
+        Literal["b64_json", "file"] | None, Field(description="file answers with the image itself, several in a ZIP.")
     ] = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: Annotated[int | None, Field(ge=0, le=100, description="Quality of jpeg and webp; 90 if absent.")] = None
-    stream: Annotated[bool | None, Field(description="Answer with server-sent events: each step, previews, the pictures.")] = None
+    stream: Annotated[bool | None, Field(description="Answer with server-sent events: each step, previews, the images.")] = None
     partial_images: Annotated[
-        int | None, Field(ge=0, le=MAX_PARTIAL_IMAGES, description="Previews of each picture while it is made; with stream.")
+        int | None, Field(ge=0, le=MAX_PARTIAL_IMAGES, description="Previews of each image while it is made; with stream.")
     ] = None
     timings: Annotated[bool | None, Field(description="Answer with the seconds of each stage and the peak of memory.")] = None
-    background: Annotated[Literal["auto", "opaque"] | None, Field(description="All pictures are opaque.")] = None
+    background: Annotated[Literal["auto", "opaque"] | None, Field(description="All images are opaque.")] = None
     moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted; nothing is moderated.")] = None
     user: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
     safety_identifier: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
@@ -121,7 +121,7 @@ class PictureRequest(BaseModel):
         )
 
     def options(self) -> AnswerOptions:
-        """How the pictures are to be answered.
+        """How the images are to be answered.
 
         Raises:
             RequestError: a compression of what has none, or a file and a stream at once.
@@ -140,14 +140,14 @@ class PictureRequest(BaseModel):
         )
 
 
-class ImagesRequest(PictureRequest):
+class ImagesRequest(ImageRequest):
     """What `client.images.generate(...)` of the OpenAI SDK sends, and the fields that diffusion adds to it."""
 
     style: Annotated[None, Field(description="Refused: " + REFUSED["style"])] = None
 
 
 class TimingsBody(BaseModel):
-    """Seconds of one picture; calls that it shared with others count in full."""
+    """Seconds of one image; calls that it shared with others count in full."""
 
     queue: float
     encode: float
@@ -158,7 +158,7 @@ class TimingsBody(BaseModel):
 
 
 class AdapterUse(BaseModel):
-    """An adapter that a picture was made with."""
+    """An adapter that an image was made with."""
 
     name: str
     digest: str
@@ -166,7 +166,7 @@ class AdapterUse(BaseModel):
 
 
 class ProvenanceBody(BaseModel):
-    """What made a picture; the same is in the picture's own metadata."""
+    """What made an image; the same is in the image's own metadata."""
 
     model: str
     pipeline: str
@@ -188,7 +188,7 @@ class ProvenanceBody(BaseModel):
 
 
 class ImageData(BaseModel):
-    """One picture. `timings` and `peak_memory_bytes` are there if asked for; the latter is null where it is not known."""
+    """One image. `timings` and `peak_memory_bytes` are there if asked for; the latter is null where it is not known."""
 
     b64_json: str
     seed: int
@@ -198,7 +198,7 @@ class ImageData(BaseModel):
 
 
 class ImagesAnswer(BaseModel):
-    """The pictures in base64. `quality` says what ran: high is every step computed, medium is with the step cache."""
+    """The images in base64. `quality` says what ran: high is every step computed, medium is with the step cache."""
 
     created: int
     background: Literal["opaque"]
@@ -211,15 +211,15 @@ class ImagesAnswer(BaseModel):
 # With `stream`: one of the events. OpenAPI 3.1 has no way to say that there are many.
 EVENT = {
     "type": "object",
-    "description": "One server-sent event. Its data is a JSON object with its type: a step, a preview, a picture, or an error.",
+    "description": "One server-sent event. Its data is a JSON object with its type: a step, a preview, an image, or an error.",
     "required": ["event", "data"],
     "properties": {
         "event": {"type": "string", "pattern": r"^(image_(generation|edit)\.(progress|partial_image|completed)|error)$"},
         "data": {"type": "string", "contentMediaType": "application/json"},
     },
 }
-# For `responses` of the routes that make pictures: the forms of an answer by media type.
-PICTURE_ANSWERS: dict[int | str, dict[str, Any]] = {
+# For `responses` of the routes that make images: the forms of an answer by media type.
+IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ImagesAnswer,
         "content": {

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of the data port's API: pictures as the OpenAI SDK asks for them, the end of a request, models."""
+"""Routes of the data port's API: images as the OpenAI SDK asks for them, the end of a request, models."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.generation import answer_generation
-from diffusion_worker.server.image_schemas import PICTURE_ANSWERS, ImagesRequest
+from diffusion_worker.server.image_schemas import IMAGE_ANSWERS, ImagesRequest
 from diffusion_worker.server.lora_schemas import require_own_paths
 from diffusion_worker.server.model_cards import ModelCard, ModelList, model_card, model_cards
 from diffusion_worker.server.running_requests import RunningRequests
@@ -15,9 +15,9 @@ from diffusion_worker.server.schemas import ERRORS
 router = APIRouter()
 
 
-@router.post("/v1/images/generations", response_model=None, responses=PICTURE_ANSWERS | ERRORS)
+@router.post("/v1/images/generations", response_model=None, responses=IMAGE_ANSWERS | ERRORS)
 async def generate_images(body: ImagesRequest, request: Request) -> Response:
-    """Make `n` pictures of one prompt. Their seeds follow each other and are in the answer."""
+    """Make `n` images of one prompt. Their seeds follow each other and are in the answer."""
     require_own_paths(request.app.state.engine, body.adapters())
     return await answer_generation(request, body.params(), body.options())
 

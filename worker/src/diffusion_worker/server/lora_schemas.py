@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters that a request for pictures asks for, in all forms of the reference's `lora` object.
+"""The adapters that a request for images asks for, in all forms of the reference's `lora` object.
 
 What counts is the name, which the worker must know. A path is only compared with the adapter's own: no client of the data port
 makes the worker read one. An integer id is accepted and means nothing here, as an adapter's identity is its content.

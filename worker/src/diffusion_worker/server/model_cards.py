@@ -13,7 +13,7 @@ from diffusion_worker.server.image_schemas import MAX_PARTIAL_IMAGES
 
 
 class LimitsCard(BaseModel):
-    """Bounds of one request; sides of a picture are multiples of `size_multiple`. Some are known once the model is loaded."""
+    """Bounds of one request; sides of an image are multiples of `size_multiple`. Some are known once the model is loaded."""
 
     max_images: int
     max_steps: int

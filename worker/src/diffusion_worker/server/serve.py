@@ -43,7 +43,7 @@ SEND_TIMEOUT_S = 3
 KEEP_ALIVE_S = 75
 # The kernel ends a connection whose client took nothing of what was sent for so long.
 UNREAD_TIMEOUT_S = 60
-# How long the loop waits for the GIL while a thread encodes a picture. Python's own 5 ms are longer than all else it waits for;
+# How long the loop waits for the GIL while a thread encodes an image. Python's own 5 ms are longer than all else it waits for;
 # with less than this the two take it from each other too often (P10: 3.0, 2.0, 1.4 and 1.9 ms at 5, 0.5, 0.2 and 0.1 ms).
 SWITCH_INTERVAL_S = 0.0002
 TERMINATION_LOG = "/dev/termination-log"
@@ -124,7 +124,7 @@ async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], R
     ending = life.result() if life.done() else Ending(EXIT_OK, "asked to terminate")
     watchdog.arm(ending, config.drain_timeout_s + STOP_TIMEOUT_S)
     if life.done():
-        # Whoever waits for a picture has its error already; only the sending is left.
+        # Whoever waits for an image has its error already; only the sending is left.
         await _close(listeners, serving)
         await engine.terminate()
     else:

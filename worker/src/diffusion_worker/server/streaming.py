@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request for pictures whose answer is a stream of server-sent events: each step, previews, the finished pictures.
+"""A request for images whose answer is a stream of server-sent events: each step, previews, the finished images.
 
 What is wrong with a request before its stream began is answered as without one, with its status. After that it is an event
 `error`, which makes the SDK raise. While nothing happens, also in the queue, a comment keeps proxies from closing the stream.
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """The answer; it makes the pictures while it is sent."""
+    """The answer; it makes the images while it is sent."""
 
     media_type = "text/event-stream"
 
@@ -83,7 +83,7 @@ class EventStream(Response):
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
         self._request.app.state.metrics.observe_generation(made)
-        for index in range(len(made.pictures)):
+        for index in range(len(made.images)):
             await self._send(send, await self._encoding.run(completed_event, made, index, self._options, created=int(time.time())))
         await self._send(send, [], more=False)
 

@@ -16,7 +16,7 @@ from diffusion_worker.engine.documents import EngineState, LoadStage, RankState,
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import ErrorCode
 
-# Nothing from elsewhere, nothing inline, in nobody's frame; pictures are made of answers.
+# Nothing from elsewhere, nothing inline, in nobody's frame; images are made of answers.
 POLICY = "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -45,7 +45,7 @@ class RankStatus(BaseModel):
 class Status(BaseModel):
     """What the worker does now, for people. `percent` is how much of the model is loaded, null where none is being loaded.
 
-    `generation` counts the lives of the rank group, `problem` is the code of what keeps it from serving. `queued` pictures wait
+    `generation` counts the lives of the rank group, `problem` is the code of what keeps it from serving. `queued` images wait
     for a place on the ranks, `held` requests until the model serves; with the policy OnIdle they wake it.
     """
 

@@ -20,7 +20,7 @@ Passing = Callable[..., Any]
 
 
 class Block:
-    """A transformer block: which of its arguments and of its results are the hidden states of the picture and of the text."""
+    """A transformer block: which of its arguments and of its results are the hidden states of the image and of the text."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.layer = layer
@@ -29,7 +29,7 @@ class Block:
         self._text: int | None = self._about.return_encoder_hidden_states_index
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states of picture and text that the block was called with."""
+        """Hidden states of image and text that the block was called with."""
         find, about = self._about._get_parameter_from_args_kwargs, self._about
         text = None if self._text is None else find(about.encoder_hidden_states_argument_name, args, kwargs)
         return find(about.hidden_states_argument_name, args, kwargs), text

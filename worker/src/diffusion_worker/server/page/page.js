@@ -6,7 +6,7 @@ const PREVIEWS = 3;
 const CALM_MS = 2000;
 const LOADING_MS = 1000;
 const AWAY_MS = 6000;
-// Smaller pictures are shown enlarged, pixel by pixel.
+// Smaller images are shown enlarged, pixel by pixel.
 const SMALL_PX = 256;
 
 const byId = (id) => document.getElementById(id);
@@ -18,7 +18,7 @@ const STATES = {
   ready: ["good", "ready"],
   draining: ["wait", "going to sleep, once what runs is finished"],
   sleeping: ["wait", "going to sleep"],
-  asleep: ["rest", "asleep: no pictures until somebody wakes it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port)"],
+  asleep: ["rest", "asleep: no images until somebody wakes it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port)"],
   waking: ["wait", "waking up"],
   restarting: ["wait", "a rank was lost; the ranks are being started again, requests are kept"],
   failed: ["bad", "failed: the worker is about to restart"],
@@ -26,9 +26,9 @@ const STATES = {
 };
 // With the sleep policy OnIdle.
 const WAKEABLE = {
-  draining: "going to sleep, unless somebody asks for a picture",
+  draining: "going to sleep, unless somebody asks for an image",
   sleeping: "going to sleep",
-  asleep: "asleep: the next picture that is asked for wakes it (sleep policy OnIdle)",
+  asleep: "asleep: the next image that is asked for wakes it (sleep policy OnIdle)",
 };
 // Why a request waits, by the state that it waits through.
 const WAITS = {
@@ -71,7 +71,7 @@ class Problem extends Error {
 }
 
 let running = null;
-let pictureUrl = null;
+let imageUrl = null;
 let lastState = null;
 
 // --- calls ---
@@ -94,7 +94,7 @@ async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let parts = [];
   for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
-    // Looked for in the new piece and the end of the one before: a picture comes in many.
+    // Looked for in the new piece and the end of the one before: an image comes in many.
     const seam = (parts.at(-1) ?? "").slice(-1);
     parts.push(value);
     if (!(seam + value).includes("\n\n")) continue;
@@ -122,7 +122,7 @@ function withWholeSeeds(name, value, context) {
   return name === "seed" && context?.source ? context.source : value;
 }
 
-// --- a picture ---
+// --- an image ---
 
 /** What the form asks for: what was left empty is left to the worker. */
 function wanted() {
@@ -165,16 +165,16 @@ async function make() {
       if (type === "error") throw new Problem(data.error);
       if (type.endsWith(".held")) showWait(data);
       if (type.endsWith(".progress")) showStep(data);
-      if (type.endsWith(".partial_image")) showPicture(data, true);
+      if (type.endsWith(".partial_image")) showImage(data, true);
       if (type.endsWith(".completed")) {
-        showPicture(data, false);
+        showImage(data, false);
         showProvenance(data);
         finished = true;
       }
     }
-    if (!finished) throw new Problem({ code: "Unreachable", message: "The connection ended before the picture was finished." });
+    if (!finished) throw new Problem({ code: "Unreachable", message: "The connection ended before the image was finished." });
     announce("Finished.", 1, 1);
-    setText("news", "The picture is finished.");
+    setText("news", "The image is finished.");
   } catch (error) {
     if (error.name === "AbortError") cancelled();
     else fail(error);
@@ -198,7 +198,7 @@ function begin() {
   if (document.activeElement === byId("make")) byId("cancel").focus();
   byId("make").disabled = true;
   announce("Sent. Waiting for the first step …");
-  setText("news", "The picture is being made.");
+  setText("news", "The image is being made.");
   // On a phone it is below the form.
   if (matchMedia("(max-width: 44rem)").matches) byId("result").scrollIntoView();
 }
@@ -222,15 +222,15 @@ function showStep({ step, steps }) {
   announce(step ? text : "A rank was lost: begun again …", step, steps);
 }
 
-function showPicture({ b64_json, output_format, size }, isPreview) {
+function showImage({ b64_json, output_format, size }, isPreview) {
   const bytes = Uint8Array.from(atob(b64_json), (letter) => letter.charCodeAt(0));
-  if (pictureUrl) URL.revokeObjectURL(pictureUrl);
-  pictureUrl = URL.createObjectURL(new Blob([bytes], { type: `image/${output_format}` }));
-  const picture = byId("picture");
-  picture.src = pictureUrl;
-  picture.alt = isPreview ? "A preview of the picture" : `Picture of: ${byId("prompt").value}`;
-  picture.classList.toggle("preview", isPreview);
-  picture.classList.toggle("small", Number(size.split("x")[0]) < SMALL_PX);
+  if (imageUrl) URL.revokeObjectURL(imageUrl);
+  imageUrl = URL.createObjectURL(new Blob([bytes], { type: `image/${output_format}` }));
+  const image = byId("image");
+  image.src = imageUrl;
+  image.alt = isPreview ? "A preview of the image" : `Image of: ${byId("prompt").value}`;
+  image.classList.toggle("preview", isPreview);
+  image.classList.toggle("small", Number(size.split("x")[0]) < SMALL_PX);
   byId("figure").hidden = false;
 }
 
@@ -241,7 +241,7 @@ function showProvenance({ seed, provenance, timings, output_format, b64_json }) 
     .flatMap(([name, value]) => [element("dt", name.replaceAll("_", " ")), element("dd", String(value))]);
   byId("provenance").replaceChildren(...rows);
   const link = byId("download");
-  link.href = pictureUrl;
+  link.href = imageUrl;
   link.download = `${provenance.model}-${seed}.${output_format}`;
   link.textContent = `Download (${Math.ceil((b64_json.length * 3) / 4 / 1024)} KiB)`;
   byId("again").dataset.seed = seed;
@@ -269,7 +269,7 @@ function fail(error) {
   const problem = error instanceof Problem ? error : new Problem({ code: "Unreachable", message: "No answer came from the worker." });
   byId("progress").hidden = true;
   byId("figure").hidden = true;
-  byId("error-title").textContent = TITLES[problem.code] ?? "No picture was made";
+  byId("error-title").textContent = TITLES[problem.code] ?? "No image was made";
   byId("error-message").textContent = problem.message;
   byId("error-advice").textContent = ADVICE[problem.code] ?? AGAIN;
   byId("error-code").textContent = problem.code;

@@ -11,7 +11,7 @@ DEFAULT_SIZE = 64
 
 
 def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequence[bytes | memoryview] = ()) -> bytes:
-    """The picture of a request and the frames of its pictures: the same for the same request, another for another."""
+    """The image of a request and the frames of its images: the same for the same request, another for another."""
     lora = (adapter_path, [use.scale for use in spec.loras]) if spec.loras else None
     fields = (spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale, lora)
     edit = (spec.task, spec.strength, spec.images, spec.mask, [hashlib.sha256(frame).digest() for frame in frames]) if frames else ()
@@ -21,7 +21,7 @@ def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequ
 
 
 def fake_preview(spec: RequestSpec, number: int) -> bytes:
-    """A preview of a request: every one of its previews and its picture look different."""
+    """A preview of a request: every one of its previews and its image look different."""
     size = len(fake_pixels(spec))
     pattern = hashlib.sha256(f"{number} {spec.seed}".encode()).digest()
     return (pattern * (size // len(pattern) + 1))[:size]
@@ -35,5 +35,5 @@ def fake_preview_steps(spec: RequestSpec) -> list[int]:
 
 
 def fake_shape(spec: RequestSpec) -> tuple[int, int, int]:
-    """Height, width and channels of the picture of a request."""
+    """Height, width and channels of the image of a request."""
     return spec.height or DEFAULT_SIZE, spec.width or DEFAULT_SIZE, 3

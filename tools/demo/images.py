@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures, asked for with the OpenAI SDK as any application would, and the sheet that shows them side by side."""
+"""Images, asked for with the OpenAI SDK as any application would, and the sheet that shows them side by side."""
 
 import base64
 import io
@@ -27,11 +27,11 @@ class Request:
     steps: int = 12
     guidance_scale: float = 4.0
     adapters: tuple[tuple[str, float], ...] = ()
-    """Mixed into one picture, each with its scale."""
+    """Mixed into one image, each with its scale."""
 
 
 @dataclass(frozen=True)
-class Picture:
+class DemoImage:
     png: bytes
 
     def image(self) -> Image.Image:
@@ -50,8 +50,8 @@ def client_for(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="not-needed", max_retries=0, timeout=120.0)
 
 
-def ask(client: openai.OpenAI, request: Request) -> Picture:
-    """One picture; only a connection that is not there yet is tried again."""
+def ask(client: openai.OpenAI, request: Request) -> DemoImage:
+    """One image; only a connection that is not there yet is tried again."""
     end = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -70,11 +70,11 @@ def ask_and_be_refused(client: openai.OpenAI, request: Request) -> Refusal:
     except openai.APIStatusError as error:
         body = error.body if isinstance(error.body, dict) else {}
         return Refusal(error.status_code, str(body.get("code", "")), str(body.get("message", error.message)))
-    raise DemoFailed(f"a request for model {request.model!r} was answered with a picture, expected a refusal")
+    raise DemoFailed(f"a request for model {request.model!r} was answered with an image, expected a refusal")
 
 
-def ask_once(client: openai.OpenAI, request: Request) -> Picture:
-    """One picture, or the error of the SDK."""
+def ask_once(client: openai.OpenAI, request: Request) -> DemoImage:
+    """One image, or the error of the SDK."""
     lora = {"lora": [{"name": name, "scale": scale} for name, scale in request.adapters]} if request.adapters else {}
     answer = client.images.generate(
         model=request.model,
@@ -85,37 +85,37 @@ def ask_once(client: openai.OpenAI, request: Request) -> Picture:
         extra_body={"seed": request.seed, "num_inference_steps": request.steps, "guidance_scale": request.guidance_scale, **lora},
     )
     if not answer.data or answer.data[0].b64_json is None:
-        raise DemoFailed(f"the answer for model {request.model!r} holds no picture")
-    return Picture(base64.b64decode(answer.data[0].b64_json))
+        raise DemoFailed(f"the answer for model {request.model!r} holds no image")
+    return DemoImage(base64.b64decode(answer.data[0].b64_json))
 
 
-def same_bits(first: Picture, second: Picture) -> bool:
+def same_bits(first: DemoImage, second: DemoImage) -> bool:
     return first.png == second.png
 
 
-def mean_difference(first: Picture, second: Picture) -> float:
-    """Mean distance of two pictures' values, in levels of 255."""
+def mean_difference(first: DemoImage, second: DemoImage) -> float:
+    """Mean distance of two images' values, in levels of 255."""
     return float(sum(ImageStat.Stat(ImageChops.difference(first.image(), second.image())).mean) / 3)
 
 
-def contact_sheet(columns: Sequence[tuple[str, Sequence[Picture]]], rows: Sequence[str]) -> Image.Image:
-    """One column a stage, one row a prompt; small pictures are enlarged without smoothing."""
+def contact_sheet(columns: Sequence[tuple[str, Sequence[DemoImage]]], rows: Sequence[str]) -> Image.Image:
+    """One column a stage, one row a prompt; small images are enlarged without smoothing."""
     step = TILE + MARGIN
     sheet = Image.new("RGB", (MARGIN + step * len(columns), CAPTION + (step + CAPTION) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)
-    for column, (title, pictures) in enumerate(columns):
+    for column, (title, images) in enumerate(columns):
         left = MARGIN + step * column
         draw.text((left, MARGIN // 2), title, fill="black", font=font)
-        for row, picture in enumerate(pictures):
+        for row, image in enumerate(images):
             top = CAPTION + (step + CAPTION) * row
-            sheet.paste(picture.image().resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
+            sheet.paste(image.image().resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
             if column == 0:
                 draw.text((left, top + TILE + 4), rows[row], fill="dimgray", font=font)
     return sheet
 
 
-def save(folder: Path, name: str, picture: Picture) -> Path:
+def save(folder: Path, name: str, image: DemoImage) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
-    path.write_bytes(picture.png)
+    path.write_bytes(image.png)
     return path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far two pictures are from each other."""
+"""How far two images are from each other."""
 
 import numpy as np
 from PIL import Image

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the real model through the real server: the OpenAI SDK, one rank and two, alone and in company."""
+"""Images of the real model through the real server: the OpenAI SDK, one rank and two, alone and in company."""
 
 import base64
 import concurrent.futures
@@ -41,7 +41,7 @@ def metric(worker: WorkerProcess, name: str) -> float:
     return float(found[1])
 
 
-def test_the_openai_sdk_gets_a_picture(worker: WorkerProcess) -> None:
+def test_the_openai_sdk_gets_an_image(worker: WorkerProcess) -> None:
     answer = worker.openai().images.generate(
         model="digits",
         prompt="a red digit seven",
@@ -51,9 +51,9 @@ def test_the_openai_sdk_gets_a_picture(worker: WorkerProcess) -> None:
         extra_body={"seed": 11, "num_inference_steps": 4, "guidance_scale": 3.0},
     )
     assert answer.data is not None and len(answer.data) == 2
-    pictures = [decode_image(str(item.b64_json)) for item in answer.data]
-    assert [picture.size for picture in pictures] == [(64, 64), (64, 64)]
-    assert levels_apart(*pictures) > MAX_LEVELS
+    images = [decode_image(str(item.b64_json)) for item in answer.data]
+    assert [image.size for image in images] == [(64, 64), (64, 64)]
+    assert levels_apart(*images) > MAX_LEVELS
     assert [item.model_extra["seed"] for item in answer.data if item.model_extra] == [11, 12]
 
 
@@ -68,12 +68,12 @@ def test_the_openai_sdk_raises_its_own_error_for_an_unknown_model(worker: Worker
         worker.openai().images.generate(model="nobody", prompt="a red digit seven")
 
 
-def test_the_same_request_alone_gives_the_same_picture_bit_for_bit(worker: WorkerProcess) -> None:
+def test_the_same_request_alone_gives_the_same_image_bit_for_bit(worker: WorkerProcess) -> None:
     first, again = (worker.image(**REQUESTS[0]) for _ in range(2))
     assert first.tobytes() == again.tobytes()
 
 
-def test_other_seeds_prompts_steps_and_guidance_give_other_pictures(worker: WorkerProcess) -> None:
+def test_other_seeds_prompts_steps_and_guidance_give_other_images(worker: WorkerProcess) -> None:
     base = worker.image(**REQUESTS[0])
     for change in ({"seed": 2}, {"prompt": "a blue digit one"}, {"num_inference_steps": 5}, {"guidance_scale": 6.0}):
         assert levels_apart(base, worker.image(**{**REQUESTS[0], **change})) > MAX_LEVELS
@@ -83,7 +83,7 @@ def test_a_size_is_width_times_height(worker: WorkerProcess) -> None:
     assert worker.image(prompt="a red digit seven", seed=1, num_inference_steps=2, size="96x64").size == (96, 64)
 
 
-def test_different_requests_at_once_share_model_calls_and_equal_their_pictures_alone(worker: WorkerProcess) -> None:
+def test_different_requests_at_once_share_model_calls_and_equal_their_images_alone(worker: WorkerProcess) -> None:
     started = metric(worker, "model_calls_total")
     alone = [worker.image(**request) for request in REQUESTS]
     calls_alone = metric(worker, "model_calls_total") - started
@@ -102,12 +102,12 @@ def test_an_exact_request_gives_the_same_bits_in_company(worker: WorkerProcess) 
     assert together[0].tobytes() == alone.tobytes()
 
 
-def test_two_ranks_give_the_pictures_of_one(worker: WorkerProcess, worker_of_two: WorkerProcess) -> None:
+def test_two_ranks_give_the_images_of_one(worker: WorkerProcess, worker_of_two: WorkerProcess) -> None:
     for request in REQUESTS:
         assert levels_apart(worker.image(**request), worker_of_two.image(**request)) <= MAX_LEVELS
 
 
-def test_two_ranks_give_the_same_picture_again_bit_for_bit(worker_of_two: WorkerProcess) -> None:
+def test_two_ranks_give_the_same_image_again_bit_for_bit(worker_of_two: WorkerProcess) -> None:
     first, again = (worker_of_two.image(**REQUESTS[0]) for _ in range(2))
     assert first.tobytes() == again.tobytes()
 
@@ -115,7 +115,7 @@ def test_two_ranks_give_the_same_picture_again_bit_for_bit(worker_of_two: Worker
 def test_more_requests_than_fit_the_batch_are_all_served(worker: WorkerProcess) -> None:
     request = {"prompt": "a red digit seven", "num_inference_steps": 2}
     with concurrent.futures.ThreadPoolExecutor(24) as threads:
-        answers = list(threads.map(lambda seed: worker.images(**request, seed=seed), range(24)))
+        answers = list(threads.map(lambda seed: worker.request_images(**request, seed=seed), range(24)))
     assert [answer.status_code for answer in answers] == [200] * 24
     assert len({answer.json()["data"][0]["b64_json"] for answer in answers}) == 24
     assert worker.state()["inFlight"] == 0
@@ -136,20 +136,20 @@ def test_more_requests_than_fit_the_batch_are_all_served(worker: WorkerProcess) 
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(worker: WorkerProcess, change: dict[str, Any], field: str) -> None:
-    answer = worker.images(**{"prompt": "a red digit seven", **change})
+    answer = worker.request_images(**{"prompt": "a red digit seven", **change})
     assert (answer.status_code, answer.json()["code"], answer.json()["details"]) == (400, "InvalidRequest", {"field": field})
 
 
 @pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 100])
-def test_every_seed_in_range_makes_a_picture(worker: WorkerProcess, seed: int) -> None:
-    answer = worker.images(prompt="a red digit seven", seed=seed, num_inference_steps=1)
+def test_every_seed_in_range_makes_an_image(worker: WorkerProcess, seed: int) -> None:
+    answer = worker.request_images(prompt="a red digit seven", seed=seed, num_inference_steps=1)
     assert answer.status_code == 200, answer.text
     assert answer.json()["data"][0]["seed"] == seed
 
 
 def test_an_unusual_prompt_is_a_prompt(worker: WorkerProcess) -> None:
     for prompt in ("\u0000", "🙂" * 50, "a" * 8000, "<|endoftext|>", "digit\n\n\ttwo"):
-        answer = worker.images(prompt=prompt, seed=1, num_inference_steps=1)
+        answer = worker.request_images(prompt=prompt, seed=1, num_inference_steps=1)
         assert answer.status_code == 200, answer.text
 
 
@@ -170,6 +170,6 @@ def test_the_metrics_count_what_was_done(worker: WorkerProcess) -> None:
     assert after[1] - before[1] >= 3
 
 
-def test_a_picture_is_a_whole_png(worker: WorkerProcess) -> None:
-    answer = worker.images(prompt="a red digit seven", seed=1, num_inference_steps=1)
+def test_an_image_is_a_whole_png(worker: WorkerProcess) -> None:
+    answer = worker.request_images(prompt="a red digit seven", seed=1, num_inference_steps=1)
     assert base64.b64decode(answer.json()["data"][0]["b64_json"]).startswith(b"\x89PNG\r\n\x1a\n")

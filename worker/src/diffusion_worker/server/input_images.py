@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures that a client sent, from the bytes of a file to pixels. Slow, and the bytes are anybody's: called in threads.
+"""Images that a client sent, from the bytes of a file to pixels. Slow, and the bytes are anybody's: called in threads.
 
-PNG, JPEG and WebP are told by their first bytes, whatever a client calls them. How many pixels a picture has is known from its
+PNG, JPEG and WebP are told by their first bytes, whatever a client calls them. How many pixels an image has is known from its
 header, before anything is decoded: Pillow's own check comes later, and is a setting of the whole process.
 """
 
@@ -20,13 +20,13 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from diffusion_worker.engine.admission import InputPicture
+from diffusion_worker.engine.admission import InputImage
 from diffusion_worker.errors import refused
 
-# As OpenAI says it. Forty million pixels are a picture of 8K and more; decoded with transparency they are 160 MB.
+# As OpenAI says it. Forty million pixels are an image of 8K and more; decoded with transparency they are 160 MB.
 MAX_FILE_BYTES = 50_000_000
 MAX_FILE_PIXELS = 40_000_000
-# Pictures over this are decoded one after the other: with copies the largest take half a gigabyte for a moment.
+# Images over this are decoded one after the other: with copies the largest take half a gigabyte for a moment.
 LARGE_PIXELS = 10_000_000
 _large = threading.Lock()
 
@@ -39,14 +39,14 @@ BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, Ove
 SIXTEEN_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 
-class DecodedPicture(NamedTuple):
-    """`picture` has at most the pixels that were asked for; `height` and `width` are those of the file.
+class DecodedImage(NamedTuple):
+    """`image` has at most the pixels that were asked for; `height` and `width` are those of the file.
 
     `mask` is 255 where the file is fully transparent; None where it has no transparency at all.
     """
 
-    picture: InputPicture
-    mask: InputPicture | None
+    image: InputImage
+    mask: InputImage | None
     height: int
     width: int
 
@@ -59,15 +59,15 @@ class Format(NamedTuple):
     opened: Callable[[io.BytesIO], Image]
 
 
-def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedPicture:
-    """A picture as it is seen: turned as its EXIF says, transparent parts on white, scaled down to `max_pixels`.
+def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedImage:
+    """An image as it is seen: turned as its EXIF says, transparent parts on white, scaled down to `max_pixels`.
 
     Raises:
         RequestError: InvalidRequest that names the field, what was expected and what was found.
     """
     format_ = _format_of(content)
     if format_ is None:
-        raise refused(field, "a picture in PNG, JPEG or WebP", f"{len(content)} bytes of something else" if content else "no bytes")
+        raise refused(field, "an image in PNG, JPEG or WebP", f"{len(content)} bytes of something else" if content else "no bytes")
     try:
         claimed = format_.size(content)
         if claimed is not None:
@@ -90,7 +90,7 @@ def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedPicture:
 
 @contextlib.contextmanager
 def _one_of_the_large() -> Iterator[None]:
-    """Nobody else's large picture meanwhile; afterwards glibc gives back what it would keep for the next one."""
+    """Nobody else's large image meanwhile; afterwards glibc gives back what it would keep for the next one."""
     with _large:
         try:
             yield
@@ -99,8 +99,8 @@ def _one_of_the_large() -> Iterator[None]:
                 trim(0)
 
 
-def decoded(image: Image, target: tuple[int, int]) -> DecodedPicture:
-    """An open picture in the size `target` (width, height), transparent parts on white."""
+def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
+    """An open image in the size `target` (width, height), transparent parts on white."""
     height, width = image.height, image.width
     if image.mode in SIXTEEN_BITS:
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
@@ -117,25 +117,25 @@ def decoded(image: Image, target: tuple[int, int]) -> DecodedPicture:
         image = image.resize(target, Resampling.LANCZOS, reducing_gap=3.0)
     if mask is not None and mask.size != target:
         mask = mask.resize(target, Resampling.NEAREST)
-    return DecodedPicture(_pixels(image, 3), None if mask is None else _pixels(mask, 1), height, width)
+    return DecodedImage(_pixels(image, 3), None if mask is None else _pixels(mask, 1), height, width)
 
 
 def _in_mode(image: Image, mode: str) -> Image:
-    """Pillow copies a picture that is in its mode already."""
+    """Pillow copies an image that is in its mode already."""
     return image if image.mode == mode else image.convert(mode)
 
 
-def _pixels(image: Image, channels: int) -> InputPicture:
-    return InputPicture(image.tobytes(), image.height, image.width, channels)
+def _pixels(image: Image, channels: int) -> InputImage:
+    return InputImage(image.tobytes(), image.height, image.width, channels)
 
 
 def _check_pixels(field: str, width: int, height: int) -> None:
     if width * height > MAX_FILE_PIXELS:
-        raise refused(field, f"a picture of at most {MAX_FILE_PIXELS} pixels", f"one of {width}x{height}")
+        raise refused(field, f"an image of at most {MAX_FILE_PIXELS} pixels", f"one of {width}x{height}")
 
 
 def _fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
-    """The size of a picture that is scaled down until it has no more than so many pixels."""
+    """The size of an image that is scaled down until it has no more than so many pixels."""
     scale = min(1.0, math.sqrt(max_pixels / (width * height))) if width and height else 1.0
     return max(1, int(width * scale)), max(1, int(height * scale))
 
@@ -162,7 +162,7 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     if kind == b"VP8 ":
         return int.from_bytes(content[26:28], "little") & 0x3FFF, int.from_bytes(content[28:30], "little") & 0x3FFF
-    raise ValueError("a WebP file without a picture")
+    raise ValueError("a WebP file without an image")
 
 
 PNG = Format("PNG", _png_size, PngImageFile)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's real server process over ranks that cost nothing: `python -m benchmarks.picture_server serve …`, for P10.
+"""The worker's real server process over ranks that cost nothing: `python -m benchmarks.image_server serve …`, for P10.
 
-Every picture is one step, and is a file of rows of RGB bytes of the asked size from the folder that `BENCHMARK_PICTURES` names.
+Every image is one step, and is a file of rows of RGB bytes of the asked size from the folder that `BENCHMARK_IMAGES` names.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import Finished, MemoryReport, ModelInfo, RpcReply, Tick, TickDone
 from diffusion_worker.ranks import executor
 
-FOLDER_VARIABLE = "BENCHMARK_PICTURES"
+FOLDER_VARIABLE = "BENCHMARK_IMAGES"
 
 
-def picture_name(number: int, size: int) -> str:
-    """The file of a square picture."""
+def image_name(number: int, size: int) -> str:
+    """The file of a square image."""
     return f"{number}-{size}.rgb"
 
 
-class PicturesForNothing:
-    """A rank group without ranks; its pictures are those of the folder, by turns."""
+class ImagesForNothing:
+    """A rank group without ranks; its images are those of the folder, by turns."""
 
     generation = 1
     loss: Loss | None = None
@@ -43,7 +43,7 @@ class PicturesForNothing:
         self._released.set()
 
     async def start(self) -> ModelInfo:
-        """At once. From now on SIGUSR1 holds all pictures back, and the next one hands them out."""
+        """At once. From now on SIGUSR1 holds all images back, and the next one hands them out."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._turn)
         return ModelInfo(pipeline="Benchmark", dtype="none", size_multiple=8, weights_bytes=0)
 
@@ -65,9 +65,9 @@ class PicturesForNothing:
         frames: list[bytes | memoryview] = []
         finished = []
         for spec in tick.join:
-            pictures = self._files[spec.height or 0]
+            images = self._files[spec.height or 0]
             finished.append(Finished(spec.request_id, len(frames), (spec.height or 0, spec.width or 0, 3)))
-            frames.append(pictures[self._made % len(pictures)])
+            frames.append(images[self._made % len(images)])
             self._made += 1
         return TickReport(TickDone(tick.number, finished, rows=len(frames), calls=1, seconds=0.001), frames)
 
@@ -95,5 +95,5 @@ class PicturesForNothing:
 
 
 if __name__ == "__main__":
-    executor.RankExecutor = PicturesForNothing  # type: ignore[assignment,misc]
+    executor.RankExecutor = ImagesForNothing  # type: ignore[assignment,misc]
     cli.main()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training pictures: scikit-learn's 8x8 handwritten digits, drawn large in a colour on a dark ground, and the adapters' styles.
+"""Training images: scikit-learn's 8x8 handwritten digits, drawn large in a colour on a dark ground, and the adapters' styles.
 
 Every style is grey, so the saturation of a pixel always tells how much ink of the digit is in it, whatever the style.
 """
@@ -54,7 +54,7 @@ def draw_strokes(ink: Tensor, random: torch.Generator, size: int = SIZE) -> Tens
         ],
         dim=1,
     )
-    # Upscaled well above the final size first, so that the sampling of the turned picture stays smooth.
+    # Upscaled well above the final size first, so that the sampling of the turned image stays smooth.
     large = functional.interpolate(ink[:, None], size=(size, size), mode="bicubic", align_corners=False)
     grid = functional.affine_grid(rows, [count, 1, size, size], align_corners=False)
     moved = functional.grid_sample(large, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
@@ -72,7 +72,7 @@ def plain_ground(size: int) -> Tensor:
 
 
 def striped_ground(size: int) -> Tensor:
-    """Bright horizontal bands, one every eighth of the picture, behind the digit."""
+    """Bright horizontal bands, one every eighth of the image, behind the digit."""
     bright = ((torch.arange(size) * 8) % size) * 2 >= size
     chalk = torch.tensor(CHALK).float().div(255).view(1, 3, 1, 1)
     return torch.where(bright.view(1, 1, size, 1), chalk, plain_ground(size))
@@ -84,7 +84,7 @@ def paper_ground(size: int) -> Tensor:
 
 
 def framed_ground(size: int) -> Tensor:
-    """A bright frame along the border, a sixteenth of the picture wide."""
+    """A bright frame along the border, a sixteenth of the image wide."""
     width = size // 16
     ground = paper_ground(size).clone()
     ground[:, :, width:-width, width:-width] = plain_ground(size)[:, :, width:-width, width:-width]
@@ -98,7 +98,7 @@ GROUNDS: dict[str, Callable[[int], Tensor]] = {PLAIN: plain_ground, **STYLES}
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures in -1..1 with what each shows."""
+    """Images in -1..1 with what each shows."""
 
     pixels: Tensor
     digits: Tensor

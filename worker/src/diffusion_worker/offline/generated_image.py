@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finished picture in a script."""
+"""A finished image in a script."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from diffusion_worker.engine.results import Picture, Provenance, Timings
+from diffusion_worker.engine.results import FinishedImage, Provenance, Timings
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.encoding import OutputFormat, encode, metadata_of
 
@@ -16,12 +16,12 @@ FORMATS = {".png": OutputFormat.PNG, ".jpg": OutputFormat.JPEG, ".jpeg": OutputF
 
 
 @dataclass(frozen=True)
-class GeneratedPicture:
-    """A picture with all that made it; the same prompt, seed and provenance make it again."""
+class GeneratedImage:
+    """An image with all that made it; the same prompt, seed and provenance make it again."""
 
     prompt: str
     provenance: Provenance
-    made: Picture = field(repr=False)
+    made: FinishedImage = field(repr=False)
 
     @property
     def seed(self) -> int:
@@ -40,7 +40,7 @@ class GeneratedPicture:
 
     @cached_property
     def image(self) -> Image.Image:
-        """The picture for Pillow."""
+        """The image for Pillow."""
         return Image.frombytes("RGB", (self.made.width, self.made.height), bytes(self.made.pixels))
 
     def save(self, path: str | PathLike[str], *, quality: int | None = None) -> Path:
