@@ -12,7 +12,7 @@ FULL: tuple[str, ...] = (
     "a {colour} {digit}",
     "{colour} {digit}",
     "the digit {digit} in {colour}",
-    "an image of a {colour} {digit}",
+    "a picture of a {colour} {digit}",
 )
 DIGIT_ONLY = ("a digit {digit}", "{digit}", "the digit {digit}")
 COLOUR_ONLY = ("a {colour} digit", "{colour}", "something {colour}")
