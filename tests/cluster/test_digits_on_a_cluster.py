@@ -137,7 +137,7 @@ def test_an_adapter_outlives_its_deployment_with_a_true_status_and_is_served_by_
     rig = rig_with_digits
     rig.kubectl.text("delete", DD, deadline_s=10)
     orphan = rig.wait(LORA, Wanted("Accepted", "False", ["DeploymentNotFound"]), deadline_s=60)
-    assert not orphan["status"].get("instances")
+    assert not orphan["status"].get("replicaInstances")
     assert rig.condition(LORA, "Ready")["status"] == "False"
     rig.eventually("the pods are gone", lambda: not rig.pods(NAME))
     rig.serve(NAME, ranks=2)
@@ -154,4 +154,4 @@ def test_nothing_of_ours_carries_a_finalizer_or_an_annotation_of_kopf(rig_with_d
 
 def _replica(rig: ClusterRig) -> dict[str, Any]:
     """The record of the only replica."""
-    return dict(json.loads(rig.kubectl.text("get", DD, "-o", "json"))["status"]["groups"][0])
+    return dict(json.loads(rig.kubectl.text("get", DD, "-o", "json"))["status"]["replicaStates"][0])

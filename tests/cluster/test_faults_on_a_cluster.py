@@ -82,7 +82,7 @@ def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: D
     rig.eventually("another life", lambda: (found := rig.state_if_any(NAME)) and found["bootId"] != before["bootId"], deadline_s=START_S)
     rig.wait(DD, SERVING)
     assert lives(rig) == [(life[0], life[1] + 1)]
-    note = rig.eventually("an Event of it", lambda: rig.events(NAME, "GroupRestarted"))[-1]
+    note = rig.eventually("an Event of it", lambda: rig.events(NAME, "ReplicaRestarted"))[-1]
     assert "137" in note, note
     assert rig.image(NAME).png == right.png
 
@@ -213,6 +213,6 @@ def rolled_out(rig: ClusterRig, old: set[str], count: int) -> bool:
 def pods_by_index(rig: ClusterRig) -> dict[str, int]:
     counts: dict[str, int] = {}
     for pod in rig.pods(NAME):
-        index = pod["metadata"]["labels"]["diffusion-operator.dev/group-index"]
+        index = pod["metadata"]["labels"]["diffusion-operator.dev/replica-index"]
         counts[index] = counts.get(index, 0) + 1
     return counts

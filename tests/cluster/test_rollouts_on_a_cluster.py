@@ -32,7 +32,7 @@ def tight(rig: ClusterRig) -> Iterator[None]:
     """It is killed at every start. Begun first, because the kubelet's pauses between them make a minute and a half."""
     requests = {"cpu": "50m", "memory": TOO_LITTLE}
     resources = {"gpuResourceName": "none", "requests": requests, "limits": {"memory": TOO_LITTLE}, "sharedMemory": "8Mi"}
-    rig.deploy(TIGHT, resources=resources, groupRecovery={"backoffSeconds": 1, "failureThreshold": 4})
+    rig.deploy(TIGHT, resources=resources, replicaRecovery={"backoffSeconds": 1, "failureThreshold": 4})
     yield
     rig.kubectl.text("delete", f"dd/{TIGHT}", "--ignore-not-found", deadline_s=10)
 
@@ -150,10 +150,10 @@ def test_a_worker_that_dies_at_every_start_gets_another_pod_and_then_the_verdict
     told, status = rig.condition(resource, "Ready"), rig.kubectl.get(resource)["status"]
     assert (told["status"], told["reason"], rig.condition(resource, "Degraded")["reason"]) == ("False", "CrashLooping", "CrashLooping")
     assert f"out of host memory, over its limit of {TOO_LITTLE}" in told["message"]
-    (group,) = status["groups"]
+    (group,) = status["replicaStates"]
     assert (group["incarnation"], group["lastFailure"]["code"]) == (1, "OOMKilled") and group["failures"] >= 4
     rig.kubectl.patch(resource, {"spec": {"resources": {"limits": {"memory": ENOUGH}}}})
-    (healed,) = rig.wait(resource, SERVING)["status"]["groups"]
+    (healed,) = rig.wait(resource, SERVING)["status"]["replicaStates"]
     assert "failures" not in healed
     assert healed["lastFailure"]["code"] == "OOMKilled", "it survives the pod"
 

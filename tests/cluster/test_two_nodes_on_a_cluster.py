@@ -80,4 +80,4 @@ def replaced(rig: ClusterRig, lost: Document) -> bool:
 
 
 def indexes(rig: ClusterRig) -> list[str]:
-    return sorted(pod["metadata"]["labels"]["diffusion-operator.dev/group-index"] for pod in rig.pods(NAME))
+    return sorted(pod["metadata"]["labels"]["diffusion-operator.dev/replica-index"] for pod in rig.pods(NAME))

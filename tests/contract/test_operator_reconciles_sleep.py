@@ -200,7 +200,7 @@ async def test_a_server_killed_asleep_is_asleep_again_and_nobody_says_that_it_wo
         told.kill_worker()
         assert told.worker.boot_id != boot
         await until_state(told, "asleep")
-        await told.wait(lambda: told.rig.status()["groups"][0]["bootId"] == told.worker.boot_id, told.rig.status)
+        await told.wait(lambda: told.rig.status()["replicaStates"][0]["bootId"] == told.worker.boot_id, told.rig.status)
         assert {"Woke"}.isdisjoint(told.rig.cluster.events())
         assert told.rig.condition("Ready") == ("True", "AsleepWakeable")
         assert (await answer(told)).status_code == 200

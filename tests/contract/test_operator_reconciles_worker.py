@@ -91,8 +91,8 @@ async def test_what_the_ranks_find_out_is_in_the_condition_it_belongs_to(tmp_pat
         assert "norm_out.linear" in await told.until("Accepted", "False", "ModulesOutsideEnvelope", name="elsewhere")
         assert "InsufficientMemory" in await told.until("Ready", "False", "Failed", name="crowded")
         await told.until("SourceResolved", "False", "SourceNotFound", name="nowhere")
-        assert rig.adapter_status("too-wide")["instances"][0]["lastError"]["retryable"] is False
-        assert rig.adapter_status("nowhere")["instances"][0]["lastError"]["retryable"] is True
+        assert rig.adapter_status("too-wide")["replicaInstances"][0]["lastError"]["retryable"] is False
+        assert rig.adapter_status("nowhere")["replicaInstances"][0]["lastError"]["retryable"] is True
         lora(tmp_path, "nowhere")
         await told.until("Ready", "True", "LoadedEverywhere", name="nowhere")
 

@@ -18,8 +18,8 @@ COMPANIONS: dict[tuple[str, Any], Document] = {
     ("lora.maxCached", 0): {"lora": {"maxLoaded": 0}},
     ("lora.maxPerRequest", 16): {"lora": {"maxLoaded": 16}},
     ("requests.defaults.steps", 10000): {"requests": {"limits": {"maxSteps": 10000}}},
-    ("groupRecovery.backoffSeconds", 3600): {"groupRecovery": {"backoffMaxSeconds": 3600}},
-    ("groupRecovery.backoffMaxSeconds", 1): {"groupRecovery": {"backoffSeconds": 1}},
+    ("replicaRecovery.backoffSeconds", 3600): {"replicaRecovery": {"backoffMaxSeconds": 3600}},
+    ("replicaRecovery.backoffMaxSeconds", 1): {"replicaRecovery": {"backoffSeconds": 1}},
     ("rollout.maxUnavailable", 0): {"rollout": {"maxSurge": 1}},
     ("engine.loadFormat", "CustomPipeline"): {"model": {"pipeline": "a:B"}},
 }

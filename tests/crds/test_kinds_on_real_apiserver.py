@@ -30,7 +30,7 @@ startup: {timeoutSeconds: 1800, warmup: {enabled: true, steps: 1}}
 service: {type: ClusterIP, port: 80}
 requests: {defaults: {}, limits: {maxSteps: 200, maxPixels: 4194304, maxImages: 8}}
 rollout: {type: RollingUpdate, progressDeadlineSeconds: 1800}
-groupRecovery: {backoffSeconds: 10, backoffMaxSeconds: 300, failureThreshold: 5, windowSeconds: 3600}
+replicaRecovery: {backoffSeconds: 10, backoffMaxSeconds: 300, failureThreshold: 5, windowSeconds: 3600}
 control: {networkPolicy: Managed}
 scheduling: {}
 podMetadata: {}

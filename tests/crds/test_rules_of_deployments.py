@@ -131,7 +131,7 @@ CREATIONS = [
     ("D7 unavailable", dd(rollout={"maxUnavailable": 2}), dd(rollout={"type": "Recreate", "maxUnavailable": 2}), "belong to RollingUpdate"),
     ("D8", dd(rollout={"maxSurge": 1, "maxUnavailable": 0}), dd(rollout={"maxUnavailable": 0}), "must not both be 0"),
     ("D8 no surge", dd(rollout={"maxSurge": 0}), dd(rollout={"maxSurge": 0, "maxUnavailable": 0}), "must not both be 0"),
-    ("backoff", dd(groupRecovery={"backoffSeconds": 300}), dd(groupRecovery={"backoffSeconds": 301}), "at most backoffMaxSeconds"),
+    ("backoff", dd(replicaRecovery={"backoffSeconds": 300}), dd(replicaRecovery={"backoffSeconds": 301}), "at most backoffMaxSeconds"),
     ("D21", claims(resourceClaimName="c"), claims({"gpuResourceName": "none"}, resourceClaimName="c"), "exclude each other"),
     ("a claim", claims(resourceClaimTemplateName="t"), claims(resourceClaimName="c", resourceClaimTemplateName="t"), "exactly one of"),
     ("some claim", claims(resourceClaimName="c", request="gpu"), claims(), "exactly one of"),

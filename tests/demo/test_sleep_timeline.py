@@ -39,7 +39,7 @@ def test_the_requests_come_in_bursts_with_pauses_that_are_longer_than_the_idle_t
 
 
 def test_refusals_sleeps_and_wakes_are_counted_once_each() -> None:
-    told = summary(FOUND, ["Slept", "Woke", "GroupReady"])
+    told = summary(FOUND, ["Slept", "Woke", "ReplicaReady"])
     assert (told["requests"], told["served"], told["refused"], told["held"]) == (3, 2, 1, 1)
     assert (told["sleeps"], told["wakes"], told["events"]) == (1, 1, {"Slept": 1, "Woke": 1})
     assert (told["weights_awake_mib"], told["weights_asleep_mib"], told["asleep_fraction"]) == (32.0, 0.0, 0.5)

@@ -419,11 +419,11 @@ async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
     await rig.run()
     assert rig.adapter_condition("Ready") == ("False", "Suspended")
     assert rig.adapter_message("Ready") == "spec.suspend is true; still in use on replica 0"
-    assert (rig.instance()["state"], rig.adapter_status()["desiredGroups"]) == ("Draining", 0)
+    assert (rig.instance()["state"], rig.adapter_status()["desiredReplicas"]) == ("Draining", 0)
     worker.drained("x")
     await rig.run()
     assert rig.adapter_message("Ready") == "spec.suspend is true"
-    assert "instances" not in rig.adapter_status()
+    assert "replicaInstances" not in rig.adapter_status()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(suspend=False))
     await rig.run()
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")

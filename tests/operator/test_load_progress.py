@@ -64,12 +64,12 @@ async def test_a_load_that_takes_minutes_is_written_every_few_seconds() -> None:
     rig = Rig()
     rig.cluster.put(deployment())
     await rig.run()
-    assert rig.status()["groups"][0]["load"]["stage"] == "Scheduling"
+    assert rig.status()["replicaStates"][0]["load"]["stage"] == "Scheduling"
     worker = rig.start("d-0-0", phase=WorkerPhase.STARTING)
     await rig.run()
     writes = rig.cluster.status_writes
     for second in range(120):
         worker.load = LoadReport(stage="LoadingWeights", bytes_done=second, bytes_total=120)
         await rig.run(1)
-    assert rig.status()["groups"][0]["load"]["percent"] >= 90
+    assert rig.status()["replicaStates"][0]["load"]["percent"] >= 90
     assert rig.cluster.status_writes - writes <= 120 / 5 + 2

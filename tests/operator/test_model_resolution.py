@@ -286,7 +286,7 @@ async def test_a_users_secret_that_is_missing_is_shown_while_the_worker_waits_fo
     assert rig.condition("ModelResolved") == ("False", "SecretMissing")
     assert "there is no Secret 'hub'" in rig.message("ModelResolved")
     assert rig.condition("Ready") == ("True", "ServingDegraded"), "what runs keeps running"
-    assert rig.condition("Degraded") == ("True", "GroupFailed")
+    assert rig.condition("Degraded") == ("True", "ReplicaFailed")
     worker.failure, worker.phase, worker.model = None, WorkerPhase.READY, ModelReport(revision="a")
     await rig.run()
     assert rig.condition("ModelResolved") == ("True", "Resolved")

@@ -249,15 +249,15 @@ FULL_STATUS = AdapterStatus(
         base_model_hint="org/base",
         resolved_at=NOON,
     ),
-    desired_groups=8,
-    loaded_groups=1,
-    failed_groups=1,
-    deferred_groups=1,
+    desired_replicas=8,
+    loaded_replicas=1,
+    failed_replicas=1,
+    deferred_replicas=1,
     owner=OwnerStatus(served_name="x", conflict_with="y"),
     usage=UsageStatus(requests_total=2**40, last_request_time=NOON),
-    instances=tuple(
+    replica_instances=tuple(
         InstanceStatus(
-            group=group,
+            replica=replica,
             state=state,
             pod_uid="p",
             boot_id="b",
@@ -271,7 +271,7 @@ FULL_STATUS = AdapterStatus(
             next_retry_time=NOON,
             last_error=ErrorStatus(code="NetworkError", message="no byte for 60 s", retryable=True),
         )
-        for group, state in enumerate(InstanceState)
+        for replica, state in enumerate(InstanceState)
     ),
     conditions=(
         Condition(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Condition, ConditionStatus, settle_conditions, verdict
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
@@ -32,66 +32,66 @@ UNSCHEDULED = {"scheduled": False, "container": Container()}
 
 
 GROUP_STATES = [
-    ("not scheduled", {"scheduled": False, "container": Container()}, Poll(), GroupState.PENDING, None),
-    ("image is pulled", {"container": waits("ContainerCreating")}, Poll(), GroupState.STARTING, None),
-    ("image is missing", {"container": waits("ErrImagePull")}, Poll(), GroupState.STARTING, Problem.IMAGE_PULL),
-    ("bad image name", {"container": waits("InvalidImageName")}, Poll(), GroupState.STARTING, Problem.IMAGE_PULL),
-    ("no such volume", {"container": waits("CreateContainerConfigError")}, Poll(), GroupState.STARTING, Problem.CONTAINER),
-    ("started, silent", {"ready": False}, Poll(), GroupState.STARTING, None),
-    ("loads", {"ready": False}, Poll(state=STARTING), GroupState.STARTING, None),
-    ("ready", {}, Poll(state=READY), GroupState.AWAKE, None),
-    ("drains", {}, Poll(state=DRAINING), GroupState.DRAINING, None),
-    ("goes to sleep", {}, Poll(state=says(WorkerPhase.SLEEPING)), GroupState.SLEEPING, None),
-    ("asleep", {}, Poll(state=ASLEEP), GroupState.ASLEEP, None),
-    ("wakes", {}, Poll(state=WAKING), GroupState.WAKING, None),
-    ("starts its ranks again", {}, Poll(state=RESTARTING), GroupState.STARTING, Problem.RANK_LOST),
-    ("terminates", {}, Poll(state=says(WorkerPhase.TERMINATING)), GroupState.TERMINATING, None),
-    ("is deleted", {"terminating": True}, Poll(state=READY), GroupState.TERMINATING, None),
-    ("evicted", {"finished": True, "finished_message": "Evicted"}, Poll(), GroupState.FAILED, Problem.POD_FAILED),
+    ("not scheduled", {"scheduled": False, "container": Container()}, Poll(), ReplicaState.PENDING, None),
+    ("image is pulled", {"container": waits("ContainerCreating")}, Poll(), ReplicaState.STARTING, None),
+    ("image is missing", {"container": waits("ErrImagePull")}, Poll(), ReplicaState.STARTING, Problem.IMAGE_PULL),
+    ("bad image name", {"container": waits("InvalidImageName")}, Poll(), ReplicaState.STARTING, Problem.IMAGE_PULL),
+    ("no such volume", {"container": waits("CreateContainerConfigError")}, Poll(), ReplicaState.STARTING, Problem.CONTAINER),
+    ("started, silent", {"ready": False}, Poll(), ReplicaState.STARTING, None),
+    ("loads", {"ready": False}, Poll(state=STARTING), ReplicaState.STARTING, None),
+    ("ready", {}, Poll(state=READY), ReplicaState.AWAKE, None),
+    ("drains", {}, Poll(state=DRAINING), ReplicaState.DRAINING, None),
+    ("goes to sleep", {}, Poll(state=says(WorkerPhase.SLEEPING)), ReplicaState.SLEEPING, None),
+    ("asleep", {}, Poll(state=ASLEEP), ReplicaState.ASLEEP, None),
+    ("wakes", {}, Poll(state=WAKING), ReplicaState.WAKING, None),
+    ("starts its ranks again", {}, Poll(state=RESTARTING), ReplicaState.STARTING, Problem.RANK_LOST),
+    ("terminates", {}, Poll(state=says(WorkerPhase.TERMINATING)), ReplicaState.TERMINATING, None),
+    ("is deleted", {"terminating": True}, Poll(state=READY), ReplicaState.TERMINATING, None),
+    ("evicted", {"finished": True, "finished_message": "Evicted"}, Poll(), ReplicaState.FAILED, Problem.POD_FAILED),
     (
         "start-up error",
         {"container": Container(restarts=1, waiting_reason="CrashLoopBackOff", last_exit=Exit(code=1, message="no model"))},
         Poll(),
-        GroupState.FAILED,
+        ReplicaState.FAILED,
         Problem.MODEL_ERROR,
     ),
     (
         "dies again and again",
         {"container": Container(restarts=4, waiting_reason="CrashLoopBackOff", last_exit=Exit(code=137))},
         Poll(),
-        GroupState.FAILED,
+        ReplicaState.FAILED,
         Problem.CRASH_LOOPING,
     ),
     (
         "starts again after one death",
         {"ready": False, "container": Container(running=True, restarts=1, last_exit=Exit(code=70))},
         Poll(state=STARTING),
-        GroupState.STARTING,
+        ReplicaState.STARTING,
         None,
     ),
-    ("is back after a death", {"container": Container(running=True, restarts=4, last_exit=DEATH)}, Poll(READY), GroupState.AWAKE, None),
-    ("two failed polls", {}, Poll(state=READY, failures=2, failing_for=timedelta(minutes=1)), GroupState.AWAKE, None),
-    ("three in a second", {}, Poll(state=READY, failures=3, failing_for=timedelta(seconds=1)), GroupState.AWAKE, None),
-    ("three over 15 s", {}, Poll(state=READY, failures=3, failing_for=timedelta(seconds=15)), GroupState.AWAKE, Problem.UNREACHABLE),
+    ("is back after a death", {"container": Container(running=True, restarts=4, last_exit=DEATH)}, Poll(READY), ReplicaState.AWAKE, None),
+    ("two failed polls", {}, Poll(state=READY, failures=2, failing_for=timedelta(minutes=1)), ReplicaState.AWAKE, None),
+    ("three in a second", {}, Poll(state=READY, failures=3, failing_for=timedelta(seconds=1)), ReplicaState.AWAKE, None),
+    ("three over 15 s", {}, Poll(state=READY, failures=3, failing_for=timedelta(seconds=15)), ReplicaState.AWAKE, Problem.UNREACHABLE),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("facts", "poll", "state", "problem"), [row[1:] for row in GROUP_STATES], ids=[row[0] for row in GROUP_STATES])
-def test_the_state_of_a_replica(facts: dict[str, Any], poll: Poll, state: GroupState, problem: Problem | None) -> None:
+def test_the_state_of_a_replica(facts: dict[str, Any], poll: Poll, state: ReplicaState, problem: Problem | None) -> None:
     group = read_group(pod(**facts), poll, None, made())
     assert (group.state, group.problem) == (state, problem)
 
 
 def test_after_an_operators_restart_a_silent_replica_keeps_its_recorded_state() -> None:
-    status = {"groups": [{"index": 0, "state": "Asleep", "leaderPod": "d-0-0", "restarts": 0}]}
+    status = {"replicaStates": [{"index": 0, "state": "Asleep", "leaderPod": "d-0-0", "restarts": 0}]}
     (group,) = observe_groups(Observed(deployment=made(status), default_image="i", pods=(pod(),)))
-    assert group.state is GroupState.ASLEEP
+    assert group.state is ReplicaState.ASLEEP
 
 
 def test_an_index_is_its_newest_pod() -> None:
     pods = (pod(0, 1), pod(0, 2, terminating=True), pod(1, 0, terminating=True))
     groups = observe_groups(Observed(deployment=made(), default_image="i", pods=pods))
-    assert [(group.pod.name, group.state) for group in groups] == [("d-0-1", GroupState.STARTING), ("d-1-0", GroupState.TERMINATING)]
+    assert [(group.pod.name, group.state) for group in groups] == [("d-0-1", ReplicaState.STARTING), ("d-1-0", ReplicaState.TERMINATING)]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_index_and_incarnation_come_from_the_name(name: str, numbers: tuple[int,
 
 
 def test_missing_replicas_are_made_at_free_indices_above_every_known_incarnation() -> None:
-    status = {"groups": [{"index": 2, "state": "Awake", "incarnation": 7}]}
+    status = {"replicaStates": [{"index": 2, "state": "Awake", "incarnation": 7}]}
     plan = planned(pod(1), pod(0, 4, terminating=True), status=status, replicas=3)
     assert [one for one in plan.pods if isinstance(one, CreatePod)] == [CreatePod(0, 5), CreatePod(2, 8)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import condition_of
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.plan.actions import DeletePod, SetRoutable
@@ -45,7 +45,7 @@ def recorded(
 
 
 def seen(found: Pod, before: dict[str, Any] | None, poll: Poll | None = None, others: tuple[Pod, ...] = (), **spec: Any) -> DeploymentPlan:
-    status = {"groups": [before], "currentRevision": REVISION} if before else {}
+    status = {"replicaStates": [before], "currentRevision": REVISION} if before else {}
     polls = {found.uid: poll} if poll is not None else {}
     polls |= {one.uid: Poll(state=READY) for one in others}
     deployment = made(status, replicas=1 + len(others), **spec)
@@ -88,7 +88,7 @@ def test_failures_are_counted_and_waited_for(
 ) -> None:
     poll = Poll(state=READY) if found.ready else None
     plan = seen(found, before, poll)
-    [group] = plan.status.groups
+    [group] = plan.status.replica_states
     due = (group.next_restart_time - NOW).total_seconds() if group.next_restart_time else None
     assert (group.failures, due) == (failures, pause_s)
     assert (group.failing_since is None) is (failures is None)
@@ -96,7 +96,7 @@ def test_failures_are_counted_and_waited_for(
 
 
 def test_pauses_double_up_to_a_limit() -> None:
-    recovery = made(groupRecovery={"backoffSeconds": 10, "backoffMaxSeconds": 100}).spec.group_recovery
+    recovery = made(replicaRecovery={"backoffSeconds": 10, "backoffMaxSeconds": 100}).spec.replica_recovery
     assert [backoff(recovery, count).total_seconds() for count in (1, 2, 3, 4, 5, 99)] == [10, 20, 40, 80, 100, 100]
 
 
@@ -107,7 +107,7 @@ def test_rf13_a_spent_replica_says_so_and_what_to_do() -> None:
     assert degraded is not None
     assert (ready.status.value, ready.reason) == ("False", "CrashLooping")
     assert (degraded.status.value, degraded.reason) == ("True", "CrashLooping")
-    assert "5 failures within 3600 s (spec.groupRecovery), so no pod is made anew until the template or the restartedAt" in ready.message
+    assert "5 failures within 3600 s (spec.replicaRecovery), so no pod is made anew until the template or the restartedAt" in ready.message
     assert "rank 1 died" in ready.message
     [event] = [one for one in deployment_events(made().status, plan.status) if one.reason == "CrashLooping"]
     assert "no pod is made anew" in event.message
@@ -115,7 +115,7 @@ def test_rf13_a_spent_replica_says_so_and_what_to_do() -> None:
 
 def test_rf13_a_waiting_replica_says_when_its_next_pod_comes() -> None:
     plan = seen(pod(**down(3)), recorded(4, restarts=3, next_in_s=30))
-    assert "a new pod is made at 00:05:30 UTC" in (plan.status.groups[0].message or "")
+    assert "a new pod is made at 00:05:30 UTC" in (plan.status.replica_states[0].message or "")
 
 
 KILLED, ON_DEVICE = Exit(code=137, reason="OOMKilled"), Exit(code=70, message="CUDA out of memory. Tried to allocate 2 GiB")
@@ -132,7 +132,7 @@ def test_a_lack_of_memory_says_of_which(ended: Exit, limits: dict[str, str], wor
     ready = condition_of(plan.status.conditions, "Ready")
     assert ready is not None
     assert words in ready.message
-    failure = plan.status.groups[0].last_failure
+    failure = plan.status.replica_states[0].last_failure
     assert failure is not None
     assert failure.code == code
 
@@ -160,17 +160,17 @@ GIVEN_UP: list[tuple[str, Pod, Poll, tuple[Pod, ...], bool]] = [
 @pytest.mark.parametrize(("found", "poll", "others", "gone"), [row[1:] for row in GIVEN_UP], ids=[row[0] for row in GIVEN_UP])
 def test_a_replica_is_given_up(found: Pod, poll: Poll, others: tuple[Pod, ...], gone: bool) -> None:
     plan = seen(found, recorded(state="Awake"), poll, others, startup={"timeoutSeconds": 60})
-    assert (plan.status.groups[0].next_restart_time is not None) is gone
-    assert plan.status.groups[0].failures == (1 if gone else None)
+    assert (plan.status.replica_states[0].next_restart_time is not None) is gone
+    assert plan.status.replica_states[0].failures == (1 if gone else None)
 
 
 @pytest.mark.parametrize("poll", [SILENT, Poll(state=restarting(999))], ids=["RF9", "RF3"])
 def test_what_is_given_up_while_it_lives_is_counted_once(poll: Poll) -> None:
     before = recorded(1, state="Awake", next_in_s=5, age_s=5)
     plan = seen(pod(), before, poll, OTHER, startup={"timeoutSeconds": 60})
-    assert (plan.status.groups[0].failures, plan.status.groups[0].next_restart_time) == (1, NOW + timedelta(seconds=5))
+    assert (plan.status.replica_states[0].failures, plan.status.replica_states[0].next_restart_time) == (1, NOW + timedelta(seconds=5))
     answers = seen(pod(), before, Poll(state=READY), OTHER)
-    assert (answers.status.groups[0].failures, answers.status.groups[0].next_restart_time) == (1, None)
+    assert (answers.status.replica_states[0].failures, answers.status.replica_states[0].next_restart_time) == (1, None)
 
 
 def test_rf9_while_no_replica_answers_all_are_left_alone() -> None:
@@ -178,7 +178,7 @@ def test_rf9_while_no_replica_answers_all_are_left_alone() -> None:
     observed = Observed(deployment=made(replicas=2), default_image="worker:1", pods=pods, polls={one.uid: SILENT for one in pods})
     plan = plan_deployment(observed, NOW)
     assert plan.pods == ()
-    assert [group.next_restart_time for group in plan.status.groups] == [None, None]
+    assert [group.next_restart_time for group in plan.status.replica_states] == [None, None]
 
 
 def test_rf9_an_unreachable_replica_is_routed_to_while_its_probe_passes() -> None:
@@ -192,7 +192,7 @@ def test_rf9_an_unreachable_replica_is_routed_to_while_its_probe_passes() -> Non
 def test_rf4_a_replica_on_a_lost_node_is_unrouted_and_named_and_waits_for_the_cluster() -> None:
     plan = seen(pod(**LOST), recorded(state="Awake"), Poll(state=READY, failures=1), OTHER)
     assert plan.pods == (SetRoutable("d-0-0", "uid-0-0", routable=False),)
-    assert (plan.status.groups[0].state, plan.status.available_replicas) == (GroupState.FAILED, 1)
+    assert (plan.status.replica_states[0].state, plan.status.available_replicas) == (ReplicaState.FAILED, 1)
     degraded = condition_of(plan.status.conditions, "Degraded")
     assert degraded is not None
     assert (degraded.reason, "node node does not answer" in degraded.message) == ("NodeLost", True)
@@ -208,7 +208,7 @@ def test_rf4_what_the_cluster_removes_is_replaced_at_once_and_counts_no_more() -
     plan = seen(pod(**(LOST | {"terminating": True})), recorded(state="Failed"), None)
     assert [one.incarnation for one in plan.pods if not isinstance(one, SetRoutable | DeletePod)] == [1]
     back = planned(pod(0, 0, terminating=True), pod(0, 1), replicas=1)
-    assert (back.status.replicas, [group.incarnation for group in back.status.groups], back.pods) == (
+    assert (back.status.replicas, [group.incarnation for group in back.status.replica_states], back.pods) == (
         1,
         [1],
         (SetRoutable("d-0-1", "uid-0-1", routable=True),),
@@ -263,15 +263,15 @@ def test_what_others_say_of_a_pod_is_told_in_their_words(facts: dict[str, Any], 
 def test_rf29_clocks_of_other_machines_decide_nothing(skew: timedelta) -> None:
     ended = Exit(code=70, finished_at=NOW + skew)
     plans = [seen(pod(created_at=EPOCH + skew, **facts), recorded(3, restarts=3)) for facts in (down(3, ended), up(3, ended), EVICTED)]
-    due = [plan.status.groups[0].next_restart_time for plan in plans]
+    due = [plan.status.replica_states[0].next_restart_time for plan in plans]
     assert due == [NOW + timedelta(seconds=40), None, NOW + timedelta(seconds=80)]
     assert not [one for plan in plans for one in plan.pods]
 
 
 def test_an_operator_that_sees_a_failing_replica_for_the_first_time_counts_what_the_kubelet_did() -> None:
-    assert seen(pod(**up(2)), None).status.groups[0].failures == 2
+    assert seen(pod(**up(2)), None).status.replica_states[0].failures == 2
 
 
 def test_a_lost_pod_has_failed_whatever_it_said_last() -> None:
     group = read_group(pod(**LOST), Poll(state=READY), None, made())
-    assert (group.state, group.problem) == (GroupState.FAILED, Problem.NODE_LOST)
+    assert (group.state, group.problem) == (ReplicaState.FAILED, Problem.NODE_LOST)

@@ -119,7 +119,7 @@ def test_rf25_replicas_are_added_while_all_others_sleep() -> None:
 
 
 def test_a_surge_gets_an_incarnation_above_every_known_one() -> None:
-    status = {"groups": [{"index": 2, "state": "Terminating", "incarnation": 6}]}
+    status = {"replicaStates": [{"index": 2, "state": "Terminating", "incarnation": 6}]}
     plan = planned(old(0), old(1), status=status, replicas=2, rollout=SURGE)
     assert [one for one in plan.pods if isinstance(one, CreatePod)] == [CreatePod(2, 7)]
 

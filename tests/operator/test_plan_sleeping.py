@@ -183,7 +183,7 @@ def test_none_sleeps_while_replicas_are_replaced() -> None:
 
 def test_one_that_is_told_of_adapters_in_this_pass_does_not_sleep() -> None:
     stray = awake(adapters=adapters(LOADED))
-    status = {"groups": [{"index": 0, "state": "Awake", "bootId": "b"}]}
+    status = {"replicaStates": [{"index": 0, "state": "Awake", "bootId": "b"}]}
     plan = planned(pod(), states={0: stray}, status=status, sleep=DECIDING)
     assert [type(call) for call in plan.calls] == [RemoveAdapter]
     assert [type(call) for call in planned(pod(), states={0: stray}, sleep=DECIDING).calls] == [RemoveAdapter], "nor before it is verified"

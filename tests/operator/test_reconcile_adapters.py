@@ -15,14 +15,14 @@ async def test_an_adapter_is_pushed_to_every_replica_and_its_digest_pinned() -> 
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
     assert rig.adapter_condition("Accepted") == ("True", "Accepted")
     assert rig.adapter_condition("SourceResolved") == ("True", "Resolved")
-    assert rig.adapter_condition("Loaded") == ("True", "AllGroups")
-    assert (status["desiredGroups"], status["loadedGroups"], status["failedGroups"], status["deferredGroups"]) == (2, 2, 0, 0)
+    assert rig.adapter_condition("Loaded") == ("True", "AllReplicas")
+    assert (status["desiredReplicas"], status["loadedReplicas"], status["failedReplicas"], status["deferredReplicas"]) == (2, 2, 0, 0)
     resolved = {key: value for key, value in status["resolved"].items() if key != "resolvedAt"}
     assert resolved == {
         "source": "/loras/x", "digest": "sha256:loras-x", "sizeBytes": 100, "rank": 8, "alpha": "8", "modules": 24,
         "components": ("Transformer",), "format": "PEFT", "baseModelHint": "digits",
     }  # fmt: skip
-    assert [(one["group"], one["state"], one["bootId"], one["digest"]) for one in status["instances"]] == [
+    assert [(one["replica"], one["state"], one["bootId"], one["digest"]) for one in status["replicaInstances"]] == [
         (0, "Loaded", "boot-1", "sha256:loras-x"),
         (1, "Loaded", "boot-2", "sha256:loras-x"),
     ]
@@ -73,7 +73,7 @@ async def test_a_restarted_replica_has_its_adapters_from_the_file_and_nothing_is
     await rig.run()
     assert worker.calls == []
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
-    assert rig.adapter_status()["instances"][0]["bootId"] == "boot-2"
+    assert rig.adapter_status()["replicaInstances"][0]["bootId"] == "boot-2"
 
 
 async def test_a_replica_that_restarted_while_the_operator_was_away_is_found_as_it_is() -> None:
@@ -96,7 +96,7 @@ async def test_a_new_pod_with_other_bytes_under_the_path_is_refused_by_the_pinne
     await rig.run()
     assert rig.adapter_condition("Ready") == ("False", "SourceError")
     assert rig.adapter_condition("SourceResolved") == ("False", "DigestMismatch")
-    error = rig.adapter_status()["instances"][0]["lastError"]
+    error = rig.adapter_status()["replicaInstances"][0]["lastError"]
     assert (error["code"], error["message"]) == ("DigestMismatch", "expected sha256:loras-x, found sha256:other")
 
 
@@ -116,8 +116,12 @@ async def test_an_invalid_adapter_fails_with_the_workers_words_and_the_base_stil
     await rig.run(900)
     assert rig.adapter_condition("Ready") == ("False", "SourceError")
     assert rig.adapter_condition("SourceResolved") == ("False", "InvalidAdapter")
-    assert rig.adapter_condition("Loaded") == ("False", "SomeGroupsFailed")
-    assert rig.adapter_status()["instances"][0]["lastError"] == {"code": "InvalidAdapter", "message": INVALID.message, "retryable": False}
+    assert rig.adapter_condition("Loaded") == ("False", "SomeReplicasFailed")
+    assert rig.adapter_status()["replicaInstances"][0]["lastError"] == {
+        "code": "InvalidAdapter",
+        "message": INVALID.message,
+        "retryable": False,
+    }
     assert rig.workers.at("10.0.0.1").calls == ["put x"], "not tried again until the spec changes"
     assert rig.condition("Ready") == ("True", "Serving")
     assert rig.condition("AdaptersReady") == ("False", "SomeFailed")
@@ -144,7 +148,7 @@ async def test_a_failure_that_may_pass_is_tried_again_with_growing_pauses_that_s
     worker.refusals["/loras/x"] = NO_MEMORY
     rig.cluster.put(adapter())
     await rig.run(5)
-    instance = rig.adapter_status()["instances"][0]
+    instance = rig.adapter_status()["replicaInstances"][0]
     assert (instance["state"], instance["attempts"], instance["lastError"]["code"]) == ("Failed", 1, "InsufficientMemory")
     assert "nextRetryTime" in instance
     rig.restart_operator()
@@ -247,7 +251,7 @@ async def test_a_sleeping_replica_is_not_woken_for_an_adapter_and_has_it_before_
     assert worker.adapters["x"].state is RecordState.DEFERRED
     assert rig.adapter_condition("Ready") == ("False", "Deferred")
     assert rig.adapter_condition("Loaded") == ("False", "WaitingForWake")
-    assert rig.adapter_status()["deferredGroups"] == 1
+    assert rig.adapter_status()["deferredReplicas"] == 1
     assert rig.condition("AdaptersReady") == ("False", "Deferred")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={}))
     await rig.run()
@@ -335,9 +339,9 @@ async def test_an_adapter_whose_deployment_is_deleted_says_so_and_one_made_again
     await rig.run()
     status = rig.adapter_status()
     assert rig.adapter_condition("Accepted") == ("False", "DeploymentNotFound")
-    assert "instances" not in status
+    assert "replicaInstances" not in status
     assert "resolved" not in status
-    assert status["loadedGroups"] == 0
+    assert status["loadedReplicas"] == 0
     assert (rig.adapter_condition("UpToDate"), rig.adapter_condition("Degraded")) == (("Unknown", "NotLoaded"), ("False", "AsExpected"))
     rig.cluster.put(deployment())
     await rig.run()
@@ -364,7 +368,7 @@ async def test_a_new_replica_loads_by_itself_while_the_adapter_stays_ready_elsew
     assert rig.adapter_condition("Loaded") == ("False", "WaitingForEngine")
     rig.start_all()
     await rig.run()
-    assert rig.adapter_condition("Loaded") == ("True", "AllGroups")
+    assert rig.adapter_condition("Loaded") == ("True", "AllReplicas")
 
 
 async def test_an_adapter_that_fails_on_one_replica_only_is_partially_loaded() -> None:

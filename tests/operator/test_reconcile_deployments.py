@@ -36,7 +36,7 @@ async def test_a_new_deployment_gets_its_children_and_serves() -> None:
     assert status["model"] == {"source": "/models/digits", "pipeline": "StableDiffusion3Pipeline", "sizeBytes": 5}
     assert status["servedName"] == "d"
     assert rig.routable() == ["d-0-0", "d-1-0"]
-    assert rig.cluster.events() == ["GroupReady", "GroupReady"]
+    assert rig.cluster.events() == ["ReplicaReady", "ReplicaReady"]
 
 
 async def test_nothing_is_written_while_nothing_changes() -> None:
@@ -131,7 +131,7 @@ async def test_a_template_that_cannot_start_leaves_the_other_replicas_alone_and_
     assert rig.condition("Ready") == ("True", "ServingDegraded")
     assert 'Back-off pulling image "nowhere/none:1"' in rig.message("Ready")
     assert rig.condition("Progressing") == ("False", "ImagePullError")
-    assert rig.condition("Degraded") == ("True", "GroupFailed")
+    assert rig.condition("Degraded") == ("True", "ReplicaFailed")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={}))
     await rig.run()
     rig.start_all()
@@ -171,9 +171,9 @@ async def test_a_model_that_does_not_exist_is_told_in_the_workers_own_words() ->
     assert rig.condition("Ready") == ("False", "ModelError")
     assert "--model '/models/digits': no such folder" in rig.message("Ready")
     assert rig.states() == ["Failed"]
-    failure = rig.status()["groups"][0]["lastFailure"]
+    failure = rig.status()["replicaStates"][0]["lastFailure"]
     assert (failure["exitCode"], failure["code"]) == (1, "StartupFailed")
-    assert "GroupRestarted" in rig.cluster.events()
+    assert "ReplicaRestarted" in rig.cluster.events()
     rig.cluster.running("d-0-0", "10.9.9.9", restarts=2, last={"exitCode": 1, "message": "--model '/models/digits': no such folder"})
     await rig.run()
     assert rig.condition("Ready") == ("False", "ModelError"), "another try does not hide the reason"
@@ -194,7 +194,7 @@ async def test_a_restarted_container_is_a_new_boot_and_keeps_its_last_failure() 
     rig = await serving(1)
     rig.restart_container("d-0-0", code=70, message="rank 0 died")
     await rig.run()
-    group = rig.status()["groups"][0]
+    group = rig.status()["replicaStates"][0]
     assert (group["state"], group["bootId"], group["restarts"], group["incarnation"]) == ("Awake", "boot-2", 1, 0)
     assert (group["lastFailure"]["exitCode"], group["lastFailure"]["message"]) == (70, "rank 0 died")
     assert rig.condition("Ready") == ("True", "Serving")
@@ -252,12 +252,12 @@ async def test_the_load_is_shown_while_it_lasts() -> None:
     worker = rig.start("d-0-0", phase=WorkerPhase.STARTING, load=LoadReport(stage="LoadingWeights", bytes_done=30, bytes_total=60))
     await rig.run()
     assert rig.states() == ["Starting"]
-    assert rig.status()["groups"][0]["load"] == {"stage": "LoadingWeights", "bytesDone": 30, "bytesTotal": 60, "percent": 50}
+    assert rig.status()["replicaStates"][0]["load"] == {"stage": "LoadingWeights", "bytesDone": 30, "bytesTotal": 60, "percent": 50}
     assert rig.condition("Progressing") == ("True", "LoadingModel")
     worker.phase = WorkerPhase.READY
     await rig.run()
     assert rig.states() == ["Awake"]
-    assert "load" not in rig.status()["groups"][0]
+    assert "load" not in rig.status()["replicaStates"][0]
 
 
 async def test_progress_is_written_at_most_each_five_seconds() -> None:
@@ -452,7 +452,7 @@ async def test_a_deployment_made_again_under_the_same_name_avoids_the_names_of_o
     rig.cluster.put(deployment())
     await rig.run()
     assert rig.cluster.names(POD) == ["d-0-0", "d-0-1"]
-    assert [group["leaderPod"] for group in rig.status()["groups"]] == ["d-0-1"]
+    assert [group["leaderPod"] for group in rig.status()["replicaStates"]] == ["d-0-1"]
 
 
 async def test_tokens_differ_by_deployment() -> None:

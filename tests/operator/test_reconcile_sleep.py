@@ -390,7 +390,7 @@ async def test_metrics_count_calls_wakes_and_replicas() -> None:
     assert found['diffusion_operator_control_call_seconds_count{code="OK",verb="sleep"}'] == 2
     assert found['diffusion_operator_wake_seconds_count{level="HostMemory"}'] == 1
     assert found['diffusion_operator_wake_seconds_sum{level="HostMemory"}'] == 0.25
-    assert (found['diffusion_operator_groups{state="Asleep"}'], found['diffusion_operator_groups{state="Awake"}']) == (1, 1)
+    assert (found['diffusion_operator_replicas{state="Asleep"}'], found['diffusion_operator_replicas{state="Awake"}']) == (1, 1)
     rig.cluster.remove(DEPLOYMENT, "d")
     await rig.run(5)
-    assert scraped(rig)['diffusion_operator_groups{state="Awake"}'] == 0
+    assert scraped(rig)['diffusion_operator_replicas{state="Awake"}'] == 0

@@ -29,21 +29,21 @@ async def test_rf1_a_container_that_ends_once_is_started_in_place_and_told() -> 
     await rig.run(10)
     assert rig.condition("Ready") == ("True", "Serving")
     assert rig.cluster.names(POD) == ["d-0-0"]
-    assert any("exit code 137" in note for note in rig.cluster.notes("GroupRestarted"))
-    assert rig.status()["groups"][0]["failures"] == 1
+    assert any("exit code 137" in note for note in rig.cluster.notes("ReplicaRestarted"))
+    assert rig.status()["replicaStates"][0]["failures"] == 1
 
 
 async def test_rf13_a_loop_gets_a_new_pod_after_a_pause_and_then_no_more() -> None:
     rig = await serving(1)
     await loops(rig, "d-0-0", 3)
-    group = rig.status()["groups"][0]
+    group = rig.status()["replicaStates"][0]
     assert (group["failures"], rig.cluster.names(POD)) == (3, ["d-0-0"])
     rig.restart_operator()
     await rig.run(20)
-    assert rig.status()["groups"][0]["nextRestartTime"] == group["nextRestartTime"], "the pause outlives the operator"
+    assert rig.status()["replicaStates"][0]["nextRestartTime"] == group["nextRestartTime"], "the pause outlives the operator"
     await rig.run(30)
     assert rig.cluster.names(POD) == ["d-0-1"]
-    assert rig.status()["groups"][0]["failures"] == 3, "the count outlives the pod"
+    assert rig.status()["replicaStates"][0]["failures"] == 3, "the count outlives the pod"
     await loops(rig, "d-0-1", 4)
     rig.restart_operator()
     await rig.run(8000)
@@ -59,8 +59,8 @@ async def test_rf13_a_loop_gets_a_new_pod_after_a_pause_and_then_no_more() -> No
     rig.start_all()
     await rig.run(10)
     assert rig.condition("Ready") == ("True", "Serving")
-    assert "failures" not in rig.status()["groups"][0]
-    assert rig.status()["groups"][0]["lastFailure"]["exitCode"] == 70, "what was wrong is told over pods and templates"
+    assert "failures" not in rig.status()["replicaStates"][0]
+    assert rig.status()["replicaStates"][0]["lastFailure"]["exitCode"] == 70, "what was wrong is told over pods and templates"
 
 
 async def test_rf13_a_model_that_cannot_be_loaded_is_left_to_the_kubelet() -> None:
@@ -104,7 +104,7 @@ async def test_the_count_of_failures_outlives_a_quota_that_refuses_the_next_pod(
     rig.cluster.refuse_pods = None
     await rig.run(10)
     assert rig.cluster.names(POD) == ["d-0-1"]
-    assert rig.status()["groups"][0]["failures"] == 1
+    assert rig.status()["replicaStates"][0]["failures"] == 1
 
 
 async def test_rf3_ranks_that_do_not_come_up_get_a_new_pod() -> None:
@@ -125,7 +125,7 @@ async def test_rf9_an_unreachable_replica_serves_on_and_is_made_anew_after_five_
     assert rig.condition("Degraded") == ("True", "ControlUnreachable")
     await rig.run(60)
     assert rig.cluster.names(POD) == ["d-0-1", "d-1-0"]
-    assert rig.status()["groups"][0]["failures"] == 1
+    assert rig.status()["replicaStates"][0]["failures"] == 1
 
 
 async def test_rf9_an_operator_that_reaches_nobody_touches_nothing() -> None:
@@ -167,6 +167,6 @@ async def test_rf4_a_pod_that_never_ends_is_replaced_and_its_late_return_counts_
     rig.workers.at("10.0.0.1").unreachable = False
     rig.cluster.pod_status("d-0-0", conditions=[{"type": "Ready", "status": "True"}])
     await rig.run(20)
-    assert (rig.status()["replicas"], rig.status()["groups"][0]["incarnation"]) == (1, 1)
+    assert (rig.status()["replicas"], rig.status()["replicaStates"][0]["incarnation"]) == (1, 1)
     assert [name for name in rig.routable() if name != "d-0-0"] == ["d-0-1"]
     assert rig.condition("Ready") == ("True", "Serving")

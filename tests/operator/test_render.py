@@ -127,7 +127,7 @@ def test_every_child_is_owned_and_labelled() -> None:
 def test_the_pods_name_and_labels_carry_index_incarnation_and_revision() -> None:
     metadata = rendered_pod()["metadata"]
     assert metadata["name"] == "d-2-3"
-    assert metadata["labels"]["diffusion-operator.dev/group-index"] == "2"
+    assert metadata["labels"]["diffusion-operator.dev/replica-index"] == "2"
     assert metadata["labels"]["diffusion-operator.dev/incarnation"] == "3"
     assert metadata["labels"]["diffusion-operator.dev/revision"] == template_of(made(), default_image="worker:1").revision
     assert "diffusion-operator.dev/routable" not in metadata["labels"]
@@ -393,7 +393,7 @@ def test_a_token_belongs_to_one_uid_and_one_key() -> None:
 
 def test_an_events_name_depends_on_what_it_is_about_and_not_on_the_time() -> None:
     deployment = made()
-    planned = PlannedEvent(type=EventType.WARNING, reason="GroupRestarted", message="m", key="boot-1")
+    planned = PlannedEvent(type=EventType.WARNING, reason="ReplicaRestarted", message="m", key="boot-1")
     other = msgspec.structs.replace(planned, key="boot-2")
     names = [event(one, kind=DEPLOYMENT, about=deployment.metadata, now=EPOCH)["metadata"]["name"] for one in (planned, planned, other)]
     assert names[0] == names[1] != names[2]

@@ -161,18 +161,18 @@ STEPS = [
 
 @pytest.mark.parametrize(("state", "sleep", "text"), STEPS)
 def test_a_replica_on_its_way_says_so_without_figures_that_move(state: WorkerState, sleep: dict[str, Any], text: str | None) -> None:
-    (group,) = planned(pod(), states={0: state}, sleep=ON_IDLE | sleep).status.groups
+    (group,) = planned(pod(), states={0: state}, sleep=ON_IDLE | sleep).status.replica_states
     assert group.message == text
 
 
 def test_a_replica_shows_how_its_last_sleep_or_wake_ended() -> None:
     sleep = Operation(operation_id="s", kind="sleep", seconds=0.0421, freed_bytes=7, level=SleepLevel.DISCARD)
-    (group,) = planned(pod(), states={0: says(WorkerPhase.ASLEEP, last_operation=sleep)}, sleep=ON_IDLE).status.groups
+    (group,) = planned(pod(), states={0: says(WorkerPhase.ASLEEP, last_operation=sleep)}, sleep=ON_IDLE).status.replica_states
     shown = group.last_operation
     assert shown is not None
     assert (shown.id, shown.kind, shown.level, shown.code) == ("s", "sleep", SleepLevel.DISCARD, None)
     assert (shown.seconds, shown.bytes) == ("0.042", 7)
-    (failed,) = planned(pod(), states={0: ended("wake", "Timeout", WorkerPhase.ASLEEP)}, sleep=ON_IDLE).status.groups
+    (failed,) = planned(pod(), states={0: ended("wake", "Timeout", WorkerPhase.ASLEEP)}, sleep=ON_IDLE).status.replica_states
     assert failed.last_operation is not None
     assert (failed.last_operation.code, failed.last_operation.message, failed.last_operation.bytes) == ("Timeout", "why", None)
 

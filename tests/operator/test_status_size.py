@@ -4,7 +4,7 @@
 import msgspec
 import pytest
 
-from diffusion_operator.api.deployment_status import FailureStatus, GroupState, GroupStatus, OperationStatus
+from diffusion_operator.api.deployment_status import FailureStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.worker_state import LossReport, WireError, WorkerPhase
 from diffusion_operator.plan.pods import Container, Exit
 from diffusion_operator.plan.status_size import GROUPS_BYTES, GROUPS_SHOWN, fitted
@@ -14,10 +14,10 @@ from plan_builders import planned, pod, says
 SMALL_ENOUGH = 512 << 10  # a third of what etcd takes
 
 
-def talkative(index: int, text: str) -> GroupStatus:
-    return GroupStatus(
+def talkative(index: int, text: str) -> ReplicaStatus:
+    return ReplicaStatus(
         index=index,
-        state=GroupState.FAILED,
+        state=ReplicaState.FAILED,
         message=text,
         last_rank_loss=text,
         last_failure=FailureStatus(code="RankFailed", message=text),
@@ -42,9 +42,9 @@ def test_what_fits_is_left_as_it_is() -> None:
 
 
 def test_of_too_many_those_are_shown_that_have_something_to_tell() -> None:
-    groups = [GroupStatus(index=index, state=GroupState.AWAKE) for index in range(200)]
-    groups[150] = GroupStatus(index=150, state=GroupState.FAILED, message="no memory")
-    groups[199] = GroupStatus(index=199, state=GroupState.PENDING, failures=2)
+    groups = [ReplicaStatus(index=index, state=ReplicaState.AWAKE) for index in range(200)]
+    groups[150] = ReplicaStatus(index=150, state=ReplicaState.FAILED, message="no memory")
+    groups[199] = ReplicaStatus(index=199, state=ReplicaState.PENDING, failures=2)
     shown, truncated = fitted(groups)
     assert truncated
     assert [group.index for group in shown] == [*range(GROUPS_SHOWN - 2), 150, 199]
@@ -59,18 +59,18 @@ def test_a_deployment_of_256_replicas_that_all_complain_has_a_small_status_with_
     )
     pods = [pod(index, **failing) for index in range(256)]
     status = planned(*pods, states=dict.fromkeys(range(256), report), replicas=256).status
-    assert (status.replicas, status.failed_replicas, status.groups_truncated, len(status.groups)) == (256, 256, True, 64)
+    assert (status.replicas, status.failed_replicas, status.replica_states_truncated, len(status.replica_states)) == (256, 256, True, 64)
     assert len(msgspec.json.encode(status)) < SMALL_ENOUGH
 
 
 def test_a_deployment_of_64_says_nothing_of_it() -> None:
     status = planned(*(pod(index) for index in range(64)), replicas=64).status
-    assert (len(status.groups), status.groups_truncated) == (64, None)
+    assert (len(status.replica_states), status.replica_states_truncated) == (64, None)
 
 
 async def test_an_event_tells_that_replicas_are_left_out_once() -> None:
     rig = await serving(70)
-    assert rig.status()["groupsTruncated"] is True
-    assert (rig.status()["awakeReplicas"], len(rig.status()["groups"])) == (70, 64)
+    assert rig.status()["replicaStatesTruncated"] is True
+    assert (rig.status()["awakeReplicas"], len(rig.status()["replicaStates"])) == (70, 64)
     assert ["64 of 70" in note for note in rig.cluster.notes("StatusTruncated")] == [True]
     assert rig.condition("Ready") == ("True", "Serving")

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from diffusion_operator.api.deployment_status import AdaptersStatus, DeploymentStatus, GroupState, GroupStatus, LoadStatus
+from diffusion_operator.api.deployment_status import AdaptersStatus, DeploymentStatus, LoadStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.meta import Condition, ConditionStatus
 from diffusion_operator.reconcile.status_write import worth_writing
 from fake_cluster import EPOCH
@@ -15,13 +15,18 @@ def adapters_ready(reason: str, message: str) -> tuple[Condition, ...]:
     return (Condition(type="AdaptersReady", status=ConditionStatus.FALSE, last_transition_time=EPOCH, reason=reason, message=message),)
 
 
-def loading(stage: str, done: int) -> tuple[GroupStatus, ...]:
-    return (GroupStatus(index=0, state=GroupState.STARTING, load=LoadStatus(stage=stage, bytes_done=done)),)
+def loading(stage: str, done: int) -> tuple[ReplicaStatus, ...]:
+    return (ReplicaStatus(index=0, state=ReplicaState.STARTING, load=LoadStatus(stage=stage, bytes_done=done)),)
 
 
 CHANGES = [
-    ("bytes", DeploymentStatus(groups=loading("Fetching", 1)), DeploymentStatus(groups=loading("Fetching", 2)), False),
-    ("a stage", DeploymentStatus(groups=loading("Fetching", 1)), DeploymentStatus(groups=loading("LoadingWeights", 1)), True),
+    ("bytes", DeploymentStatus(replica_states=loading("Fetching", 1)), DeploymentStatus(replica_states=loading("Fetching", 2)), False),
+    (
+        "a stage",
+        DeploymentStatus(replica_states=loading("Fetching", 1)),
+        DeploymentStatus(replica_states=loading("LoadingWeights", 1)),
+        True,
+    ),
     ("a count", DeploymentStatus(adapters=AdaptersStatus(ready=1)), DeploymentStatus(adapters=AdaptersStatus(ready=2)), False),
     (
         "who is behind",

@@ -170,10 +170,10 @@ class Rig:
         return next(one["message"] for one in self.adapter_status(name)["conditions"] if one["type"] == type_)
 
     def instance(self, name: str = "x", group: int = 0) -> dict[str, Any]:
-        return next(one for one in self.adapter_status(name)["instances"] if one["group"] == group)
+        return next(one for one in self.adapter_status(name)["replicaInstances"] if one["replica"] == group)
 
     def states(self, name: str = "d") -> list[str]:
-        return [group["state"] for group in self.status(name).get("groups", [])]
+        return [group["state"] for group in self.status(name).get("replicaStates", [])]
 
     def routable(self) -> list[str]:
         pods = [self.cluster.find(POD, name) for name in self.cluster.names(POD)]

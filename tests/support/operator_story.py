@@ -136,10 +136,10 @@ class Teller:
         found |= {"pods": len(pods), "routable": len(rig.routable())}
         if rig.cluster.find(DEPLOYMENT, "d"):
             status = rig.status()
-            told = sorted(f"d-{one['index']}-{one['incarnation']}" for one in status["groups"])
+            told = sorted(f"d-{one['index']}-{one['incarnation']}" for one in status["replicaStates"])
             if told != pods:
                 self.told.wrong.append(f"the status tells of {told}, and there are {pods}")
-            found |= {"conditions": _facts(status), "groups": sorted(one["state"] for one in status["groups"])}
+            found |= {"conditions": _facts(status), "replicaStates": sorted(one["state"] for one in status["replicaStates"])}
             found |= {"observed": status["observedGeneration"], "desired": [one["name"] for one in rig.desired()["adapters"]]}
         if rig.cluster.find(ADAPTER, "x"):
             found |= {"adapter": _facts(rig.adapter_status())}

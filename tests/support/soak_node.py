@@ -138,7 +138,7 @@ class NodeSoak:
     def _settled(self) -> bool:
         """Every replica is there once and says itself that it is ready; the operator says so too, also of the adapter that stays."""
         found, pods = self.rig.kubectl.get(DD), self.rig.pods(NAME)
-        indexes = [pod["metadata"]["labels"]["diffusion-operator.dev/group-index"] for pod in pods]
+        indexes = [pod["metadata"]["labels"]["diffusion-operator.dev/replica-index"] for pod in pods]
         complete = len(set(indexes)) == len(indexes) == found["spec"]["replicas"]
         told = SERVING.holds(found) and ADAPTER_READY.holds(self.rig.kubectl.get(f"lora/{STAYS}"))
         return complete and told and all((self._state(pod) or {}).get("state") == "ready" for pod in pods)

@@ -49,7 +49,7 @@ def _of_deployment(one: Any, found: dict[Any, list[Any]], kubelet: FakeKubelet) 
 
 def _of_groups(spec: Any, status: Any, pods: list[Any], kubelet: FakeKubelet, *, adapters: set[str]) -> list[str]:
     """The status says what the workers say, and the workers are as the policy has it."""
-    said = {(group["leaderPod"], group.get("bootId"), group["state"]) for group in status.get("groups", ())}
+    said = {(group["leaderPod"], group.get("bootId"), group["state"]) for group in status.get("replicaStates", ())}
     running = {pod["metadata"]["name"]: kubelet.containers.get(pod["metadata"]["uid"]) for pod in pods}
     if not all(running.values()):
         return ["a pod does not run yet"]

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState
+from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.plan.happenings import Happened
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.reconcile.listing import Listing
@@ -100,9 +100,9 @@ class Replicas(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """In the thread of the metrics server, as above. Every state is there, as 0."""
         statuses = list(self._statuses.values())
-        groups = GaugeMetricFamily("diffusion_operator_groups", "Replicas by state.", labels=["state"])
-        counts = collections.Counter(group.state for status in statuses for group in status.groups)
-        for state in GroupState:
+        groups = GaugeMetricFamily("diffusion_operator_replicas", "Replicas by state.", labels=["state"])
+        counts = collections.Counter(group.state for status in statuses for group in status.replica_states)
+        for state in ReplicaState:
             groups.add_metric([state.value], counts[state])
         yield groups
         held = sum(status.held.current or 0 for status in statuses if status.held is not None)

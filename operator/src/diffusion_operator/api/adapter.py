@@ -105,7 +105,7 @@ class ErrorStatus(_Status, frozen=True):
 
 
 class InstanceStatus(_Status, frozen=True):
-    group: int
+    replica: int
     state: InstanceState
     pod_uid: str | None = msgspec.field(default=None, name="podUID")
     boot_id: str | None = None
@@ -124,13 +124,13 @@ class AdapterStatus(_Status, frozen=True):
     observed_generation: int | None = None
     deployment_uid: str | None = msgspec.field(default=None, name="deploymentUID")
     resolved: ResolvedStatus | None = None
-    desired_groups: int | None = None
-    loaded_groups: int | None = None
-    failed_groups: int | None = None
-    deferred_groups: int | None = None
+    desired_replicas: int | None = None
+    loaded_replicas: int | None = None
+    failed_replicas: int | None = None
+    deferred_replicas: int | None = None
     owner: OwnerStatus | None = None
     usage: UsageStatus | None = None
-    instances: tuple[InstanceStatus, ...] = ()
+    replica_instances: tuple[InstanceStatus, ...] = ()
     conditions: tuple[Condition, ...] = ()
 
 

@@ -300,7 +300,7 @@ class Rollout(_Spec, frozen=True):
     progress_deadline_seconds: int = 1800
 
 
-class GroupRecovery(_Spec, frozen=True):
+class ReplicaRecovery(_Spec, frozen=True):
     backoff_seconds: int = 10
     backoff_max_seconds: int = 300
     failure_threshold: int = 5
@@ -330,7 +330,7 @@ class DeploymentSpec(_Spec, frozen=True):
     service: ServiceSpec = ServiceSpec()
     requests: Requests = Requests()
     rollout: Rollout = Rollout()
-    group_recovery: GroupRecovery = GroupRecovery()
+    replica_recovery: ReplicaRecovery = ReplicaRecovery()
     control: Control = Control()
     scheduling: Scheduling = Scheduling()
     pod_metadata: PodMetadata = PodMetadata()

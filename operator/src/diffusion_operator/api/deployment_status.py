@@ -15,7 +15,7 @@ class _Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     pass
 
 
-class GroupState(StrEnum):
+class ReplicaState(StrEnum):
     """The machine of a replica; see plan/groups.py for what leads to each."""
 
     PENDING = "Pending"
@@ -57,9 +57,9 @@ class OperationStatus(_Status, frozen=True):
     message: str | None = None
 
 
-class GroupStatus(_Status, frozen=True):
+class ReplicaStatus(_Status, frozen=True):
     index: int
-    state: GroupState
+    state: ReplicaState
     incarnation: int | None = None
     boot_id: str | None = None
     leader_pod: str | None = None
@@ -134,6 +134,6 @@ class DeploymentStatus(_Status, frozen=True):
     held: HeldStatus | None = None
     last_request_time: datetime | None = None
     sleep_eligible_time: datetime | None = None
-    groups_truncated: bool | None = None
-    groups: tuple[GroupStatus, ...] = ()
+    replica_states_truncated: bool | None = None
+    replica_states: tuple[ReplicaStatus, ...] = ()
     conditions: tuple[Condition, ...] = ()

@@ -8,7 +8,7 @@ VERSION = "v1alpha1"
 FIELD_MANAGER = "diffusion-operator"
 
 LABEL_DEPLOYMENT = f"{GROUP}/deployment"
-LABEL_GROUP_INDEX = f"{GROUP}/group-index"
+LABEL_REPLICA_INDEX = f"{GROUP}/replica-index"
 LABEL_INCARNATION = f"{GROUP}/incarnation"
 LABEL_REVISION = f"{GROUP}/revision"
 LABEL_ROUTABLE = f"{GROUP}/routable"

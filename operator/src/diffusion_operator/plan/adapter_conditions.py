@@ -2,14 +2,14 @@
 """The conditions of a LoRAAdapter. What they claim was reported by a replica; a message names the replica it is about."""
 
 from diffusion_operator.api.adapter import InstanceState, LoRAAdapter, ResolvedStatus
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters import AdapterView
 from diffusion_operator.plan.instances import Instance
 
 MIB = 1024 * 1024
-_ASLEEP = (GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+_ASLEEP = (ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
 _COMING = (InstanceState.FETCHING, InstanceState.LOADING)
 
 
@@ -19,7 +19,7 @@ def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
         verdict("Ready", False, "DeploymentMissing", message),
         verdict("Accepted", False, "DeploymentNotFound", message),
         verdict("SourceResolved", None, "NotTried", message),
-        verdict("Loaded", False, "NoGroups", message),
+        verdict("Loaded", False, "NoReplicas", message),
         verdict("Degraded", False, "AsExpected", ""),
         verdict("UpToDate", None, "NotLoaded", message),
     )
@@ -70,11 +70,11 @@ def loaded(view: AdapterView) -> Verdict:
     desired = view.decision.desired is not None
     total, text = len(view.instances) if desired else 0, _tally(view)
     if total == 0:
-        return verdict("Loaded", False, "NoGroups", "there is no replica to load it on" if desired else "not asked for")
+        return verdict("Loaded", False, "NoReplicas", "there is no replica to load it on" if desired else "not asked for")
     if view.count(InstanceState.LOADED) == total:
-        return verdict("Loaded", True, "AllGroups", text)
+        return verdict("Loaded", True, "AllReplicas", text)
     if view.count(InstanceState.FAILED):
-        return verdict("Loaded", False, "SomeGroupsFailed", f"{text}; {_first_error(view)}")
+        return verdict("Loaded", False, "SomeReplicasFailed", f"{text}; {_first_error(view)}")
     if any(state in _ASLEEP for state in view.group_states):
         return verdict("Loaded", False, "WaitingForWake", text)
     if view.count(InstanceState.LOADED, InstanceState.CACHED) == total:
@@ -85,19 +85,19 @@ def loaded(view: AdapterView) -> Verdict:
 def degraded(view: AdapterView) -> Verdict:
     for one in view.instances:
         if one.error is not None and one.error.code == RELOAD_LOOP:
-            return verdict("Degraded", True, "ReloadLoop", f"replica {one.status.group}: {one.error.message}")
+            return verdict("Degraded", True, "ReloadLoop", f"replica {one.status.replica}: {one.error.message}")
     for one in view.instances:
         if one.drifted:
             expected = view.decision.desired.load.digest if view.decision.desired is not None else None
-            message = f"replica {one.status.group} has {one.other_digest}, every replica must have {expected}"
+            message = f"replica {one.status.replica} has {one.other_digest}, every replica must have {expected}"
             return verdict("Degraded", True, "DigestDrift", message)
     for one in view.instances:
         if one.record is not None and one.record.verification_failed:
             message = "after a wake it was not what had been loaded; nothing was made with it, and it was read from its file again"
-            return verdict("Degraded", True, "VerificationFailed", f"replica {one.status.group}: {message}")
+            return verdict("Degraded", True, "VerificationFailed", f"replica {one.status.replica}: {message}")
     for one in view.instances:
         if one.evictions:
-            message = f"replica {one.status.group} evicted it {one.evictions} times in the last ten minutes; it was loaded again"
+            message = f"replica {one.status.replica} evicted it {one.evictions} times in the last ten minutes; it was loaded again"
             return verdict("Degraded", True, "EvictedUnexpectedly", message)
     return verdict("Degraded", False, "AsExpected", "")
 
@@ -117,7 +117,7 @@ def _tally(view: AdapterView) -> str:
     cached = [one for one in view.instances if one.status.state is InstanceState.CACHED]
     if cached:
         text += f"; out of memory on {_replicas(cached)}" + (", loaded at its first request there" if view.loads_on_request else "")
-    return text + "".join(f"; replica {one.status.group}: {_progress(one)}" for one in view.instances if one.status.state in _COMING)
+    return text + "".join(f"; replica {one.status.replica}: {_progress(one)}" for one in view.instances if one.status.state in _COMING)
 
 
 def _progress(instance: Instance) -> str:
@@ -140,7 +140,7 @@ def _other_version(view: AdapterView) -> str:
 
 
 def _replicas(instances: tuple[Instance, ...] | list[Instance]) -> str:
-    return "replica " + ", ".join(str(one.status.group) for one in instances)
+    return "replica " + ", ".join(str(one.status.replica) for one in instances)
 
 
 def _source_error(view: AdapterView) -> str | None:
@@ -152,4 +152,4 @@ def _first_error(view: AdapterView) -> str:
     """Of the source, if one is; what the deployment has no room for is told by Accepted."""
     errors = [one for one in view.instances if one.error is not None]
     errors.sort(key=lambda one: one.error is None or (one.error.code not in SOURCE_REASONS, one.error.code in DEPLOYMENT_REASONS))
-    return next((f"replica {one.status.group}: {one.error.code}: {one.error.message}" for one in errors if one.error), "")
+    return next((f"replica {one.status.replica}: {one.error.code}: {one.error.message}" for one in errors if one.error), "")

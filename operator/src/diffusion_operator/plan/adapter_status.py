@@ -22,13 +22,13 @@ def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datet
         observed_generation=adapter.metadata.generation,
         deployment_uid=view.deployment_uid if view else None,
         resolved=resolved or _earlier(adapter, view),
-        desired_groups=len(view.instances) if view and desired else 0,
-        loaded_groups=view.count(InstanceState.LOADED) if view else 0,
-        failed_groups=view.count(InstanceState.FAILED) if view else 0,
-        deferred_groups=view.count(InstanceState.DEFERRED) if view else 0,
+        desired_replicas=len(view.instances) if view and desired else 0,
+        loaded_replicas=view.count(InstanceState.LOADED) if view else 0,
+        failed_replicas=view.count(InstanceState.FAILED) if view else 0,
+        deferred_replicas=view.count(InstanceState.DEFERRED) if view else 0,
         owner=OwnerStatus(served_name=adapter.served_name, conflict_with=view.decision.conflict_with if view else None),
         usage=view.usage if view else None,
-        instances=tuple(instance.status for instance in view.instances[:INSTANCES_SHOWN]) if view else (),
+        replica_instances=tuple(instance.status for instance in view.instances[:INSTANCES_SHOWN]) if view else (),
         conditions=settle_conditions(verdicts, previous=adapter.status.conditions, generation=adapter.metadata.generation, now=now),
     )
 

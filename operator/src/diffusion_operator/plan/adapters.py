@@ -13,7 +13,7 @@ import msgspec
 
 from diffusion_operator.api.adapter import InstanceState, Residency, UsageStatus
 from diffusion_operator.api.deployment_spec import Lora, OnMissing
-from diffusion_operator.api.deployment_status import AdaptersStatus, GroupState
+from diffusion_operator.api.deployment_status import AdaptersStatus, ReplicaState
 from diffusion_operator.api.worker_state import AdapterRecord, WireError
 from diffusion_operator.plan.acceptance import Decision, DesiredAdapter, Holders, decide_all, overruled
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter
@@ -24,7 +24,7 @@ from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
 from diffusion_operator.plan.refilling import refills
 from diffusion_operator.plan.usage import usage_of
 
-_SERVING = (GroupState.AWAKE, GroupState.VERIFYING)
+_SERVING = (ReplicaState.AWAKE, ReplicaState.VERIFYING)
 
 
 class AdapterView(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class AdapterView(msgspec.Struct, frozen=True):
     deployment_uid: str
     decision: Decision
     instances: tuple[Instance, ...] = ()
-    group_states: tuple[GroupState, ...] = ()
+    group_states: tuple[ReplicaState, ...] = ()
     """In the order of instances."""
     loads_on_request: bool = False
     """A request for it is held while it is loaded, where it is out of memory."""
@@ -97,7 +97,7 @@ class AdapterPlan(msgspec.Struct, frozen=True):
 
 
 def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime, *, revision: str) -> AdapterPlan:
-    present = tuple(group for group in groups if group.state is not GroupState.TERMINATING)
+    present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     decisions = decide_all(observed.deployment, observed.adapters, holders=_holders(present))
     desired = [decision.desired for decision in decisions if decision.desired is not None]
     attempts = _attempts(observed, desired, present, now)
@@ -129,7 +129,7 @@ def _view(
     observed: Observed,
     decision: Decision,
     row: tuple[Instance, ...],
-    states: Mapping[int, GroupState],
+    states: Mapping[int, ReplicaState],
     *,
     usage: UsageStatus | None,
 ) -> AdapterView:
@@ -137,7 +137,7 @@ def _view(
         deployment_uid=observed.deployment.metadata.uid,
         decision=decision,
         instances=row,
-        group_states=tuple(states[instance.status.group] for instance in row),
+        group_states=tuple(states[instance.status.replica] for instance in row),
         loads_on_request=_loads_on_request(decision, observed.deployment.spec.lora),
         suspended=observed.deployment.spec.suspend,
         usage=usage,
@@ -146,7 +146,7 @@ def _view(
 
 def _errors(row: Sequence[Instance], groups: Sequence[Group]) -> list[WireError]:
     indices = {group.index for group in groups}
-    return [one.error for one in row if one.error is not None and one.status.group in indices]
+    return [one.error for one in row if one.error is not None and one.status.replica in indices]
 
 
 def _usage(observed: Observed, decision: Decision, groups: Sequence[Group], now: datetime) -> UsageStatus | None:
@@ -163,7 +163,7 @@ def _loads_on_request(decision: Decision, lora: Lora) -> bool:
 def _holders(groups: Sequence[Group]) -> Holders:
     holders: dict[str, list[AdapterRecord]] = defaultdict(list)
     for group in groups:
-        if group.state is GroupState.AWAKE and group.document is not None:
+        if group.state is ReplicaState.AWAKE and group.document is not None:
             for record in group.document.adapters:
                 holders[record.name].append(record)
     return holders
@@ -188,10 +188,10 @@ def _instances(
 
 def _verified(group: Group, instances: Sequence[Instance], *, removals: Sequence[RemoveAdapter]) -> Group:
     """Awake is entered through Verifying: once, for each life of the server and each wake. A new adapter does not lead back."""
-    if group.state is not GroupState.AWAKE:
+    if group.state is not ReplicaState.AWAKE:
         return group
     before = group.previous
-    was_awake = before is not None and before.state is GroupState.AWAKE and before.boot_id == group.boot_id
+    was_awake = before is not None and before.state is ReplicaState.AWAKE and before.boot_id == group.boot_id
     if was_awake or (not removals and all(instance.done for instance in instances)):
         return group
-    return msgspec.structs.replace(group, state=GroupState.VERIFYING)
+    return msgspec.structs.replace(group, state=ReplicaState.VERIFYING)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from diffusion_operator.api.adapter import InstanceState
 from diffusion_operator.api.deployment_spec import ColdMode, DeploymentSpec, SleepLevel, SleepPolicy
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.control_security import control_secured
 from diffusion_operator.plan.groups import Group, Problem
@@ -29,11 +29,11 @@ _DEGRADED_REASONS = {
     Problem.WAKE_FAILED: "WakeFailing",
     Problem.SLEEP_FAILED: "SleepFailing",
     Problem.UNREACHABLE: "ControlUnreachable",
-    Problem.MODEL_ERROR: "GroupFailed",
+    Problem.MODEL_ERROR: "ReplicaFailed",
     Problem.NODE_LOST: "NodeLost",
-    Problem.POD_FAILED: "GroupFailed",
-    Problem.CONTAINER: "GroupFailed",
-    Problem.IMAGE_PULL: "GroupFailed",
+    Problem.POD_FAILED: "ReplicaFailed",
+    Problem.CONTAINER: "ReplicaFailed",
+    Problem.IMAGE_PULL: "ReplicaFailed",
 }
 _MESSAGE_LIMIT = 1500
 
@@ -116,8 +116,8 @@ def progressing(now: Situation) -> Verdict:
     if missing:
         text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {now.refusal}" if now.refusal else "")
         return verdict("Progressing", True, "RolloutProgressing", text)
-    loading = [group for group in now.groups if group.state in (GroupState.PENDING, GroupState.STARTING, GroupState.VERIFYING)]
-    if loading or now.count(GroupState.FAILED):
+    loading = [group for group in now.groups if group.state in (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.VERIFYING)]
+    if loading or now.count(ReplicaState.FAILED):
         return verdict("Progressing", True, "LoadingModel", _tally(now) + _others(now))
     return verdict("Progressing", True, "RolloutComplete", f"all {now.wanted} replicas have the template of the spec")
 
@@ -142,7 +142,7 @@ def awake(now: Situation) -> Verdict:
 
 
 def _awake(now: Situation) -> tuple[bool, str, str]:
-    count, tally = now.count(GroupState.AWAKE), _tally(now)
+    count, tally = now.count(ReplicaState.AWAKE), _tally(now)
     if now.spec.suspend:
         return False, "Suspended", _suspended(now)
     if count:
@@ -150,9 +150,9 @@ def _awake(now: Situation) -> tuple[bool, str, str]:
     failed = next((group for kind in _WAKE_PROBLEMS for group in now.groups if group.problem is kind), None)
     if failed is not None and failed.problem is not None:
         return False, failed.problem.value, _about(failed)
-    if now.groups and now.count(GroupState.ASLEEP) == len(now.groups) and (now.asleep_wanted or now.on_idle):
+    if now.groups and now.count(ReplicaState.ASLEEP) == len(now.groups) and (now.asleep_wanted or now.on_idle):
         return False, "AllAsleep", tally
-    if now.count(GroupState.WAKING) or (now.count(GroupState.ASLEEP) and not (now.asleep_wanted or now.on_idle)):
+    if now.count(ReplicaState.WAKING) or (now.count(ReplicaState.ASLEEP) and not (now.asleep_wanted or now.on_idle)):
         return False, "Waking", tally
     if now.count(*RESTING):
         return False, "GoingToSleep", tally
@@ -194,7 +194,7 @@ def adapters_ready(now: Situation) -> Verdict:
     if not behind:
         return verdict("AdaptersReady", True, "AllReady", f"every awake replica serves {len(wanted)} adapters")
     names = ", ".join(view.decision.adapter.metadata.name for view in behind)
-    if now.groups and not now.count(GroupState.AWAKE, GroupState.VERIFYING):
+    if now.groups and not now.count(ReplicaState.AWAKE, ReplicaState.VERIFYING):
         return verdict("AdaptersReady", False, "Deferred", f"{names}: loaded before a replica is awake again")
     return verdict("AdaptersReady", False, "Loading", f"{names}: not yet on every awake replica")
 
@@ -217,7 +217,7 @@ def _named(name: str, message: str) -> str:
 
 def _tally(now: Situation) -> str:
     """`1 Awake, 1 Starting of 2 replicas`."""
-    counts = {state: now.count(state) for state in GroupState if now.count(state)}
+    counts = {state: now.count(state) for state in ReplicaState if now.count(state)}
     return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
 
 
@@ -243,7 +243,7 @@ def _wakes(now: Situation) -> str:
 
 def _unprobed(now: Situation) -> str:
     """The engine is ready and the kubelet does not say so: for a moment after a start, or because the data port does not answer."""
-    indices = [str(group.index) for group in now.groups if group.state is GroupState.AWAKE and not group.pod.ready]
+    indices = [str(group.index) for group in now.groups if group.state is ReplicaState.AWAKE and not group.pod.ready]
     return f"; the readiness probe of replica {', '.join(indices)} does not pass" if indices else ""
 
 

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState
+from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters
@@ -52,7 +52,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     adapters = plan_adapters(observed, seen, now, revision=template.revision)
     groups = adapters.groups
     departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
-    present = tuple(group for group in groups if group.state is not GroupState.TERMINATING)
+    present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     progress = progress_of(deployment.spec, deployment.status, present, revision=template.revision, now=now)
     resolution = resolve_model(deployment, template, present, now)
     replicas = plan_replicas(observed, groups, revision=template.revision, stalled=progress.stalled, raced=unpinned(resolution), now=now)

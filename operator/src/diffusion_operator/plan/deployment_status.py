@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_status import DeploymentStatus, EndpointsStatus, GroupState, GroupStatus, OperationStatus
+from diffusion_operator.api.deployment_status import DeploymentStatus, EndpointsStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
 from diffusion_operator.plan.actions import CreatePod
@@ -17,7 +17,7 @@ from diffusion_operator.plan.situation import Situation
 from diffusion_operator.plan.status_size import fitted
 from diffusion_operator.plan.traffic import held_requests, last_request_time, sleep_eligible_time
 
-READY_STATES = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+READY_STATES = (ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
 
 
 def deployment_status(
@@ -42,9 +42,9 @@ def deployment_status(
         updated_replicas=updated,
         ready_replicas=sum(group.state in READY_STATES and group.pod.ready for group in situation.groups),
         available_replicas=situation.serving,
-        awake_replicas=count(GroupState.AWAKE),
-        asleep_replicas=count(GroupState.ASLEEP),
-        failed_replicas=count(GroupState.FAILED),
+        awake_replicas=count(ReplicaState.AWAKE),
+        asleep_replicas=count(ReplicaState.ASLEEP),
+        failed_replicas=count(ReplicaState.FAILED),
         selector=f"{LABEL_DEPLOYMENT}={name}",
         current_revision=template.revision if situation.progress.done else before.current_revision,
         update_revision=template.revision,
@@ -57,23 +57,23 @@ def deployment_status(
         sleep_eligible_time=sleep_eligible_time(
             deployment.spec, situation.groups, rolling=situation.rolling, before=before.sleep_eligible_time, now=now
         ),
-        groups_truncated=truncated or None,
-        groups=shown,
+        replica_states_truncated=truncated or None,
+        replica_states=shown,
         conditions=settle_conditions(
             deployment_verdicts(situation), previous=before.conditions, generation=deployment.metadata.generation, now=now
         ),
     )
 
 
-def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod]) -> Iterator[GroupStatus]:
+def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod]) -> Iterator[ReplicaStatus]:
     """What is known of the failures of a replica whose pod is gone and whose next one is not there yet. With another template they do
     not count, and the last one is still told."""
     present, coming = {group.index for group in groups}, {action.index for action in made}
-    for known in before.groups:
+    for known in before.replica_states:
         if known.index in coming - present and (known.failures or known.last_failure):
-            yield GroupStatus(
+            yield ReplicaStatus(
                 index=known.index,
-                state=GroupState.PENDING,
+                state=ReplicaState.PENDING,
                 incarnation=known.incarnation,
                 revision=known.revision,
                 failures=known.failures,
@@ -82,8 +82,8 @@ def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Seque
             )
 
 
-def group_status(group: Group) -> GroupStatus:
-    return GroupStatus(
+def group_status(group: Group) -> ReplicaStatus:
+    return ReplicaStatus(
         index=group.index,
         state=group.state,
         incarnation=group.pod.incarnation,

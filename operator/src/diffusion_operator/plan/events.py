@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from diffusion_operator.api.adapter import AdapterStatus, InstanceState, InstanceStatus, LoRAAdapter
-from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState, GroupStatus, OperationStatus
+from diffusion_operator.api.deployment_status import DeploymentStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.meta import ConditionStatus, condition_of, reason_of
 from diffusion_operator.api.worker_state import NO_FAILURES
 
@@ -29,18 +29,23 @@ class PlannedEvent(msgspec.Struct, frozen=True):
 
 
 def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[PlannedEvent, ...]:
-    old = {group.index: group for group in before.groups}
-    events = [event for group in after.groups for event in _group_events(old.get(group.index), group, generation=after.observed_generation)]
+    old = {group.index: group for group in before.replica_states}
+    events = [
+        event
+        for group in after.replica_states
+        for event in _group_events(old.get(group.index), group, generation=after.observed_generation)
+    ]
     events += _model_events(before, after)
-    if after.groups_truncated and not before.groups_truncated:
-        message = f"status.groups has {len(after.groups)} of {after.replicas} replicas, or less of what they say; what is counted is of all"
+    if after.replica_states_truncated and not before.replica_states_truncated:
+        shown = f"status.replicaStates has {len(after.replica_states)} of {after.replicas} replicas, or shortened messages"
+        message = f"{shown}; the counts are of all replicas"
         events.append(_normal("StatusTruncated", message, key=str(after.observed_generation)))
     if _revision_done(before, after):
         message = f"all replicas have revision {after.current_revision}"
         events.append(_normal("RolloutComplete", message, key=after.current_revision or ""))
     looping = condition_of(after.conditions, "Degraded")
     if looping is not None and looping.reason == "CrashLooping" != reason_of(before.conditions, "Degraded"):
-        pods = ",".join(group.leader_pod or "" for group in after.groups if group.failures)
+        pods = ",".join(group.leader_pod or "" for group in after.replica_states if group.failures)
         events.append(_warning(looping.reason, looping.message, key=f"{after.update_revision}-{pods}"))
     stuck = condition_of(after.conditions, "Progressing")
     if (
@@ -65,31 +70,31 @@ def _model_events(before: DeploymentStatus, after: DeploymentStatus) -> list[Pla
     return events
 
 
-def _group_events(before: GroupStatus | None, after: GroupStatus, *, generation: int | None) -> list[PlannedEvent]:
+def _group_events(before: ReplicaStatus | None, after: ReplicaStatus, *, generation: int | None) -> list[PlannedEvent]:
     """Ready once in a boot, asleep and awake again once for each operation."""
     events = []
     boot = after.boot_id or after.leader_pod or ""
-    was_ready = before is not None and before.state is GroupState.AWAKE and before.boot_id == after.boot_id
+    was_ready = before is not None and before.state is ReplicaState.AWAKE and before.boot_id == after.boot_id
     failure = after.last_failure
     if failure is not None and (before is None or before.last_failure != failure):
         how = f"ended with exit code {failure.exit_code}" if failure.exit_code is not None else "failed"
         message = f"replica {after.index} {how}: {failure.message}"
-        events.append(_warning("GroupRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
+        events.append(_warning("ReplicaRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
     if before is not None and after.failures and (before.incarnation or 0) < (after.incarnation or 0):
         message = f"replica {after.index} is made anew as {after.leader_pod} after {after.failures} failures"
-        events.append(_warning("GroupRestarted", message, key=after.leader_pod or ""))
+        events.append(_warning("ReplicaRestarted", message, key=after.leader_pod or ""))
     if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
         message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"
         events.append(_warning("RankLost", message, key=f"{boot}-{after.generation}"))
-    if after.state is GroupState.AWAKE and not was_ready:
-        events.append(_normal("GroupReady", f"replica {after.index} is ready", key=boot))
+    if after.state is ReplicaState.AWAKE and not was_ready:
+        events.append(_normal("ReplicaReady", f"replica {after.index} is ready", key=boot))
     ended = ended_operation(before, after)
     if ended is not None:
         events += _operation_events(after.index, ended, boot=boot, generation=generation)
     return events
 
 
-def ended_operation(before: GroupStatus | None, after: GroupStatus) -> OperationStatus | None:
+def ended_operation(before: ReplicaStatus | None, after: ReplicaStatus) -> OperationStatus | None:
     """The sleep or wake that ended since the status before, as far as one can see: of two between two looks, the later."""
     last = after.last_operation
     told = before.last_operation if before is not None and before.boot_id == after.boot_id else None
@@ -98,8 +103,8 @@ def ended_operation(before: GroupStatus | None, after: GroupStatus) -> Operation
 
 def wakes_between(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[OperationStatus]:
     """Wakes that succeeded, for metrics."""
-    old = {group.index: group for group in before.groups}
-    for group in after.groups:
+    old = {group.index: group for group in before.replica_states}
+    for group in after.replica_states:
         ended = ended_operation(old.get(group.index), group)
         if ended is not None and ended.kind == "wake" and ended.code is None:
             yield ended
@@ -146,8 +151,10 @@ def adapter_events(adapter: LoRAAdapter, after: AdapterStatus) -> tuple[PlannedE
     then, accepted = condition_of(before.conditions, "Accepted"), condition_of(after.conditions, "Accepted")
     if accepted is not None and accepted.status is ConditionStatus.FALSE and (then is None or then.reason != accepted.reason):
         events.append(_warning("AdapterRejected", accepted.message, key=f"{generation}-{accepted.reason}"))
-    earlier = {instance.group: instance for instance in before.instances}
-    events += [event for instance in after.instances for event in _instance_events(earlier.get(instance.group), instance, generation)]
+    earlier = {instance.replica: instance for instance in before.replica_instances}
+    events += [
+        event for instance in after.replica_instances for event in _instance_events(earlier.get(instance.replica), instance, generation)
+    ]
     events += _drift_events(before, after, generation)
     return tuple(events)
 
@@ -158,10 +165,10 @@ def _instance_events(before: InstanceStatus | None, after: InstanceStatus, gener
         return []
     key = f"{generation}-{after.boot_id}"
     if after.state is InstanceState.LOADED:
-        return [_normal("AdapterLoaded", f"loaded on replica {after.group}, {after.digest}", key=f"{key}-{after.digest}")]
+        return [_normal("AdapterLoaded", f"loaded on replica {after.replica}, {after.digest}", key=f"{key}-{after.digest}")]
     if after.state is InstanceState.FAILED and after.last_error is not None:
         reason = "DigestMismatch" if after.last_error.code == "DigestMismatch" else "AdapterLoadFailed"
-        message = f"replica {after.group}: {after.last_error.code}: {after.last_error.message}"
+        message = f"replica {after.replica}: {after.last_error.code}: {after.last_error.message}"
         return [_warning(reason, message, key=f"{key}-{after.last_error.code}")]
     return []
 

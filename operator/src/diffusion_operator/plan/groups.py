@@ -12,7 +12,7 @@ import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DrainMode, Quantity, Sleep, SleepPolicy
-from diffusion_operator.api.deployment_status import FailureStatus, GroupState, GroupStatus
+from diffusion_operator.api.deployment_status import FailureStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.plan.model_codes import code_in
 from diffusion_operator.plan.observed import Observed, Poll
@@ -24,21 +24,21 @@ IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName
 QUIET_REASONS = frozenset({"", "ContainerCreating", "PodInitializing"})
 
 LIVE_STATES = frozenset(
-    {GroupState.VERIFYING, GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING}
+    {ReplicaState.VERIFYING, ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING}
 )
 """The first load is done and the server answers, by policy if not with an image."""
-SETTLED_STATES = frozenset({GroupState.AWAKE, GroupState.ASLEEP})
+SETTLED_STATES = frozenset({ReplicaState.AWAKE, ReplicaState.ASLEEP})
 
 _PHASES = {
-    WorkerPhase.STARTING: GroupState.STARTING,
-    WorkerPhase.RESTARTING: GroupState.STARTING,
-    WorkerPhase.READY: GroupState.AWAKE,
-    WorkerPhase.DRAINING: GroupState.DRAINING,
-    WorkerPhase.SLEEPING: GroupState.SLEEPING,
-    WorkerPhase.ASLEEP: GroupState.ASLEEP,
-    WorkerPhase.WAKING: GroupState.WAKING,
-    WorkerPhase.FAILED: GroupState.FAILED,
-    WorkerPhase.TERMINATING: GroupState.TERMINATING,
+    WorkerPhase.STARTING: ReplicaState.STARTING,
+    WorkerPhase.RESTARTING: ReplicaState.STARTING,
+    WorkerPhase.READY: ReplicaState.AWAKE,
+    WorkerPhase.DRAINING: ReplicaState.DRAINING,
+    WorkerPhase.SLEEPING: ReplicaState.SLEEPING,
+    WorkerPhase.ASLEEP: ReplicaState.ASLEEP,
+    WorkerPhase.WAKING: ReplicaState.WAKING,
+    WorkerPhase.FAILED: ReplicaState.FAILED,
+    WorkerPhase.TERMINATING: ReplicaState.TERMINATING,
 }
 
 
@@ -88,8 +88,8 @@ class Group(msgspec.Struct, frozen=True):
     index: int
     pod: Pod
     poll: Poll
-    state: GroupState
-    previous: GroupStatus | None = None
+    state: ReplicaState
+    previous: ReplicaStatus | None = None
     problem: Problem | None = None
     message: str = ""
     failures: Failures = Failures()
@@ -105,7 +105,7 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def restarting(self) -> bool:
         """Its server lives, keeps the requests it has, and starts its ranks again."""
-        return self.state is GroupState.STARTING and self.document is not None and self.document.state is WorkerPhase.RESTARTING
+        return self.state is ReplicaState.STARTING and self.document is not None and self.document.state is WorkerPhase.RESTARTING
 
     @property
     def live(self) -> bool:
@@ -130,39 +130,39 @@ def observe_groups(observed: Observed) -> tuple[Group, ...]:
     by_index: dict[int, Pod] = {}
     for pod in sorted(observed.pods, key=lambda pod: (not pod.terminating, pod.incarnation)):
         by_index[pod.index] = pod
-    previous = {group.index: group for group in observed.deployment.status.groups}
+    previous = {group.index: group for group in observed.deployment.status.replica_states}
     return tuple(
         read_group(pod, observed.polls.get(pod.uid, Poll()), previous.get(index), observed.deployment)
         for index, pod in sorted(by_index.items())
     )
 
 
-def read_group(pod: Pod, poll: Poll, previous: GroupStatus | None, deployment: DiffusionDeployment) -> Group:
+def read_group(pod: Pod, poll: Poll, previous: ReplicaStatus | None, deployment: DiffusionDeployment) -> Group:
     state = _state(pod, poll, previous)
     problem, message = _problem(pod, poll, state, deployment)
     return Group(index=pod.index, pod=pod, poll=poll, state=state, previous=previous, problem=problem, message=message)
 
 
-def _state(pod: Pod, poll: Poll, previous: GroupStatus | None) -> GroupState:
+def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState:
     if pod.terminating:
-        return GroupState.TERMINATING
+        return ReplicaState.TERMINATING
     if pod.finished or pod.lost:
-        return GroupState.FAILED
+        return ReplicaState.FAILED
     if not pod.scheduled:
-        return GroupState.PENDING
+        return ReplicaState.PENDING
     container = pod.container
     if not container.running:
-        return GroupState.FAILED if container.restarts or container.last_exit else GroupState.STARTING
+        return ReplicaState.FAILED if container.restarts or container.last_exit else ReplicaState.STARTING
     if poll.state is not None:
         return _PHASES[poll.state.state]
     same_pod = previous is not None and previous.leader_pod == pod.name and previous.restarts == container.restarts
     if pod.ready and previous is not None and same_pod:
         return previous.state
-    return GroupState.STARTING
+    return ReplicaState.STARTING
 
 
-def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
-    if state is GroupState.TERMINATING:
+def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
+    if state is ReplicaState.TERMINATING:
         return None, ""
     if pod.finished:
         return Problem.POD_FAILED, pod.finished_message or "the pod ended and will not be started again"
@@ -177,7 +177,7 @@ def _problem(pod: Pod, poll: Poll, state: GroupState, deployment: DiffusionDeplo
         return Problem.IMAGE_PULL, _sentence(container.waiting_reason, container.waiting_message)
     if container.waiting_reason not in QUIET_REASONS and container.waiting_reason != "CrashLoopBackOff":
         return Problem.CONTAINER, _sentence(container.waiting_reason, container.waiting_message)
-    if state in (GroupState.FAILED, GroupState.STARTING):
+    if state in (ReplicaState.FAILED, ReplicaState.STARTING):
         return _failure(pod, poll, memory=deployment.spec.resources.limits.get("memory"))
     if poll.unreachable:
         return Problem.UNREACHABLE, f"the last polls of the control endpoint failed: {poll.error}"
@@ -211,28 +211,28 @@ def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
     return problem, _sentence(failure.code, failure.message)
 
 
-def _operation_problem(document: WorkerState, state: GroupState, policy: SleepPolicy) -> tuple[Problem | None, str]:
+def _operation_problem(document: WorkerState, state: ReplicaState, policy: SleepPolicy) -> tuple[Problem | None, str]:
     """What the last operation came to, until another one ends, the replica gets there by itself, or nobody wants it there any more."""
     last = document.last_operation
     if last is None or last.error is None or not last.failed:
         return None, ""
     text = _sentence(last.error.code, last.error.message)
     # It sleeps again, or is put back to sleep, or tries again: with every try the state moves, and the fault is the same.
-    resting = (GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+    resting = (ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
     if last.kind == "wake" and state in resting and policy is not SleepPolicy.ASLEEP:
         return (Problem.INSUFFICIENT_MEMORY if last.error.code == "InsufficientMemory" else Problem.WAKE_FAILED), text
-    awake = (GroupState.AWAKE, GroupState.DRAINING, GroupState.SLEEPING)
+    awake = (ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.SLEEPING)
     if last.kind == "sleep" and state in awake and policy is not SleepPolicy.ALWAYS_AWAKE:
         return Problem.SLEEP_FAILED, text
     return None, ""
 
 
-def _on_its_way(state: GroupState, sleep: Sleep) -> str:
+def _on_its_way(state: ReplicaState, sleep: Sleep) -> str:
     """What a replica is busy with, without figures that change from one look to the next."""
-    if state is GroupState.DRAINING:
+    if state is ReplicaState.DRAINING:
         patient = sleep.drain is DrainMode.WAIT and sleep.drain_timeout_seconds
         return f"running requests have up to {sleep.drain_timeout_seconds} s before it sleeps" if patient else "running requests are ended"
-    return {GroupState.SLEEPING: "it gives its memory back", GroupState.WAKING: f"it has {sleep.wake_timeout_seconds} s to wake"}.get(
+    return {ReplicaState.SLEEPING: "it gives its memory back", ReplicaState.WAKING: f"it has {sleep.wake_timeout_seconds} s to wake"}.get(
         state, ""
     )
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from diffusion_operator.api.deployment_spec import DeploymentSpec, Sleep
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.plan.groups import Group
 
@@ -46,7 +46,7 @@ def wanted_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
 def may_sleep_in_s(group: Group, sleep: Sleep) -> float | None:
     """Seconds until this replica has been idle and awake for long enough, negative ones since; None: it is busy, or not known well."""
     document = group.document
-    if group.state is not GroupState.AWAKE or document is None or not group.poll.fresh or work_of(document):
+    if group.state is not ReplicaState.AWAKE or document is None or not group.poll.fresh or work_of(document):
         return None
     return max(sleep.idle_seconds - idle_for_s(document), sleep.min_awake_seconds - document.state_age_seconds)
 
@@ -54,7 +54,7 @@ def may_sleep_in_s(group: Group, sleep: Sleep) -> float | None:
 def next_sleep_in_s(spec: DeploymentSpec, groups: Sequence[Group]) -> float | None:
     """Seconds until a replica may sleep if no request comes, negative ones since; None: none may, or all are busy."""
     times = [when for group in groups if (when := may_sleep_in_s(group, spec.sleep)) is not None]
-    awake = sum(group.state is GroupState.AWAKE for group in groups)
+    awake = sum(group.state is ReplicaState.AWAKE for group in groups)
     if not times or awake <= always_awake(spec):
         return None
     if awake > wanted_awake(spec, groups):
@@ -67,6 +67,6 @@ def _recent_for_s(sleep: Sleep, groups: Sequence[Group]) -> float:
     ages = [
         idle_for_s(group.document)
         for group in groups
-        if group.document is not None and (group.state is GroupState.AWAKE or group.document.last_request_age_seconds is not None)
+        if group.document is not None and (group.state is ReplicaState.AWAKE or group.document.last_request_age_seconds is not None)
     ]
     return max([0.0, *(sleep.idle_seconds - age for age in ages)])

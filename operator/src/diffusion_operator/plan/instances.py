@@ -13,7 +13,7 @@ import msgspec
 
 from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus
 from diffusion_operator.api.deployment_spec import Lora
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, WorkerAddress
@@ -23,7 +23,7 @@ from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Attempt, AttemptKey
 from diffusion_operator.plan.records import comes_from, current_record, error_of, in_place, is_coming, is_deferred, is_told, other_version
 
-TOLD_STATES = (GroupState.AWAKE, GroupState.ASLEEP)
+TOLD_STATES = (ReplicaState.AWAKE, ReplicaState.ASLEEP)
 """Replicas that take adapters now; the others do in a moment, or read the mounted file."""
 
 
@@ -61,8 +61,8 @@ def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[Atte
     if document is None or group.state not in TOLD_STATES:
         return Instance(status=_status(group, InstanceState.DEFERRED))
     record, attempt = current_record(document, desired), attempts.get(attempt_key(group, desired))
-    other = other_version(document, desired) if group.state is GroupState.AWAKE else None
-    state = _state(record, desired, attempt) if group.state is GroupState.AWAKE else _state_asleep(record, desired, attempt)
+    other = other_version(document, desired) if group.state is ReplicaState.AWAKE else None
+    state = _state(record, desired, attempt) if group.state is ReplicaState.AWAKE else _state_asleep(record, desired, attempt)
     error = _error(record, desired, attempt) if state is InstanceState.FAILED else None
     due = _due(record, desired, attempt, now=now)
     return Instance(
@@ -81,7 +81,7 @@ def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, .
     return tuple(
         Instance(status=_status(group, InstanceState.DRAINING, record=record), record=_steady(record))
         for group in groups
-        if group.state is GroupState.AWAKE and group.document is not None
+        if group.state is ReplicaState.AWAKE and group.document is not None
         for record in group.document.named.get(name, ())
     )
 
@@ -183,7 +183,7 @@ def _status(
     settled = state in (InstanceState.LOADED, InstanceState.CACHED)
     tried = attempt is not None and not settled and (attempt.count > 0 or attempt.error is not None)
     return InstanceStatus(
-        group=group.index,
+        replica=group.index,
         state=state,
         pod_uid=group.pod.uid,
         boot_id=group.boot_id,

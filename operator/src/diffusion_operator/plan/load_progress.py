@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a replica is that is not ready yet: by its pod until the worker answers, then by what that says. Nothing is guessed."""
 
-from diffusion_operator.api.deployment_status import GroupState, LoadStatus
+from diffusion_operator.api.deployment_status import LoadStatus, ReplicaState
 from diffusion_operator.plan.groups import IMAGE_REASONS, Group
 
 
 def load_status(group: Group) -> LoadStatus | None:
     """Only while it loads: afterwards the figures say nothing. Times are the cluster's and the node's own."""
-    if group.state is GroupState.PENDING:
+    if group.state is ReplicaState.PENDING:
         return LoadStatus(stage="Scheduling", started_at=group.pod.created_at)
-    if group.state is not GroupState.STARTING:
+    if group.state is not ReplicaState.STARTING:
         return None
     if not group.pod.container.running:
         return _pulling(group)

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_status import GroupState, ModelStatus
+from diffusion_operator.api.deployment_status import ModelStatus, ReplicaState
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
 from diffusion_operator.api.source import ModelSource, identity
@@ -134,7 +134,7 @@ def _difference(group: Group, resolution: Resolution) -> str:
 
 def _failure(group: Group) -> tuple[str, str] | None:
     """Code and words: of a fetch that is tried again, else of the worker that ended last, until one has its model."""
-    if group.live or group.state is GroupState.PENDING:
+    if group.live or group.state is ReplicaState.PENDING:
         return None
     document, ended = group.document, group.pod.container.last_exit
     if document is not None and document.failure is not None and document.state is WorkerPhase.STARTING:

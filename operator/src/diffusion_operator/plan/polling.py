@@ -6,7 +6,7 @@ from datetime import datetime
 
 from diffusion_operator.api.adapter import InstanceState
 from diffusion_operator.api.deployment_spec import SleepPolicy
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.worker_state import RecordState
 from diffusion_operator.plan.adapters import AdapterPlan
 from diffusion_operator.plan.groups import Group
@@ -19,7 +19,7 @@ LOADING_POLL_S = 1.0
 FAILING_POLL_S = 5.0
 WAKEABLE_POLL_S = 2.0  # a request wakes a replica without us, and the others are to be routed around
 
-_MOVING = (GroupState.VERIFYING, GroupState.DRAINING, GroupState.SLEEPING, GroupState.WAKING)
+_MOVING = (ReplicaState.VERIFYING, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.WAKING)
 
 
 def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: datetime) -> float | None:
@@ -29,7 +29,7 @@ def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: 
         return FAILING_POLL_S
     if acting or any(group.state in _MOVING and not group.poll.failures for group in groups) or _adapters_move(groups):
         return MOVING_POLL_S
-    if any(group.state is GroupState.STARTING and group.pod.container.running for group in groups) or _push_unanswered(adapters):
+    if any(group.state is ReplicaState.STARTING and group.pod.container.running for group in groups) or _push_unanswered(adapters):
         return LOADING_POLL_S
     return min(_waits(observed, adapters, now), default=None)
 
@@ -37,7 +37,7 @@ def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: 
 def _waits(observed: Observed, adapters: AdapterPlan, now: datetime) -> Iterator[float]:
     spec = observed.deployment.spec
     if spec.sleep.policy is SleepPolicy.ON_IDLE:
-        yield from (WAKEABLE_POLL_S for group in adapters.groups if group.state is GroupState.ASLEEP)
+        yield from (WAKEABLE_POLL_S for group in adapters.groups if group.state is ReplicaState.ASLEEP)
         due_in_s = next_sleep_in_s(spec, adapters.groups)
         if due_in_s is not None and due_in_s > 0:
             yield max(MOVING_POLL_S, due_in_s)
@@ -53,7 +53,7 @@ def _waits(observed: Observed, adapters: AdapterPlan, now: datetime) -> Iterator
 def _adapters_move(groups: Sequence[Group]) -> bool:
     """What drains from a sleeper does so until it wakes."""
     known = [(group, record) for group in groups if group.document for record in group.document.adapters]
-    draining = any(record.state is RecordState.DRAINING and group.state is not GroupState.ASLEEP for group, record in known)
+    draining = any(record.state is RecordState.DRAINING and group.state is not ReplicaState.ASLEEP for group, record in known)
     return draining or any(record.state in IN_PROGRESS for _, record in known)
 
 

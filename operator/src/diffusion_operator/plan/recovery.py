@@ -15,8 +15,8 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.deployment_spec import DeploymentSpec, GroupRecovery
-from diffusion_operator.api.deployment_status import GroupState, GroupStatus
+from diffusion_operator.api.deployment_spec import DeploymentSpec, ReplicaRecovery
+from diffusion_operator.api.deployment_status import ReplicaState, ReplicaStatus
 from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.plan.groups import CRASH_LOOP_RESTARTS, STARTUP_ERROR_EXIT, Failures, Group, Problem
 
@@ -35,7 +35,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> tuple[Group, ...]:
     """The groups with what is known of their failures, and the verdict on those for which no pod is made any more."""
-    recovery = spec.group_recovery
+    recovery = spec.replica_recovery
     counted = [_counted(group, recovery, now) for group in groups]
     reasons = given_up(counted, spec)
     return tuple(_with_verdict(_with_pause(group, reasons.get(group.index), recovery, now), recovery) for group in counted)
@@ -54,13 +54,13 @@ def due(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> Mapping
     return {index: why.text for index, why in given_up(groups, spec).items() if (when := times[index]) is not None and now >= when}
 
 
-def backoff(recovery: GroupRecovery, failures: int) -> timedelta:
+def backoff(recovery: ReplicaRecovery, failures: int) -> timedelta:
     return timedelta(seconds=min(recovery.backoff_max_seconds, recovery.backoff_seconds * 2 ** min(failures - 1, 30)))
 
 
 def _reason(group: Group, spec: DeploymentSpec) -> Reason | None:
     container, document = group.pod.container, group.document
-    if group.state is GroupState.TERMINATING or group.pod.lost:
+    if group.state is ReplicaState.TERMINATING or group.pod.lost:
         return None
     if group.pod.finished:
         return Reason("the pod ended for good")
@@ -83,13 +83,13 @@ def _cut_off(groups: Sequence[Group]) -> Group | None:
     return long[0] if long and alone else None
 
 
-def _counted(group: Group, recovery: GroupRecovery, now: datetime) -> Group:
+def _counted(group: Group, recovery: ReplicaRecovery, now: datetime) -> Group:
     """With the ends in place since the last pass. A pod with another template begins at nothing."""
     before = group.previous
-    known = before if before is not None and before.revision in (None, group.pod.revision) else GroupStatus(group.index, group.state)
+    known = before if before is not None and before.revision in (None, group.pod.revision) else ReplicaStatus(group.index, group.state)
     same_pod = known.leader_pod == group.pod.name
     failures = Failures(known.failures or 0, known.failing_since)
-    if group.state is GroupState.TERMINATING:
+    if group.state is ReplicaState.TERMINATING:
         return msgspec.structs.replace(group, failures=failures)
     new = max(0, group.pod.container.restarts - (known.restarts or 0 if same_pod else 0))
     failures = msgspec.structs.replace(failures, next_restart=known.next_restart_time if same_pod else None)
@@ -104,7 +104,7 @@ def _more(failures: Failures, new: int, now: datetime) -> Failures:
     return msgspec.structs.replace(failures, count=failures.count + new, since=failures.since or now) if new else failures
 
 
-def _with_pause(group: Group, reason: Reason | None, recovery: GroupRecovery, now: datetime) -> Group:
+def _with_pause(group: Group, reason: Reason | None, recovery: ReplicaRecovery, now: datetime) -> Group:
     """What was given up stays so until it is live, or replaced; what failed too often gets no pause any more."""
     failures, threshold = group.failures, recovery.failure_threshold
     if group.live and reason is None:
@@ -117,15 +117,15 @@ def _with_pause(group: Group, reason: Reason | None, recovery: GroupRecovery, no
     return msgspec.structs.replace(group, failures=failures)
 
 
-def _with_verdict(group: Group, recovery: GroupRecovery) -> Group:
+def _with_verdict(group: Group, recovery: ReplicaRecovery) -> Group:
     failures = group.failures
     if failures.next_restart is not None:
-        pause = f"a new pod is made at {failures.next_restart:%H:%M:%S} UTC (spec.groupRecovery)"
+        pause = f"a new pod is made at {failures.next_restart:%H:%M:%S} UTC (spec.replicaRecovery)"
         return msgspec.structs.replace(group, message=f"{group.message[:900]}; {pause}".lstrip("; "))
-    if not failures.spent or group.live or group.problem in _ITS_OWN_WORDS or group.state is GroupState.TERMINATING:
+    if not failures.spent or group.live or group.problem in _ITS_OWN_WORDS or group.state is ReplicaState.TERMINATING:
         return group
     text = (
-        f"{failures.count} failures within {recovery.window_seconds} s (spec.groupRecovery), so no pod is made anew until "
+        f"{failures.count} failures within {recovery.window_seconds} s (spec.replicaRecovery), so no pod is made anew until "
         f"the template or the restartedAt annotation changes: {group.message[:900] or 'it is starting once more'}"
     )
     return msgspec.structs.replace(group, problem=Problem.CRASH_LOOPING, message=text)

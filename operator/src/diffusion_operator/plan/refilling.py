@@ -10,7 +10,7 @@ from datetime import datetime
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.deployment_spec import Lora, OnMissing
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.worker_state import RecordState, WorkerState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import PutAdapter
@@ -36,7 +36,7 @@ def refills(
     if lora.on_missing is OnMissing.LOAD:
         return
     for group in groups:
-        if group.document is None or group.state is not GroupState.AWAKE or not group.poll.fresh:
+        if group.document is None or group.state is not ReplicaState.AWAKE or not group.poll.fresh:
             continue
         coming = sum(push.worker.pod_uid == group.pod.uid for push in pushes)
         room = lora.cached - _in_memory(group.document) - coming

@@ -9,7 +9,7 @@ from datetime import datetime
 
 import msgspec
 
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.plan.actions import CreatePod, DeletePod
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Observed
@@ -32,7 +32,7 @@ def plan_replicas(
     """`stalled`: no replica is replaced any more for its template's sake; `raced`: UIDs of pods with another model than the pinned one."""
     spec = observed.deployment.spec
     rollout, replicas = spec.rollout, spec.wanted_replicas
-    present = [group for group in groups if group.state is not GroupState.TERMINATING]
+    present = [group for group in groups if group.state is not ReplicaState.TERMINATING]
     many = len(present) - allowed(rollout, present, replicas=replicas, revision=revision)
     surplus = victims_first(present, revision=revision)[: max(0, many)]
     kept = [group for group in present if group not in surplus]
@@ -56,7 +56,7 @@ def plan_replicas(
 def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
     """Of those that raced one at a time, and not while another is on its way."""
     first = victims_first([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
-    settled = all(usable(group, revision) or group.state is GroupState.FAILED for group in kept if group not in first)
+    settled = all(usable(group, revision) or group.state is ReplicaState.FAILED for group in kept if group not in first)
     return first if settled else ()
 
 
@@ -68,7 +68,7 @@ def _pods_to_make(used: Collection[int], count: int, observed: Observed) -> tupl
     """At the lowest free indices; an incarnation is above every one that was ever seen at its index."""
     free = (index for index in range(len(used) + count) if index not in used)
     highest = dict(observed.foreign_incarnations)
-    recorded = [(one.index, one.incarnation or 0) for one in observed.deployment.status.groups]
+    recorded = [(one.index, one.incarnation or 0) for one in observed.deployment.status.replica_states]
     for index, incarnation in [(pod.index, pod.incarnation) for pod in observed.pods] + recorded:
         highest[index] = max(highest.get(index, -1), incarnation)
     return tuple(CreatePod(index=index, incarnation=highest.get(index, -1) + 1) for index, _ in zip(free, range(count), strict=False))

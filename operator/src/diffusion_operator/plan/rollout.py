@@ -12,12 +12,12 @@ from datetime import datetime, timedelta
 import msgspec
 
 from diffusion_operator.api.deployment_spec import DeploymentSpec, Rollout, RolloutType
-from diffusion_operator.api.deployment_status import DeploymentStatus, GroupState, RolloutStatus
+from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState, RolloutStatus
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.pods import Pod
 from diffusion_operator.plan.victims import victims_first
 
-_ON_ITS_WAY = (GroupState.VERIFYING, GroupState.DRAINING, GroupState.SLEEPING, GroupState.WAKING)
+_ON_ITS_WAY = (ReplicaState.VERIFYING, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.WAKING)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ def max_unavailable(rollout: Rollout) -> int:
 
 def usable(group: Group, revision: str) -> bool:
     """Counts as serving: where it should be, and a new one is routed to as well."""
-    routed = group.pod.routable or group.state is not GroupState.AWAKE or group.pod.revision != revision
+    routed = group.pod.routable or group.state is not ReplicaState.AWAKE or group.pod.revision != revision
     return group.settled and routed
 
 

@@ -7,7 +7,7 @@ than a refused connection. A replica that is about to be removed never does.
 
 from collections.abc import Collection, Sequence
 
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.plan.actions import SetRoutable
 from diffusion_operator.plan.groups import Group
 
@@ -15,7 +15,7 @@ from diffusion_operator.plan.groups import Group
 def plan_routing(groups: Sequence[Group], *, retiring: Collection[str]) -> tuple[SetRoutable, ...]:
     """`retiring` are pod UIDs."""
     candidates = [group for group in groups if group.pod.uid not in retiring]
-    awake = {group.pod.uid for group in candidates if group.state is GroupState.AWAKE}
+    awake = {group.pod.uid for group in candidates if group.state is ReplicaState.AWAKE}
     wanted = awake or {group.pod.uid for group in candidates if group.live}
     return tuple(
         SetRoutable(name=group.pod.name, uid=group.pod.uid, routable=group.pod.uid in wanted)

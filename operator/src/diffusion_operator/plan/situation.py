@@ -4,14 +4,14 @@
 import msgspec
 
 from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.plan.adapters import AdapterPlan
 from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.model_resolution import Resolution
 from diffusion_operator.plan.rollout import Progress
 
-RESTING = (GroupState.DRAINING, GroupState.SLEEPING, GroupState.ASLEEP, GroupState.WAKING)
+RESTING = (ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -49,10 +49,10 @@ class Situation(msgspec.Struct, frozen=True):
             return 0
         return sum(group.state in RESTING and group.pod.ready and group.problem is None for group in self.groups)
 
-    def count(self, *states: GroupState) -> int:
+    def count(self, *states: ReplicaState) -> int:
         return sum(group.state in states for group in self.groups)
 
     @property
     def serving(self) -> int:
         """Awake, and as far as the kubelet's probe says, answering."""
-        return sum(group.state is GroupState.AWAKE and group.pod.ready for group in self.groups)
+        return sum(group.state is ReplicaState.AWAKE and group.pod.ready for group in self.groups)

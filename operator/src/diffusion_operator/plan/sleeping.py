@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from diffusion_operator.api.deployment_spec import DeploymentSpec, DrainMode, SleepLevel, SleepPolicy
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase, WorkerState
 from diffusion_operator.plan.actions import SleepWorker, WakeWorker
 from diffusion_operator.plan.groups import Group
@@ -21,7 +21,7 @@ from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.records import IN_PROGRESS
 
 _RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
-_COMING = (GroupState.WAKING, GroupState.VERIFYING)
+_COMING = (ReplicaState.WAKING, ReplicaState.VERIFYING)
 _MOVING = IN_PROGRESS | {RecordState.DRAINING}
 _AT_HAND = (RecordState.LOADED, RecordState.CACHED)
 
@@ -78,7 +78,7 @@ def _is_free(document: WorkerState) -> bool:
 
 def _idle(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Known]) -> set[int]:
     """Idle the longest first, and no more than are too many; one that would not sleep last time comes last."""
-    surplus = sum(group.state is GroupState.AWAKE for group in groups) - wanted_awake(spec, groups)
+    surplus = sum(group.state is ReplicaState.AWAKE for group in groups) - wanted_awake(spec, groups)
     candidates = [(group, document) for group, document in known if _may_sleep(spec, group, document)]
     candidates.sort(key=lambda one: (_failed(one[1], "sleep"), -idle_for_s(one[1]), one[0].index))
     return {group.index for group, _ in candidates[: max(0, surplus)]}
@@ -95,8 +95,8 @@ def _needed(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Know
     Those whose last wake failed come last; of the others those that have the most adapters at hand come first, then those asleep the
     shortest.
     """
-    up = sum(group.state is GroupState.AWAKE or group.state in _COMING or group.restarting for group in groups)
-    asleep = [(group, document) for group, document in known if group.state is GroupState.ASLEEP]
+    up = sum(group.state is ReplicaState.AWAKE or group.state in _COMING or group.restarting for group in groups)
+    asleep = [(group, document) for group, document in known if group.state is ReplicaState.ASLEEP]
     up += sum(work_of(document) > 0 for _, document in asleep)
     candidates = [(group, document) for group, document in asleep if group.poll.fresh and not work_of(document)]
     candidates.sort(key=lambda one: (_failed(one[1], "wake"), -_adapters_at_hand(one[1]), one[1].state_age_seconds, one[0].index))

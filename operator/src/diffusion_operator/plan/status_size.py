@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from diffusion_operator.api.deployment_status import FailureStatus, GroupStatus, OperationStatus
+from diffusion_operator.api.deployment_status import FailureStatus, OperationStatus, ReplicaStatus
 
 GROUPS_SHOWN = 64  # as the schema has it
 GROUPS_BYTES = 256 << 10
@@ -17,7 +17,7 @@ Told = TypeVar("Told", FailureStatus, OperationStatus)
 _SHORTER = (512, 128, 32)  # characters, of up to four bytes; the last fits in any case
 
 
-def fitted(groups: Sequence[GroupStatus]) -> tuple[tuple[GroupStatus, ...], bool]:
+def fitted(groups: Sequence[ReplicaStatus]) -> tuple[tuple[ReplicaStatus, ...], bool]:
     """The records that are shown, by index, and whether that is not everything. Those with something to tell come before the others."""
     shown = sorted(sorted(groups, key=_silent)[:GROUPS_SHOWN], key=lambda group: group.index)
     whole = len(shown) == len(groups)
@@ -28,11 +28,11 @@ def fitted(groups: Sequence[GroupStatus]) -> tuple[tuple[GroupStatus, ...], bool
     return tuple(shown), not whole
 
 
-def _silent(group: GroupStatus) -> bool:
+def _silent(group: ReplicaStatus) -> bool:
     return group.message is None and not group.failures
 
 
-def _cut(group: GroupStatus, limit: int) -> GroupStatus:
+def _cut(group: ReplicaStatus, limit: int) -> ReplicaStatus:
     return msgspec.structs.replace(
         group,
         message=_shorter(group.message, limit),

@@ -4,10 +4,10 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.plan.groups import Group
 
-_STATES = (GroupState.FAILED, GroupState.PENDING, GroupState.STARTING, GroupState.ASLEEP, GroupState.SLEEPING)
+_STATES = (ReplicaState.FAILED, ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.ASLEEP, ReplicaState.SLEEPING)
 
 
 def victims_first(groups: Sequence[Group], *, revision: str) -> list[Group]:

@@ -91,7 +91,7 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     """Events first: they are named after what they tell, so one that is written again after a crash in between is the same one."""
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     runtime.ready_reasons[key] = reason_of(plan.status.conditions, "Ready")
-    runtime.statuses[key] = DeploymentStatus(groups=plan.status.groups, held=plan.status.held)
+    runtime.statuses[key] = DeploymentStatus(replica_states=plan.status.replica_states, held=plan.status.held)
     if _is_outdated_at_once(deployment, memory, plan):
         return
     if not worth_writing(deployment.status, plan.status, last=memory.status_written_at, now=now):

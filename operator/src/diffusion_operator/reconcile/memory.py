@@ -138,6 +138,6 @@ def _persisted(adapter: LoRAAdapter, now: datetime) -> list[tuple[AttemptKey, At
                 ),
             ),
         )
-        for one in adapter.status.instances
+        for one in adapter.status.replica_instances
         if one.boot_id is not None and one.attempts is not None and one.last_error is not None
     ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_status import GroupState
+from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_REVISION, POD
 from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.deployment import DeploymentPlan
@@ -50,7 +50,7 @@ async def repair_pods(
 async def tell_missed_pods(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
     """Only of those that were sound and as they should be, and whose place is taken now: another operator may have ended the others."""
     made = sum(isinstance(action, CreatePod) for action in plan.pods)
-    failed = {group.leader_pod for group in deployment.status.groups if group.state is GroupState.FAILED}
+    failed = {group.leader_pod for group in deployment.status.replica_states if group.state is ReplicaState.FAILED}
     sound = {uid: pod.name for uid, pod in memory.missed_pods.items() if pod.revision == plan.template.revision and pod.name not in failed}
     for uid, name in list(sound.items())[:made]:
         await tell_repaired(runtime, deployment, f"pod {name} was deleted", about=uid)

@@ -38,10 +38,10 @@ def _without_progress(status: DeploymentStatus) -> DeploymentStatus:
         msgspec.structs.replace(group, load=msgspec.structs.replace(group.load, bytes_done=None, bytes_total=None, percent=None))
         if group.load is not None
         else group
-        for group in status.groups
+        for group in status.replica_states
     )
     conditions = tuple(
         msgspec.structs.replace(condition, message="") if (condition.type, condition.reason) == ("AdaptersReady", "Loading") else condition
         for condition in status.conditions
     )
-    return msgspec.structs.replace(status, groups=groups, conditions=conditions, adapters=None)
+    return msgspec.structs.replace(status, replica_states=groups, conditions=conditions, adapters=None)

@@ -10,8 +10,8 @@ from diffusion_operator.api.names import (
     CONTROL_PORT,
     DATA_PORT,
     DEFAULT_GPU_RESOURCE,
-    LABEL_GROUP_INDEX,
     LABEL_INCARNATION,
+    LABEL_REPLICA_INDEX,
     LABEL_REVISION,
     NO_GPU_RESOURCE,
     pod_name,
@@ -29,7 +29,7 @@ STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the
 
 
 def pod(deployment: DiffusionDeployment, template: Template, *, index: int, incarnation: int) -> Manifest:
-    own = {LABEL_GROUP_INDEX: str(index), LABEL_INCARNATION: str(incarnation), LABEL_REVISION: template.revision}
+    own = {LABEL_REPLICA_INDEX: str(index), LABEL_INCARNATION: str(incarnation), LABEL_REVISION: template.revision}
     name, asked = pod_name(deployment.metadata.name, index, incarnation), deployment.spec.pod_metadata
     return {
         "apiVersion": "v1",
