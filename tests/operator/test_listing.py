@@ -57,16 +57,16 @@ def pod(name: str, version: int) -> dict[str, Any]:
     return {"metadata": {"namespace": "n", "name": name, "uid": f"uid-{name}", "resourceVersion": str(version)}}
 
 
-async def test_a_watch_that_tells_everything_is_not_taken_for_deaf() -> None:
+async def test_a_watch_that_tells_everything_is_not_taken_for_stalled() -> None:
     rig = Rig()
     rig.store.put(POD, pod("a", 3))
     rig.cluster.items = [pod("a", 3)]
     await rig.run()
     rig.now = 100.0
-    assert (rig.changes, rig.listing.deaf_s) == (["a"], 0.0)
+    assert (rig.changes, rig.listing.stalled_s) == (["a"], 0.0)
 
 
-async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_deaf_until_it_tells_something() -> None:
+async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_until_it_tells_something() -> None:
     """RF8"""
     rig = Rig()
     rig.store.put(POD, pod("a", 3))
@@ -76,18 +76,18 @@ async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_deaf_until
     assert rig.changes[2:] == ["a", "gone"]
     assert rig.store.get(POD, "n", "gone") is None
     rig.now = 100.0
-    assert rig.listing.deaf_s == 100.0
+    assert rig.listing.stalled_s == 100.0
     rig.listing.heard()
-    assert rig.listing.deaf_s == 0.0
+    assert rig.listing.stalled_s == 0.0
 
 
-async def test_a_watch_that_tells_a_change_while_the_listing_still_runs_is_not_deaf() -> None:
+async def test_a_watch_that_tells_a_change_while_the_listing_still_runs_is_not_stalled() -> None:
     """RF8"""
     rig = Rig()
     rig.cluster.items, rig.cluster.meanwhile = [pod("a", 5)], rig.listing.heard
     await rig.run()
     rig.now = 100.0
-    assert (rig.changes, rig.listing.deaf_s) == (["a"], 0.0)
+    assert (rig.changes, rig.listing.stalled_s) == (["a"], 0.0)
 
 
 async def test_an_api_server_that_is_down_is_no_reason_to_stop_listing() -> None:

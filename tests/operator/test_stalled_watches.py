@@ -33,10 +33,10 @@ def proxy(kubeconfig: Path) -> Iterator[StallingProxy]:
         yield made
 
 
-async def deaf_s(operator: OperatorProcess) -> dict[str, float]:
-    """By kind, those alone that are deaf."""
+async def stalled_s(operator: OperatorProcess) -> dict[str, float]:
+    """Return the seconds by kind, for stalled watches alone."""
     found = await asyncio.to_thread(operator.metrics)
-    name = 'diffusion_operator_watch_deaf_seconds{kind="'
+    name = 'diffusion_operator_watch_stalled_seconds{kind="'
     counted = {key.removeprefix(name).removesuffix('"}'): value for key, value in found.items() if key.startswith(name)}
     assert set(KINDS) <= set(counted)
     return {kind: seconds for kind, seconds in counted.items() if seconds}
@@ -83,7 +83,7 @@ async def test_rf8_watches_that_stall_are_opened_anew_and_tell_what_changed_came
             await asyncio.sleep(5)
         await there.settle(within_s=25)
 
-        assert await deaf_s(operator) == {}, "no listing was needed"
+        assert await stalled_s(operator) == {}, "no listing was needed"
         assert await there.pods() == ["bereft/d-0-0", "deleted/d-0-0", "edited/d-0-0", "edited/d-1-0", "made/d-0-0"]
         descriptors, resident, passes = operator.descriptors(), operator.resident_bytes(), operator.passes()
         assert descriptors <= before[0] + KEPT
@@ -94,7 +94,7 @@ async def test_rf8_watches_that_stall_are_opened_anew_and_tell_what_changed_came
     assert set(kubelet.pods_made.values()) == {1}
 
 
-async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_deaf_fails_the_probe_until_it_tells_again(
+async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stalled_fails_the_probe_until_it_tells_again(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     """With listings every two seconds, so that they come before a watch is opened anew."""
@@ -104,24 +104,24 @@ async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_d
         await client.create(DEPLOYMENT, "listed", deployment())
         await there.settle()
         await asyncio.sleep(2 * RESYNC_S)
-        assert (await deaf_s(operator), await health(operator)) == ({}, 200), "watches that are well tell before listings find"
+        assert (await stalled_s(operator), await health(operator)) == ({}, 200), "watches that are well tell before listings find"
 
         proxy.stall()
         await client.patch(DEPLOYMENT, "listed", "d", {"spec": {"replicas": 2}})
         begun = time.monotonic()
         await there.settle()
         assert time.monotonic() - begun < REOPENS_AFTER_S / 2
-        deaf = await deaf_s(operator)
-        assert {"DiffusionDeployment", "Pod"} <= deaf.keys(), "a kubelet's word on pods went unheard, too"
-        assert "LoRAAdapter" not in deaf, "of them nothing has changed"
+        stalled = await stalled_s(operator)
+        assert {"DiffusionDeployment", "Pod"} <= stalled.keys(), "a kubelet's word on pods went unheard, too"
+        assert "LoRAAdapter" not in stalled, "of them nothing has changed"
         await asyncio.sleep(DEAD_S)
-        longer = await deaf_s(operator)
-        assert longer["Pod"] >= deaf["Pod"] + DEAD_S
+        longer = await stalled_s(operator)
+        assert longer["Pod"] >= stalled["Pod"] + DEAD_S
         await until_health(operator, 500)
 
         proxy.resume()
         await until_health(operator, 200)
-        assert await deaf_s(operator) == {}
+        assert await stalled_s(operator) == {}
         assert await there.untrue() == {}
         assert await there.pods() == ["listed/d-0-0", "listed/d-1-0"]
     assert kubelet.wrong == []
@@ -161,7 +161,7 @@ async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent
         await there.settle(within_s=60)
         assert await there.pods() == [f"{name}/d-{index}-0" for name in names if name != names[1] for index in (0, 1)]
         assert (operator.pid, operator.is_alive(), await health(operator)) == (pid, True, 200)
-        assert await deaf_s(operator) == {}
+        assert await stalled_s(operator) == {}
         assert operator.descriptors() <= before + KEPT
         assert operator.passes() - passes < 300
         assert complaints(operator) == []

@@ -21,7 +21,7 @@ INSTALL_S = 180
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where the images go (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the images (default: %(default)s)")
     arguments = parser.parse_args()
     story = Story()
     try:

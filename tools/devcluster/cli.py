@@ -52,7 +52,7 @@ def up(only_apiserver: bool) -> None:
 
 @main.command()
 @click.option("--purge", is_flag=True, help="Remove the cache too: programs, images, layers.")
-@click.option("--only-apiserver", is_flag=True, help="Only what `up --only-apiserver` started.")
+@click.option("--only-apiserver", is_flag=True, help="End only the processes that `up --only-apiserver` started.")
 def down(purge: bool, only_apiserver: bool) -> None:
     """End the cluster and what `up --only-apiserver` left."""
     apiserver.down()

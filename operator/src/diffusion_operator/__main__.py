@@ -20,14 +20,14 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--engine-image", required=True, help="The worker's container image where a spec names none.")
+@click.option("--engine-image", required=True, help="Container image of workers whose spec names none.")
 @click.option(
     "--operator-key-file",
     required=True,
     type=click.Path(path_type=Path),
-    help="The key that control tokens are derived from; on further lines those from before a rotation.",
+    help="A file with the key that control tokens are derived from; further lines hold keys from before a rotation.",
 )
-@click.option("--operator-namespace", default=None, help="Where the operator's own pods are, for NetworkPolicies that let them in.")
+@click.option("--operator-namespace", default=None, help="Namespace of the operator's own pods, for NetworkPolicies that let them in.")
 @click.option("--operator-label", "operator_labels", multiple=True, metavar="NAME=VALUE", help="A label of those pods; may be repeated.")
 @click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
 @click.option("--all-namespaces", is_flag=True, help="Watch every namespace.")

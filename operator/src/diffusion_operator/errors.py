@@ -26,7 +26,7 @@ class SettingsError(OperatorError):
 
 
 class WatchStale(OperatorError):
-    """A watch was deaf for so long that the process is worth nothing; the liveness probe fails with it."""
+    """A watch was stalled for so long that only a new process helps; the liveness probe fails with it."""
 
 
 class ClusterError(OperatorError):

@@ -83,12 +83,12 @@ class Process:
             await self._cluster.__aexit__(None, None, None)
 
     async def probe(self, **_: Any) -> dict[str, int]:
-        """Seconds that each watch has been deaf. One that is so for minutes, though kopf opened it anew, needs another process."""
-        deaf = {str(one.scope): round(one.deaf_s) for one in self.listings}
-        stale = {name: seconds for name, seconds in deaf.items() if seconds > self._settings.watch_dead_s}
+        """Return the seconds that each watch has been stalled; raise WatchStale for one that reopening did not mend."""
+        stalled = {str(one.scope): round(one.stalled_s) for one in self.listings}
+        stale = {name: seconds for name, seconds in stalled.items() if seconds > self._settings.watch_dead_s}
         if stale:
-            raise WatchStale(f"unheard is what changed of {', '.join(f'{name} for {seconds} s' for name, seconds in stale.items())}")
-        return deaf
+            raise WatchStale("watch stalled: " + ", ".join(f"no events of {name} for {seconds} s" for name, seconds in stale.items()))
+        return stalled
 
     def wake(self, key: Key) -> None:
         if self.queue is not None and self.runtime is not None:

@@ -110,20 +110,22 @@ class Replicas(Collector):
 
 
 class Watches(Collector):
-    """How long each kind's watch has told nothing of what changed, the longest of its namespaces; 0 where it is well."""
+    """Seconds that each kind's watch has been stalled, the longest of its namespaces; 0 for a healthy watch."""
 
     def __init__(self, listings: Sequence[Listing]) -> None:
         self._listings = listings
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
-            "diffusion_operator_watch_deaf_seconds", "Time since a listing found what the watch of a kind did not tell.", labels=["kind"]
+            "diffusion_operator_watch_stalled_seconds",
+            "Time since a listing found a change that the watch of a kind had not reported.",
+            labels=["kind"],
         )
-        deaf: dict[str, float] = {}
+        stalled: dict[str, float] = {}
         for listing in self._listings:
             kind = listing.scope.kind.kind
-            deaf[kind] = max(deaf.get(kind, 0.0), listing.deaf_s)
-        for kind, seconds in deaf.items():
+            stalled[kind] = max(stalled.get(kind, 0.0), listing.stalled_s)
+        for kind, seconds in stalled.items():
             family.add_metric([kind], seconds)
         yield family
 

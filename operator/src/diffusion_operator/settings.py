@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True):
     resync_s: float = 600.0
     """Everything is listed, looked at and blindly re-applied about this often, for what no watch told."""
     watch_dead_s: float = 120.0
-    """A watch that is deaf for so long fails the liveness probe; kopf opens one anew after 70 s in which nothing came."""
+    """A watch that is stalled for so long fails the liveness probe; kopf reopens one after 70 s without events."""
     parallel_reconciles: int = 16
     """Bounds the load on the API server after a restart with many objects."""
 

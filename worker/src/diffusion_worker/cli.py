@@ -78,7 +78,7 @@ LIMITS = {
 @click.group()
 @click.version_option(package_name="diffusion-worker")
 def cli() -> None:
-    """Serves one diffusion model on a group of ranks."""
+    """Serve one diffusion model on a group of ranks."""
 
 
 @cli.command()
@@ -102,7 +102,7 @@ def cli() -> None:
     type=click.IntRange(0, 1000),
     default=0,
     show_default=True,
-    help="How long a first step waits for requests to share it with.",
+    help="Time that a first step waits for requests to share it.",
 )
 @click.option("--exact", is_flag=True, help="Every request's model calls run alone: bit-equal to diffusers at one rank.")
 @click.option("--prompt-cache-size", type=click.IntRange(0, 65_536), default=32, show_default=True, help="Encoded prompts kept; 0: none.")
@@ -112,20 +112,30 @@ def cli() -> None:
     "--quantization", type=click.Choice([kind.value for kind in Quantization]), default=Quantization.NONE.value, show_default=True
 )
 @click.option("--step-cache", type=click.Choice([kind.value for kind in StepCache]), default=StepCache.NONE.value, show_default=True)
-@click.option("--warmup-steps", type=click.IntRange(0, 200), default=1, show_default=True, help="Of a request before ready; 0: none.")
+@click.option(
+    "--warmup-steps", type=click.IntRange(0, 200), default=1, show_default=True, help="Steps of a warm-up request before ready; 0: none."
+)
 @click.option("--warmup-size", "warmup_sizes", multiple=True, metavar="WIDTHxHEIGHT", help="A size to warm up; by default the model's.")
-@click.option("--default-steps", type=click.IntRange(1, 10_000), help="Of requests that do not say; by default the pipeline's own.")
-@click.option("--default-guidance-scale", type=GUIDANCE_SCALE, help="Of requests that do not say.")
-@click.option("--default-size", metavar="WIDTHxHEIGHT", help="Of requests that do not say.")
-@click.option("--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Of one request.")
-@click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Of one image.")
-@click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Images of one request.")
-@click.option("--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True)
-@click.option("--api-key-file", "api_key_path", metavar="FILE", help="The data port then wants its content as a bearer token.")
+@click.option("--default-steps", type=click.IntRange(1, 10_000), help="Steps where a request gives none; by default the pipeline's.")
+@click.option("--default-guidance-scale", type=GUIDANCE_SCALE, help="Guidance scale where a request gives none.")
+@click.option("--default-size", metavar="WIDTHxHEIGHT", help="Size where a request gives none.")
+@click.option(
+    "--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Most denoising steps a request may ask for."
+)
+@click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Most pixels an image may have.")
+@click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Most images a request may ask for.")
+@click.option(
+    "--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True, help="Most characters of a prompt."
+)
+@click.option(
+    "--api-key-file", "api_key_path", metavar="FILE", help="A file with the bearer token of the data port; without it, no token is needed."
+)
 @click.option("--ui/--no-ui", default=True, show_default=True, help="The page at / of the data port.")
 @click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters that running requests use at once.")
-@click.option("--max-cached-loras", type=click.IntRange(0, 100_000), help="Adapters in memory; by default 16, or --max-loras if more.")
-@click.option("--max-loras-per-request", type=click.IntRange(1, 64), help="By default 4, or --max-loras if less.")
+@click.option("--max-cached-loras", type=click.IntRange(0, 100_000), help="Adapters kept in memory; by default 16, or --max-loras if more.")
+@click.option(
+    "--max-loras-per-request", type=click.IntRange(1, 64), help="Most adapters of one request; by default 4, or --max-loras if less."
+)
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option(
     "--lora-target-module", "lora_target_modules", multiple=True, metavar="NAME", help="Layers adapters may change; by default any."
@@ -135,14 +145,22 @@ def cli() -> None:
     type=click.Choice([kind.value for kind in OnMissing]),
     default=OnMissing.REJECT.value,
     show_default=True,
-    help="For a request whose adapter is known and not in memory.",
+    help="Treatment of a request whose adapter is known but not in memory.",
 )
 @click.option("--lora-load-timeout-seconds", "lora_load_timeout_s", type=SECONDS, default=120.0, show_default=True)
 @click.option("--lora-merge/--no-lora-merge", default=False, show_default=True, help="Merge an adapter that all requests use.")
-@click.option("--cache-dir", metavar="PATH", help="Where fetched models and adapters are kept; by default they go with the worker.")
-@click.option("--cache-size-bytes", type=click.IntRange(min=1), help="What nobody uses goes beyond this; by default when the disk is full.")
-@click.option("--secrets-dir", default=SECRETS_DIR, show_default=True, metavar="PATH", help="Has a folder for each Secret of a source.")
-@click.option("--claims-dir", default=CLAIMS_DIR, show_default=True, metavar="PATH", help="Has a folder for each claim of a source.")
+@click.option("--cache-dir", metavar="PATH", help="Folder that keeps fetched models and adapters; by default they go with the worker.")
+@click.option(
+    "--cache-size-bytes",
+    type=click.IntRange(min=1),
+    help="Size of the cache above which unused files are removed; by default only when the disk is full.",
+)
+@click.option(
+    "--secrets-dir", default=SECRETS_DIR, show_default=True, metavar="PATH", help="Folder with a folder for each Secret of a source."
+)
+@click.option(
+    "--claims-dir", default=CLAIMS_DIR, show_default=True, metavar="PATH", help="Folder with a folder for each claim of a source."
+)
 @click.option("--allow-http-sources", is_flag=True, help="Sources over http, not only https: for tests and closed networks.")
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
@@ -151,11 +169,17 @@ def cli() -> None:
     "--control-token-file",
     "control_token_path",
     metavar="FILE",
-    help="Its bearer token; without one the control port is on 127.0.0.1 only.",
+    help="A file with the bearer token of the control port; without it, the port is on 127.0.0.1 only.",
 )
-@click.option("--state-dir", metavar="PATH", help="Remembers that the model sleeps: restarted there, it starts asleep.")
-@click.option("--max-restarts", type=click.IntRange(0, 100_000), default=5, show_default=True, help="Of lost ranks, in ten minutes.")
-@click.option("--rendezvous-address", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where ranks meet.")
+@click.option(
+    "--state-dir", metavar="PATH", help="Folder that remembers that the model sleeps: restarted with it, the worker starts asleep."
+)
+@click.option(
+    "--max-restarts", type=click.IntRange(0, 100_000), default=5, show_default=True, help="Restarts of lost ranks in ten minutes."
+)
+@click.option(
+    "--rendezvous-address", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Address at which the ranks meet."
+)
 @click.option("--worker-extension", metavar="MODULE:CLASS", help="A class mixed into every rank's worker.")
 @click.option("--profile-dir", metavar="PATH", help="A folder for the traces of POST /v1/profile; without it there are none.")
 @click.option("--startup-timeout-seconds", "startup_timeout_s", type=SECONDS, default=1800.0, show_default=True)
@@ -163,10 +187,15 @@ def cli() -> None:
     "--tick-timeout-seconds",
     "tick_timeout_s",
     type=SECONDS,
-    help="A rank that works on a step for longer has failed; by default after three times what its request was measured to take.",
+    help="Time after which a rank's step has failed; by default three times the time measured for the request.",
 )
 @click.option(
-    "--drain-timeout-seconds", "drain_timeout_s", type=SECONDS, default=25.0, show_default=True, help="For running requests after SIGTERM."
+    "--drain-timeout-seconds",
+    "drain_timeout_s",
+    type=SECONDS,
+    default=25.0,
+    show_default=True,
+    help="Seconds that running requests may take after SIGTERM.",
 )
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     """Serve a model: images on one port, control on another."""
@@ -237,13 +266,13 @@ def parse_size(size: str, option: str) -> tuple[int, int]:
 
 
 def request_defaults(steps: int | None, guidance_scale: float | None, size: str | None) -> RequestDefaults:
-    """What requests get that do not say; raises ConfigError."""
+    """Return the values of requests that give none; raises ConfigError."""
     width, height = parse_size(size, "--default-size") if size else (None, None)
     return RequestDefaults(steps=steps, guidance_scale=guidance_scale, width=width, height=height)
 
 
 def check(config: WorkerConfig) -> None:
-    """What can be known to be wrong without torch; raises ConfigError with the option's name."""
+    """Check everything that can be checked without torch; raises ConfigError with the option's name."""
     if config.model_source is None:
         try:
             read_model_index(config.model)

@@ -54,7 +54,7 @@ def plan_replicas(
 
 
 def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
-    """Of those that raced one at a time, and not while another is on its way."""
+    """Retire one conflicting replica at a time, and none while another one is starting or ending."""
     first = victims_first([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
     settled = all(usable(group, revision) or group.state is ReplicaState.FAILED for group in kept if group not in first)
     return first if settled else ()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything into the store: before the first pass, and then now and again, for what kopf's watches did not tell.
+"""Listings of everything into the store: before the first pass, then every so often for changes that kopf's watches missed.
 
-kopf opens a watch anew where nothing comes, not even a bookmark, and goes on where it was; but where the API server has forgotten what
-happened since, it names only what is there: what has gone meanwhile nobody hears of. And a watch that is dead for good would not be
-noticed at all: what a listing finds that should have been told shows it.
+kopf reopens a watch in which nothing comes, not even a bookmark, and goes on from there. If the API server has forgotten that place,
+it names only objects that still exist, so a deletion meanwhile stays unseen. A watch may also stay dead unnoticed.
+A listing that finds a change which no watch reported shows both.
 """
 
 import asyncio
@@ -38,22 +38,22 @@ class Listing:
         self._cluster = cluster
         self._store = store
         self._clock = clock
-        self._deaf_since: float | None = None
-        self._told = 0
+        self._stalled_since: float | None = None
+        self._reported = 0
         self.scope = scope
 
     @property
-    def deaf_s(self) -> float:
-        """Since a listing found what the watch should have told, and the watch told nothing at all; 0 where it is well."""
-        return 0.0 if self._deaf_since is None else self._clock() - self._deaf_since
+    def stalled_s(self) -> float:
+        """Seconds since a listing found a change that the watch had not reported; 0 once the watch reports something."""
+        return 0.0 if self._stalled_since is None else self._clock() - self._stalled_since
 
     def heard(self) -> None:
-        """The watch told something."""
-        self._told += 1
-        self._deaf_since = None
+        """Note that the watch reported something."""
+        self._reported += 1
+        self._stalled_since = None
 
     async def list(self) -> bool:
-        """Everything, into the store; gives whether there was news."""
+        """List everything into the store; return whether there was news."""
         kind, namespace = self.scope.kind, self.scope.namespace
         before, seen, version, news = self._store.places(kind, namespace), set(), "", False
         async for page in self._cluster.pages(kind, namespace, labels=self.scope.labels):
@@ -64,14 +64,14 @@ class Listing:
         return self._store.keep_only(kind, before, seen, version=version) or news
 
     async def run(self, every_s: float) -> None:
-        """For ever."""
+        """List again every `every_s` seconds, for ever."""
         while True:
             await asyncio.sleep(every_s)
-            told = self._told
+            reported = self._reported
             try:
                 news = await self.list()
             except OperatorError as error:
                 log.warning("listing failed kind=%s error=%s", self.scope, error)
                 continue
-            if news and self._deaf_since is None and told == self._told:  # else both told it, the listing a moment earlier
-                self._deaf_since = self._clock()  # the watch may be a moment late, and then tells it
+            if news and self._stalled_since is None and reported == self._reported:  # Stalled only if the watch reported nothing meanwhile.
+                self._stalled_since = self._clock()  # a watch that is only a moment late clears this

@@ -103,7 +103,7 @@ class AdapterRanks:
             log.info("adapter=%s evicted", adapter.name)
 
     def undo(self, adapter: Adapter, victims: Sequence[Adapter] = ()) -> None:
-        """After a load that failed, in the background: it is on no rank, and of the victims only what is not there is gone."""
+        """Undo a failed load: unload it everywhere; mark as evicted only victims the ranks no longer hold."""
         undoing = self._in_background(self._undo(adapter, adapter.lora_int_id, victims))
         self._undoing.add(undoing)
         undoing.add_done_callback(self._undoing.discard)

@@ -47,7 +47,7 @@ class HeldOutcome(enum.StrEnum):
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """All that decides on a request. `beneath` is the state that comes when the group was started again."""
+    """Everything that decides on a request. `beneath` is the state the engine returns to after a restart."""
 
     state: EngineState
     beneath: EngineState

@@ -46,7 +46,7 @@ class EngineLife:
 
     @property
     def beneath(self) -> EngineState:
-        """The state, or the one that comes when the group was started again."""
+        """The state the engine returns to after a restart."""
         return self._beneath
 
     @property

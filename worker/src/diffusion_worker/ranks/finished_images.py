@@ -37,7 +37,7 @@ class ImageReport:
                 image.begin_copy()
 
     def make(self) -> Said:
-        """The report with its frames. An image that cannot be made is its own request's error, a preview nobody's.
+        """The report with its frames. A failed image fails its request; a failed preview is dropped.
 
         Raises:
             RankFault: the device is lost.

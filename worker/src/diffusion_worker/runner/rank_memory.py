@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank holds for its model, by tag, and how that is given back at a sleep and had again at a wake.
+"""Memory that one rank holds for its model, by tag: given back on sleep, restored on wake.
 
 Nothing is ever half awake: a wake that fails gives back again whatever it brought.
 """
@@ -80,7 +80,7 @@ class RankMemory:
             if classify(error) is Fault.OUT_OF_MEMORY:
                 raise _insufficient(needed, available_bytes(self._device), "which was not enough") from error
             if isinstance(error, ConfigError):
-                raise RequestError(ErrorCode.ENGINE_FAILED, f"the weights cannot be had again: {error}") from error
+                raise RequestError(ErrorCode.ENGINE_FAILED, f"the weights cannot be restored: {error}") from error
             raise
         self.asleep = [tag for tag in self.asleep if tag not in wanted]
         if not self.asleep:

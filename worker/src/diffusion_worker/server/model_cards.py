@@ -102,7 +102,7 @@ def _base(engine: Engine, created: int) -> ModelCard:
 
 
 def _of_adapter(base: ModelCard, adapter: AdapterDocument) -> ModelCard:
-    """An adapter can what its base model can; its recipe goes before the defaults of that."""
+    """Copy the base model's card; the recipe overrides its defaults."""
     told = adapter.recipe
     recipe, defaults = None, base.defaults
     if told is not None:

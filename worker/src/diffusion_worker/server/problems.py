@@ -82,7 +82,7 @@ def lost_ranks(error: GroupFailed) -> RequestError:
 
 
 def unexpected_error(error: Exception) -> RequestError:
-    """What a client is told of a fault of ours: its kind, the traceback is for the log."""
+    """Build the client's error: the exception's type only."""
     return RequestError(ErrorCode.ENGINE_FAILED, f"unexpected error in the worker: {type(error).__name__}")
 
 
@@ -178,5 +178,5 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    """A fault of ours; the server logs what it re-raises."""
+    """Answer for an unexpected error in our code; the server logs the error that it re-raises."""
     return error_answer(unexpected_error(error), request=request)
