@@ -29,10 +29,11 @@ preflight: # what the machine must have, asked of the system's Python before any
 venv: ## the one virtual environment, made again when a pin or a dependency changes
 	@PYTHON="$(PYTHON)" tools/make-venv
 
-lint: venv ## ruff, mypy strict, the layers
+lint: venv ## ruff, mypy strict, plain English, the layers
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -m tools.words
 	@.venv/bin/lint-imports --no-logo 2>/dev/null | tail -n 25 | grep -v '^$$'
 
 test-fast: lint ## lint and the tests that need neither a cluster nor minutes
