@@ -64,7 +64,7 @@ steps no scheduler advances by single model calls instead, which it shares where
 
 *tested* means that a tiny model of the class runs through the engine in the tests: alone bit-equal to diffusers, in company equal up
 to rounding. All others are run by the same mechanism and were judged by reading their source only. The images API takes
-prompts, and images for classes that make an image of words and images; which of its routes a loaded model serves is at `/v1/models`.
+prompts, and images for classes that make an image from text and images; which of its routes a loaded model serves is at `/v1/models`.
 A route for videos is not there yet.
 
 {counts}

@@ -40,7 +40,7 @@ def main() -> None:
         train_denoiser(pipeline, scans, seed=SEED + 2, report=report)
         save_pipeline(pipeline, model)
     for style in RECIPES:
-        # Loaded anew each time: an adapter is trained on the fp16 weights that it will be used with.
+        # Loaded again each time: an adapter is trained on the fp16 weights that it will be used with.
         train_adapter(load_pipeline(model), scans, options.output / "loras" / style, style=style, seed=SEED + 3, report=report)
 
 

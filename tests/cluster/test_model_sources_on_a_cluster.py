@@ -85,7 +85,7 @@ def test_the_commit_is_pinned_and_the_second_replica_has_it_though_the_branch_mo
 
 
 def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(fetched: ClusterRig) -> None:
-    """RF12, and RF28 for the pod that another hand deletes."""
+    """RF12, and RF28 for the pod that another client deletes."""
     rig = fetched
     rig.kubectl.patch(DD, {"spec": {"replicas": 1}})
     rig.eventually("one is left", lambda: len(rig.pods(NAME)) == 1)
@@ -95,5 +95,5 @@ def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(
     rig.eventually("another pod", lambda: [pod for pod in rig.pods(NAME) if pod["metadata"]["uid"] != before["metadata"]["uid"]])
     rig.wait(DD, SERVING)
     assert model_of(rig, rig.pod(NAME))["revision"] == store_server.COMMIT
-    assert f"pod {before['metadata']['name']} was deleted by another hand" in rig.events(NAME, "Repaired")
+    assert f"pod {before['metadata']['name']} was deleted by another client" in rig.events(NAME, "Repaired")
     assert rig.image(NAME).png

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RF10: the operator's key is rotated again and again over a real worker, and the new token reaches it whenever it likes: nothing fails.
 
-As docs/security.md says: the new key goes before the old one, the operator is started anew, and the kubelet brings the worker its token
+As docs/security.md says: the new key goes before the old one, the operator is started again, and the kubelet brings the worker its token
 some time later. No call fails, no poll is missed, no condition moves.
 """
 

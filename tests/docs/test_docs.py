@@ -14,6 +14,8 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "charts").glob("*/README.md"), *(ROOT / "examples").rglob("README.md")]
 )
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:\s]*)#([^)]*)\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 # These are reasons of Degraded and Awake, not of Ready.
 OTHER_CONDITIONS = {"WakeFailed", "SleepFailed"}
@@ -33,3 +35,15 @@ def test_every_code_of_a_worker_is_explained() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     targets = [target for target in LINK.findall(CODE.sub("", page.read_text())) if "//" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ +(.*?) *$", FENCED.sub("", page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_a_heading_lead_to_one(page: Path) -> None:
+    found = [(page.parent / target if target else page, anchor) for target, anchor in ANCHOR.findall(CODE.sub("", page.read_text()))]
+    assert [(str(target), anchor) for target, anchor in found if target.suffix == ".md" and anchor not in anchors(target)] == []

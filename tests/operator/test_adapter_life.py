@@ -316,7 +316,7 @@ async def test_a_resident_adapter_that_is_evicted_again_and_again_is_left_out_un
     assert "evicted 4 times in 10 minutes" in rig.adapter_message("Ready")
     rig.restart_operator()
     await rig.run(900)
-    assert worker.loads == ["x"] * 4, "neither time nor a restart of the operator begins it anew"
+    assert worker.loads == ["x"] * 4, "neither time nor a restart of the operator begins it again"
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(priority=5))
     await rig.run()
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")

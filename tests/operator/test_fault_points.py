@@ -11,7 +11,7 @@ import pytest
 
 from operator_story import Teller, Told
 
-# Nothing is left to remember by that nobody was told yet: of an adapter that was deleted, and of a child that another hand touched.
+# Nothing is left to remember by that nobody was told yet: of an adapter that was deleted, and of a child that another client touched.
 MAY_BE_LOST = {"AdapterUnloaded", "Repaired"}
 DEATHS_IN_A_ROW = 20
 OVERLAPS = 8

@@ -65,7 +65,7 @@ LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, boo
     ("RF13: and not when it came up", pod(**(up(4) | {"ready": True})), recorded(4, restarts=4, next_in_s=-9), 4, None, False),
     ("RF13: the count outlives the pod", pod(0, 1), recorded(4, restarts=3, next_in_s=0), 4, None, False),
     ("RF13: the next pod adds to it", pod(0, 1, **up(1)), recorded(4, pod="d-0-1", restarts=0), 5, None, False),
-    ("RF13: at the threshold nothing is made anew", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, None, False),
+    ("RF13: at the threshold nothing is made again", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, None, False),
     ("RF13: and stays so when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, None, False),
     ("RF13: restarts of long ago are no loop", pod(**down(9)), recorded(restarts=9), None, None, False),
     ("RF13: what was given up and starts in place is counted once", pod(**up(4)), recorded(3, restarts=3, next_in_s=9), 4, 9, False),
@@ -107,10 +107,10 @@ def test_rf13_a_spent_replica_says_so_and_what_to_do() -> None:
     assert degraded is not None
     assert (ready.status.value, ready.reason) == ("False", "CrashLooping")
     assert (degraded.status.value, degraded.reason) == ("True", "CrashLooping")
-    assert "5 failures within 3600 s (spec.replicaRecovery), so no pod is made anew until the template or the restartedAt" in ready.message
+    assert "5 failures within 3600 s (spec.replicaRecovery), so no pod is made again until the template or the restartedAt" in ready.message
     assert "rank 1 died" in ready.message
     [event] = [one for one in deployment_events(made().status, plan.status) if one.reason == "CrashLooping"]
-    assert "no pod is made anew" in event.message
+    assert "no pod is made again" in event.message
 
 
 def test_rf13_a_waiting_replica_says_when_its_next_pod_comes() -> None:

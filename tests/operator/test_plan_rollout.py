@@ -128,9 +128,9 @@ DEADLINES: list[tuple[str, list[Pod], dict[str, Any], bool, list[int]]] = [
     ("in time", [old(0), coming(1)], stuck_since(29), False, []),
     ("RF26: too late", [old(0), coming(1)], stuck_since(30), True, []),
     ("RF26: none goes any more", [old(0), new(1)], stuck_since(31, served=1), True, []),
-    ("RF26: a step forward starts anew", [old(0), new(1)], stuck_since(31, served=0), False, [0]),
-    ("RF26: one old less starts anew", [old(0), coming(1)], stuck_since(31, remaining=2), False, []),
-    ("RF26: another template starts anew", [old(0), coming(1)], stuck_since(31, revision="other"), False, []),
+    ("RF26: a step forward starts again", [old(0), new(1)], stuck_since(31, served=0), False, [0]),
+    ("RF26: one old less starts again", [old(0), coming(1)], stuck_since(31, remaining=2), False, []),
+    ("RF26: another template starts again", [old(0), coming(1)], stuck_since(31, revision="other"), False, []),
     ("RF26: coming and going is no step forward", [old(0), coming(1)], stuck_since(31, served=1), True, []),
     ("RF26: a first start has a deadline too", [coming(0), coming(1)], stuck_since(31, remaining=0), True, []),
 ]

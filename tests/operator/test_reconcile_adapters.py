@@ -348,7 +348,7 @@ async def test_an_adapter_whose_deployment_is_deleted_says_so_and_one_made_again
     rig.start_all(digests={"/loras/x": "sha256:new"})
     await rig.run()
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
-    assert rig.adapter_status()["resolved"]["digest"] == "sha256:new", "the new deployment pins anew"
+    assert rig.adapter_status()["resolved"]["digest"] == "sha256:new", "the new deployment pins again"
 
 
 async def test_adapters_of_another_deployment_are_left_alone() -> None:

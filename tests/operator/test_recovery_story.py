@@ -47,7 +47,7 @@ async def test_rf13_a_loop_gets_a_new_pod_after_a_pause_and_then_no_more() -> No
     await loops(rig, "d-0-1", 4)
     rig.restart_operator()
     await rig.run(8000)
-    assert rig.cluster.names(POD) == ["d-0-1"], "nothing is made anew, also when the window is over"
+    assert rig.cluster.names(POD) == ["d-0-1"], "nothing is made again, also when the window is over"
     assert (rig.condition("Ready"), rig.condition("Degraded")) == (("False", "CrashLooping"), ("True", "CrashLooping"))
     assert "restartedAt" in rig.message("Ready")
     writes = rig.cluster.status_writes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF28: a child that another hand changed or deleted is put right in the same pass, and an Event says what; our own doing makes none."""
+"""RF28: a child that another client changed or deleted is put right in the same pass, and an Event says what; our own doing makes none."""
 
 import copy
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def edited(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 
 DRIFTS: list[tuple[str, Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
     ("nothing", lambda live: None, ()),
-    ("a port of another hand", lambda live: live["spec"]["ports"].append({"name": "more", "port": 81}), ()),
+    ("a port of another client", lambda live: live["spec"]["ports"].append({"name": "more", "port": 81}), ()),
     ("our port", lambda live: live["spec"]["ports"][0].update(port=81), ("spec.ports",)),
     ("a selector that takes other pods", lambda live: live["spec"]["selector"].update(x="y"), ("spec.selector",)),
     ("a field and a label", lambda live: (live["spec"].update(type="NodePort"), live["metadata"]["labels"].pop(LABEL_DEPLOYMENT)),
@@ -69,8 +69,8 @@ def edit(rig: Rig, kind: Kind, name: str, change: Callable[[dict[str, Any]], obj
 
 
 EDITS: list[tuple[Kind, str, Callable[[dict[str, Any]], object], str]] = [
-    (SERVICE, "d", lambda live: live["spec"].update(selector={"app": "mine"}), "Service d was changed: spec.selector by another hand"),
-    (CONFIG_MAP, "d-desired", lambda live: live["data"].clear(), "ConfigMap d-desired was changed: data.desired.json by another hand"),
+    (SERVICE, "d", lambda live: live["spec"].update(selector={"app": "mine"}), "Service d was changed: spec.selector by another client"),
+    (CONFIG_MAP, "d-desired", lambda live: live["data"].clear(), "ConfigMap d-desired was changed: data.desired.json by another client"),
     (DISRUPTION_BUDGET, "d", lambda live: live["spec"].clear(), "PodDisruptionBudget d was changed: spec"),
 ]
 
@@ -94,7 +94,7 @@ async def test_a_deleted_child_is_made_again_and_told(kind: Kind, name: str) -> 
     rig.cluster.remove(kind, name)
     await rig.run(0.1)
     assert rig.cluster.names(kind) == [name]
-    assert rig.cluster.notes("Repaired") == [f"{kind.kind} {name} was deleted, or lost its labels by another hand"]
+    assert rig.cluster.notes("Repaired") == [f"{kind.kind} {name} was deleted, or lost its labels by another client"]
 
 
 async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
@@ -102,7 +102,7 @@ async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
     rig.cluster.remove(POD, "d-0-0")
     await rig.run()
     assert rig.cluster.names(POD) == ["d-0-1"]
-    assert rig.cluster.notes("Repaired") == ["pod d-0-0 was deleted by another hand"]
+    assert rig.cluster.notes("Repaired") == ["pod d-0-0 was deleted by another client"]
 
 
 async def test_a_pod_that_lost_its_label_gets_it_back_and_goes_on() -> None:
@@ -111,7 +111,7 @@ async def test_a_pod_that_lost_its_label_gets_it_back_and_goes_on() -> None:
     await rig.run()
     assert rig.cluster.names(POD) == ["d-0-0"]
     assert rig.condition("Ready") == ("True", "Serving")
-    assert rig.cluster.notes("Repaired") == ["labels of pod d-0-0 were changed by another hand"]
+    assert rig.cluster.notes("Repaired") == ["labels of pod d-0-0 were changed by another client"]
 
 
 async def test_the_routable_label_is_put_back() -> None:

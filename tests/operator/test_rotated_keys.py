@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF10 with real processes: the operator's key is rotated again and again and its program started anew, while replicas are sent to sleep,
+"""RF10 with real processes: the operator's key is rotated again and again and its program restarted, while replicas are sent to sleep,
 woken and told of adapters. Workers ask for the token that a kubelet brought them, some time after the Secret has another.
 """
 

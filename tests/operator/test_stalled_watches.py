@@ -97,7 +97,7 @@ async def test_rf8_watches_that_stall_are_opened_anew_and_tell_what_changed_came
 async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stalled_fails_the_probe_until_it_tells_again(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """With listings every two seconds, so that they come before a watch is opened anew."""
+    """With listings every two seconds, so that they come before a watch is opened again."""
     there = Namespaces(client, kubelet, "listed")
     await there.make()
     with running(tmp_path, proxy.kubeconfig(tmp_path), control_port=kubelet.port, resync_s=RESYNC_S, watch_dead_s=DEAD_S) as operator:

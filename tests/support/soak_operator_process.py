@@ -140,7 +140,7 @@ class OperatorProcess:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def rotate(self, key: str) -> None:
-        """A new key before the one that it has, and a start anew: what the page on security says."""
+        """A new key before the one that it has, and a start again: what the page on security says."""
         (self._folder / "key").write_text(f"{key}\n{self.key}\n")
         self.key = key
         self.stop()

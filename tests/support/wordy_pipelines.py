@@ -23,11 +23,11 @@ class _FluxWords:
 
 
 class WordyFlux(_FluxWords, FluxPipeline):
-    """Images of words."""
+    """Text to image."""
 
 
 class WordyFluxEdits(_FluxWords, FluxImg2ImgPipeline):
-    """Images of images, and of nothing else."""
+    """Image to image, and nothing else."""
 
 
 class WordyWan(WanPipeline):

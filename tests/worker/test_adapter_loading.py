@@ -168,7 +168,7 @@ async def test_the_time_of_a_load_is_told_until_there_is_another_one(edge: Edge)
     assert (states(edge)["a"], again) == ("Loaded", pytest.approx(times.total_s - before_s, abs=1e-6)) and again != first
     edge.ranks.die("rank 1 was ended by SIGKILL")
     await edge.wait_state(generation=2, state="ready")
-    assert told("a") not in (first, again), "the new ranks have loaded it anew"
+    assert told("a") not in (first, again), "the new ranks have loaded it again"
 
 
 async def test_a_request_for_an_evicted_adapter_is_refused_with_a_time_to_come_back(edge: Edge) -> None:

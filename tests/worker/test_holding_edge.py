@@ -43,7 +43,7 @@ async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
 
 
 def half_transparent() -> bytes:
-    """An image whose left half is to be made anew."""
+    """An image whose left half is to be made again."""
     image, out = Image.new("RGBA", (16, 16), (200, 0, 0, 255)), io.BytesIO()
     image.paste((0, 0, 0, 0), (0, 0, 8, 16))
     image.save(out, "PNG")

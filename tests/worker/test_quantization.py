@@ -82,7 +82,7 @@ def test_quantized_weights_take_less_memory(plain: RunnerRig, quantized: RunnerR
 
 def test_quantized_weights_are_given_back_in_sleep_and_are_the_same_bits_after_it(quantized: RunnerRig) -> None:
     if quantized.config.quantization is Quantization.NF4:
-        pytest.skip("on a CPU, where nobody can ask for it, bitsandbytes packs four bits anew at its first call, out of our memory")
+        pytest.skip("on a CPU, where nobody can ask for it, bitsandbytes packs four bits again at its first call, out of our memory")
     before = images(quantized, steps=3)
     awake = quantized.runner.weights.report()
     quantized.runner.release()

@@ -124,7 +124,7 @@ def test_weights_that_come_back_spoiled_by_one_bit_are_never_served_from(faulty:
 
 
 def test_an_adapter_that_is_spoiled_in_memory_while_the_model_sleeps_is_never_served_from(faulty: Faulty) -> None:
-    """RA21: the first wake after its load finds it, reads it from its file again, and no rank has to start anew."""
+    """RA21: the first wake after its load finds it, reads it from its file again, and no rank has to start again."""
     restarts = faulty.sleep()["restarts"]
     faulty.gates.close("spoil-adapters")
     assert faulty.image(**REQUEST, model="stripes").tobytes() == faulty.alone

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`helm test`: the API server knows both kinds, and the operator answers its probe. Standard library only, for any image with python3."""
+"""`helm test`: the API server knows both kinds, and the operator answers its probe. It needs only Python's standard library."""
 
 import json
 import pathlib

@@ -77,7 +77,7 @@ def flow_loss(denoiser: nn.Module, clean: Tensor, tokens: Tensor, pooled: Tensor
 
 
 def batches(scans: Scans, *, seed: int, size: int, style: str = PLAIN) -> Iterator[tuple[Tensor, list[str]]]:
-    """Endless batches of clean latents with their captions, every image drawn anew."""
+    """Endless batches of clean latents with their captions, every image drawn again."""
     random = torch.Generator().manual_seed(seed)
     chance = python_random.Random(seed)
     while True:

@@ -134,7 +134,7 @@ class KubernetesCluster:
         await self._apply(kind, namespace, name, manifest)
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
-        """Not bound to a UID: the status endpoint ignores one. A status of an object made anew meanwhile lasts until its own pass."""
+        """Not bound to a UID: the status endpoint ignores one. A status of an object made again meanwhile lasts until its own pass."""
         metadata = {"name": name, "namespace": namespace}
         body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "status": status}
         try:
@@ -200,7 +200,7 @@ async def connect(answered: Answered = _ignore) -> KubernetesCluster:
         # The library reads KUBECONFIG when it is imported; we read it when it counts.
         await config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
     configuration.connection_pool_maxsize = POOL_SIZE
-    # To ask the environment for a proxy anew costs two hops to a thread, for every request.
+    # To ask the environment for a proxy again costs two hops to a thread, for every request.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     return KubernetesCluster(configuration, answered)
 

@@ -42,7 +42,7 @@ class ClusterUnavailable(ClusterError):
 
 
 class ClusterConflict(ClusterError):
-    """409: the object is another one than expected; the next pass observes anew."""
+    """409: the object is another one than expected; the next pass observes again."""
 
 
 class ClusterRefused(ClusterError):

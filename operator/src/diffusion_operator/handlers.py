@@ -116,7 +116,7 @@ class Process:
         return told
 
     def _changed(self, kind: Kind, manifest: Manifest) -> None:
-        """By another hand than ours. An adapter's own key is for its status, its deployment's for what has to be done."""
+        """By another client than the operator. An adapter's own key is for its status, its deployment's for what has to be done."""
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         if kind == DEPLOYMENT:
             self.wake(deployment_key(namespace, name))

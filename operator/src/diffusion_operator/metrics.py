@@ -52,7 +52,7 @@ class PrometheusMeter:
             "diffusion_operator_adapter_evictions", "Adapters that left a replica's memory for others.", registry=registry
         )
         failures = Counter(
-            "diffusion_operator_verification_failures", "What a wake found to be not what it was.", ["what"], registry=registry
+            "diffusion_operator_verification_failures", "Wakes and adapters that differed after a wake.", ["what"], registry=registry
         )
         # There from the start, so that an alert sees the first one.
         self._wrong_wakes, self._wrong_adapters = (failures.labels(what=what) for what in ("wake", "adapter"))
@@ -138,7 +138,7 @@ class Waiting(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait for a pass.", value=self._queue.waiting)
-        yield GaugeMetricFamily("diffusion_operator_queue_age_seconds", "How long the first of them waits.", value=self._queue.oldest_s)
+        yield GaugeMetricFamily("diffusion_operator_queue_age_seconds", "Age of the oldest of them.", value=self._queue.oldest_s)
 
 
 def register(runtime: Runtime, queue: KeyedQueue, listings: Sequence[Listing]) -> tuple[Collector, ...]:

@@ -65,7 +65,7 @@ def image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part anew, over the whole schedule."""
+    """A part again, over the whole schedule."""
     images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
     return text_to_image(seed, steps, guidance) | images | {"strength": 1.0}
 
@@ -81,7 +81,7 @@ def control_image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part anew, following another image."""
+    """A part again, following another image."""
     return inpaint(seed, steps, guidance) | {"control_image": image(seed + 1, SIDE, SIDE)}
 
 

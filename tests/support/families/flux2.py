@@ -66,7 +66,7 @@ def guided(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part anew, over the whole schedule."""
+    """A part again, over the whole schedule."""
     images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
     return guided(seed, steps, guidance) | images | {"strength": 1.0}
 

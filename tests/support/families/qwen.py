@@ -148,7 +148,7 @@ def image_to_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part anew, over the whole schedule."""
+    """A part again, over the whole schedule."""
     images = {"image": image(seed, SIDE, SIDE), "mask_image": mask(seed, SIDE, SIDE)}
     return text_to_image(seed, steps, guidance) | images | {"strength": 1.0}
 
@@ -159,7 +159,7 @@ def control(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def control_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part anew."""
+    """A part again."""
     return control(seed, steps, guidance) | {"control_mask": mask(seed, SIDE, SIDE)}
 
 
@@ -174,7 +174,7 @@ def edit_two(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def edit_inpaint(seed: int, steps: int, guidance: float) -> Arguments:
-    """A part of an image anew."""
+    """A part of an image again."""
     return edit(seed, steps, guidance) | {"mask_image": mask(seed, 32, 32), "strength": 1.0}
 
 
@@ -189,7 +189,7 @@ def text_to_image_21(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def without_cache(seed: int, steps: int, guidance: float) -> Arguments:
-    """Conditions are computed anew in each step."""
+    """Conditions are computed again in each step."""
     return text_to_image_21(seed, steps, guidance) | {"use_kv_cache": False}
 
 

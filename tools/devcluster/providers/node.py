@@ -31,7 +31,7 @@ class NodeProvider:
         """Refuses before anything is changed."""
         checks.linux_root()
         checks.go()
-        checks.disk_free(cache_dir(), needed_gb=disk_needed_gb(cache_dir()), what="What is not in the cache yet (programs, images, node)")
+        checks.disk_free(cache_dir(), needed_gb=disk_needed_gb(cache_dir()), what="Parts not in the cache yet (programs, images, node)")
         if namespace.first_process() is None:
             checks.networks_free(list(config.NETWORKS), own_link=config.MACHINE_LINK)
 

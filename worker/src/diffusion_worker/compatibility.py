@@ -28,7 +28,7 @@ EXCLUSIVE = (
     ("--step-cache", "--sequence", "a rank sees only its part of the tokens, so ranks would decide differently"),
     ("--step-cache", "--shard", "ranks collect the weights of each block together, so none can skip one"),
 )
-# Their weights are in no memory of ours that could be given back, or are not on the device anyway.
+# Their weights are in memory that the worker cannot give back, or are not on the device anyway.
 NO_SLEEP = ("--shard", "--offload")
 
 

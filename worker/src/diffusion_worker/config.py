@@ -157,7 +157,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tick_timeout_s: float | None = None
     # How long a first step waits for requests to share it with.
     batch_window_s: float = 0.0
-    # Where the ranks of one generation meet. Port 0 takes a free one, each time anew.
+    # Where the ranks of one generation meet. Port 0 takes a free one, each time again.
     rendezvous_host: str = "127.0.0.1"
     rendezvous_port: int = 0
     # A group that is lost more often than this within ten minutes has a fault that a new start does not mend.

@@ -13,7 +13,7 @@ from diffusion_worker.errors import Fault
 
 
 class Task(enum.StrEnum):
-    """What a request starts from: words alone, images and words, or an image of which a part is made anew."""
+    """What a request starts from: words alone, images and words, or an image of which a part is made again."""
 
     GENERATE = "generate"
     EDIT = "edit"
@@ -30,7 +30,7 @@ class LoRAUse(msgspec.Struct, frozen=True):
 class ImageInput(msgspec.Struct, frozen=True):
     """An image that a request starts from: number `frame` of the request's own frames, uint8 [height, width, channels].
 
-    Three channels are RGB; one is a mask, 255 where the image is to be made anew and 0 where it stays.
+    Three channels are RGB; one is a mask, 255 where the image is to be made again and 0 where it stays.
     """
 
     frame: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is told of one adapter, as the mounted file and a put both have it, in the worker's words."""
+"""The description of an adapter for a worker, as the mounted file and a put both have it, in the worker's words."""
 
 from collections.abc import Iterable
 

@@ -30,7 +30,7 @@ DESIRED_KEY = "desired.json"
 CACHE_DIR = "/var/cache/diffusion-operator"
 SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 CLAIMS_DIR = "/var/run/diffusion-operator/claims"
-STATE_DIR = "/tmp/diffusion-worker"  # in the pod's emptyDir: it survives a container, and a new pod begins anew
+STATE_DIR = "/tmp/diffusion-worker"  # in the pod's emptyDir: it survives a container, and a new pod begins again
 DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 NO_GPU_RESOURCE = "none"
 

@@ -24,7 +24,7 @@ def control_secured(spec: DeploymentSpec, policy: PolicyOutcome) -> Verdict:
     if spec.control.network_policy is PolicyMode.NONE:
         return verdict("ControlSecured", True, "TokenOnly", f"{token}; spec.control.networkPolicy is None")
     if not policy.possible:
-        text = f"{token}; no NetworkPolicy is made, because the operator was not told by what its own pods are known (--operator-namespace)"
+        text = f"{token}; no NetworkPolicy is made, because the operator does not know the labels of its own pods (--operator-namespace)"
         return verdict("ControlSecured", True, "TokenOnly", text)
     if policy.refusal:
         return verdict("ControlSecured", False, "PolicyRefused", f"{token}; its NetworkPolicy was refused: {policy.refusal}")

@@ -81,7 +81,7 @@ def _group_events(before: ReplicaStatus | None, after: ReplicaStatus, *, generat
         message = f"replica {after.index} {how}: {failure.message}"
         events.append(_warning("ReplicaRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
     if before is not None and after.failures and (before.incarnation or 0) < (after.incarnation or 0):
-        message = f"replica {after.index} is made anew as {after.leader_pod} after {after.failures} failures"
+        message = f"replica {after.index} is made again as {after.leader_pod} after {after.failures} failures"
         events.append(_warning("ReplicaRestarted", message, key=after.leader_pod or ""))
     if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
         message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"

@@ -77,9 +77,9 @@ class Failures(msgspec.Struct, frozen=True):
     count: int = 0
     since: datetime | None = None
     next_restart: datetime | None = None
-    """When its pod is made anew."""
+    """When its pod is made again."""
     spent: bool = False
-    """It failed too often to be made anew."""
+    """It failed too often to be made again."""
 
 
 class Group(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 
 The kubelet starts a container again in place, with pauses of its own that grow to five minutes. A new pod is made where that does not help:
 the pod ended for good, its container ended more than three times, its ranks do not come up, or nobody can reach it. Before it there is a
-pause that doubles with each failure. After `failureThreshold` of them no pod is made anew until the template changes, and the kubelet's
+pause that doubles with each failure. After `failureThreshold` of them no pod is made again until the template changes, and the kubelet's
 tries go on. A worker that refuses its configuration or model would say the same in a new pod, so it stays where it is. A node that does
 not answer is the cluster's to judge: its pods are removed when their toleration ends, and then replaced without a pause.
 
@@ -125,7 +125,7 @@ def _with_verdict(group: Group, recovery: ReplicaRecovery) -> Group:
     if not failures.spent or group.live or group.problem in _ITS_OWN_WORDS or group.state is ReplicaState.TERMINATING:
         return group
     text = (
-        f"{failures.count} failures within {recovery.window_seconds} s (spec.replicaRecovery), so no pod is made anew until "
+        f"{failures.count} failures within {recovery.window_seconds} s (spec.replicaRecovery), so no pod is made again until "
         f"the template or the restartedAt annotation changes: {group.message[:900] or 'it is starting once more'}"
     )
     return msgspec.structs.replace(group, problem=Problem.CRASH_LOOPING, message=text)

@@ -108,7 +108,7 @@ def _mark(manifest: dict[str, Any] | None) -> str:
 async def _is_applied(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, kind: Kind, content: dict[str, Any] | None
 ) -> bool:
-    """Whether nothing is to be done. Where another hand was at it, that is told before it is put right."""
+    """Whether nothing is to be done. A change by another client is reported before it is put right."""
     last, doubted = memory.applied.get(kind.kind), kind.kind in memory.doubted and kind != SECRET
     memory.doubted.discard(kind.kind)
     if last is not None and last.content != _mark(content):
@@ -122,7 +122,7 @@ async def _is_applied(
     else:
         changed = await _changed(runtime, deployment, kind, content)
         applied = not changed
-        if changed and last is not None:  # a process that has just begun does not know whether it was another hand
+        if changed and last is not None:  # a process that has just begun does not know whether it was another client
             await tell_repaired(runtime, deployment, f"{kind.kind} {content['metadata']['name']} {changed}", about=kind.kind)
     if applied:
         memory.applied[kind.kind] = Applied(content=_mark(content), at=runtime.now())

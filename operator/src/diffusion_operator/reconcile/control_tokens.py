@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control tokens of one deployment through a rotation of the operator's key: the current key's, and those of the keys before it.
 
-A worker has the new token when the kubelet has brought it, a minute or two after the Secret changed, and an operator may be started anew in
-between. So a call that a worker answers with 401 is made again with the next token, and what a worker took is tried first from then on.
+A worker has the new token when the kubelet has brought it, a minute or two after the Secret changed, and an operator may restart
+in between. So a call that a worker answers with 401 is made again with the next token. The token that a worker took is tried first
+from then on.
 """
 
 from collections.abc import Awaitable, Callable

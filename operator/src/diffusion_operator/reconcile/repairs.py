@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another hand did to a deployment's children: told by an Event, and for pods also found out here.
+"""Changes by other clients to a deployment's children: reported in an Event, and for pods also found out here.
 
 What this process did itself it remembers; after a restart it knows of nothing and so tells of nothing.
 """
@@ -20,7 +20,7 @@ from diffusion_operator.reconcile.runtime import Runtime
 
 
 async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, what: str, *, about: str) -> None:
-    event = repaired(f"{what} by another hand", key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}")
+    event = repaired(f"{what} by another client", key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}")
     await report(runtime, (event,), kind=DEPLOYMENT, about=deployment.metadata)
 
 

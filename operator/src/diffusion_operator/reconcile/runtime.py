@@ -62,7 +62,7 @@ class Runtime:
         return known
 
     def child_changed(self, namespace: str, deployment: str, kind: str) -> None:
-        """A child was touched, maybe by another hand: look at it in the next pass."""
+        """A child was touched, maybe by another client: look at it in the next pass."""
         known = self.memories.get((namespace, deployment))
         if known is not None:
             known.doubted.add(kind)

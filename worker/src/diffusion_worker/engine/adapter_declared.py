@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters that a server was told of by its options and by the desired file: at its start, and anew when it wakes.
+"""The adapters that a server knows from its options and from the desired file: at its start, and again when it wakes.
 
 The file and calls do not fight. Of a file that was read before only what changed in it counts, and of that only what no call
 spoke of after the file was written: a mounted file lags behind the calls of whoever writes it, and whichever is newer is right.

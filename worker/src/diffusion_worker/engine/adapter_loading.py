@@ -117,7 +117,7 @@ class AdapterLoader:
         await self._waking.apply_deferred(deadline_s)
 
     async def load_again(self, lora_int_ids: Collection[int], timeout_s: float) -> None:
-        """Have ranks that just woke read these from their files anew; see `AdapterWaking.load_again`."""
+        """Have ranks that just woke read these from their files again; see `AdapterWaking.load_again`."""
         await self._waking.load_again(lora_int_ids, timeout_s)
 
     def held(self) -> dict[int, list[str]]:

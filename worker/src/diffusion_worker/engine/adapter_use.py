@@ -67,7 +67,7 @@ class TakenAdapter(NamedTuple):
 
 
 class AdapterWait:
-    """How long one request waits for adapters in all, also where it has to begin anew."""
+    """How long one request waits for adapters in all, also where it has to begin again."""
 
     def __init__(self) -> None:
         self._until_s: float | None = None

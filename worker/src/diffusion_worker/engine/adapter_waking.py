@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # To load an adapter on a new generation of ranks, or too late for a wake, from a file that is here.
 RELOAD_TIMEOUT_S = 120.0
-# Of the time that a wake has left: fetches of what the desired file brings anew, and then loads, have to be over by these parts
+# Of the time that a wake has left: fetches of what the desired file brings again, and then loads, have to be over by these parts
 # of it. The rest is for the verification: a source that stalls must not cost the wake.
 FOLLOW_SHARE = 0.5
 APPLY_SHARE = 0.75

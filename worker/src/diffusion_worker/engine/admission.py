@@ -23,7 +23,7 @@ HINTS = {
 
 
 class InputImage(msgspec.Struct, frozen=True):
-    """An image that a client sent, decoded: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: made anew)."""
+    """An image that a client sent, decoded: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: made again)."""
 
     pixels: bytes
     height: int

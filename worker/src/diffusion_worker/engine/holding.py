@@ -274,7 +274,7 @@ class Holding:
         return max(0.0, min(LOOK_S, first_s - self._clock()))
 
     def look(self) -> None:
-        """Decide anew on all that wait, and tell them what changed."""
+        """Decide again on all that wait, and tell them what changed."""
         now = self._situation()
         if now.serves:
             self._release()

@@ -18,7 +18,7 @@ class Verification:
     """The fingerprints of the ranks that were loaded last.
 
     `adapters` tells by id what each rank said of an adapter when it loaded it, of those that the ranks are to have now;
-    `load_again` has the ranks read some of them from their files anew, within so many seconds.
+    `load_again` has the ranks read some of them from their files again, within so many seconds.
     """
 
     def __init__(

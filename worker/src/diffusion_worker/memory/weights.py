@@ -20,7 +20,7 @@ from diffusion_worker.memory.weight_files import StoredTensor
 from diffusion_worker.messages import MemoryReport, SleepLevel
 
 ALIGNMENT = 64  # a cache line, and what vectorised kernels like
-NO_SLEEP = "sleep: not supported with --shard and --offload, whose weights are in no memory of ours"
+NO_SLEEP = "sleep: not supported with --shard and --offload, whose weights the worker cannot give back"
 
 NOTHING_UNREAD = Placeholders()
 

@@ -107,7 +107,7 @@ class DiffusionEngine:
         Their seeds are `seed`, `seed + 1`, … for every prompt, or random. What is not said is the engine's or the model's
         default. `size` is `"WIDTHxHEIGHT"`. `lora_request` is an adapter or a list of them: the name of one of `loras`, or a
         `LoRARequest`, which is loaded from its path when it is first used; `lora_scale` is its strength, or a list with one for
-        each. With `image` they are made of that image, or those, where the model can: `mask` is white where it is made anew,
+        each. With `image` they are made of that image, or those, where the model can: `mask` is white where it is made again,
         `strength` is how far to go from it, up to 1. A call that is interrupted, or takes longer than `timeout_s`, makes
         nothing more.
 

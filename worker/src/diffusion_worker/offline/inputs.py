@@ -39,12 +39,12 @@ def _image(image: object) -> InputImage:
 
 
 def _mask(image: object) -> InputImage:
-    """As diffusers takes it: white is made anew."""
+    """Convert to diffusers' convention: the white part is painted again."""
     grey = ImageOps.exif_transpose(_required("mask", image)).convert("L")
     return InputImage(grey.tobytes(), grey.height, grey.width, 1)
 
 
 def _required(field: str, image: object) -> Image:
     if not isinstance(image, Image):
-        raise refused(field, "an image of Pillow", type(image).__name__)
+        raise refused(field, "a PIL image", type(image).__name__)
     return image

@@ -52,7 +52,7 @@ class StepCounts:
 
 @contextmanager
 def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[], None]]:
-    """One bar for a call; gives what draws it anew."""
+    """One bar for a call; gives what draws it again."""
     with tqdm(total=None, unit="step", disable=not wanted(progress)) as bar:
 
         def draw() -> None:
@@ -65,7 +65,7 @@ def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[],
 
 @contextmanager
 def load_bar(name: str, loaded: Callable[[], tuple[int, int]], progress: bool | None) -> Iterator[Callable[[], None]]:
-    """A bar for the load of a model; gives what draws it anew. `loaded` tells bytes done and in all."""
+    """A bar for the load of a model; gives what draws it again. `loaded` tells bytes done and in all."""
     with tqdm(total=None, desc=f"loading {name}", bar_format=WEIGHTS_FORMAT, unit_scale=True, disable=not wanted(progress)) as bar:
 
         def draw() -> None:

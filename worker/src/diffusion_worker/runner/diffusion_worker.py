@@ -167,7 +167,9 @@ class DiffusionWorker:
             RequestError: Asleep; Busy while requests run; InvalidRequest, with these options there is no sleep to compare with.
         """
         if self._config.shard > 1:
-            raise RequestError(ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights are in no memory of ours")
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights the worker cannot give back"
+            )
         return self.model_runner.fingerprint(probe=probe)
 
     def synchronize(self) -> None:

@@ -58,7 +58,7 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placehold
     pipeline_class = _pipeline_class(config, index)
     diffusers.logging.disable_progress_bar()
     transformers.logging.disable_progress_bar()
-    # Guiders are made anew for each request, and each would say that they are experimental.
+    # Guiders are made again for each request, and each would say that they are experimental.
     diffusers.logging.get_logger("diffusers.guiders.guider_utils").setLevel(diffusers.logging.ERROR)
     load = _load_modular if issubclass(pipeline_class, diffusers.ModularPipeline) else _load_classic
     try:

@@ -20,7 +20,7 @@ from diffusion_worker.runner.outputs import is_plain, tensors_of, with_tensors
 # A large encoder's layers for one prompt are some 20 MB; more than this is better used for requests.
 MAX_BYTES = 1 << 30
 REMEMBERED_METHODS = frozenset({"forward", "get_text_features"})
-# Sampled text has to be made anew.
+# Sampled text has to be made again.
 BYPASSED_METHODS = frozenset({"generate"})
 
 

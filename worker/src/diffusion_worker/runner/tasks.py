@@ -98,7 +98,7 @@ class TaskPipelines:
         """
         server = self._servers.get(spec.task)
         if server is None:
-            found = f"{type(self._pipeline).__name__}, which serves {' and '.join(self.served) or 'no images of words'}"
+            found = f"{type(self._pipeline).__name__}, which serves {' and '.join(self.served) or 'no text to image'}"
             raise RequestError(ErrorCode.INVALID_REQUEST, f"model: expected one that serves {spec.task}, found {found}")
         if server.inputs is None:
             return make_body(server.pipeline, spec)

@@ -91,7 +91,7 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
 
 
 def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:
-    """What nobody else asks for: an image of words, or of a grey image where words alone make none; None where neither is served."""
+    """Return the warm-up's request: text to image, or a grey image to edit; None if the model serves neither."""
     task = task_of(model)
     if task is None:
         return None

@@ -74,7 +74,7 @@ def form_schema() -> dict[str, Any]:
     properties["image"] = file
     properties["image[]"] = {"type": "array", "items": file, "description": "Several images."}
     properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "An image as a data: URL."}
-    properties["mask"] = file | {"description": "A PNG of the image's size; what is fully transparent in it is made anew."}
+    properties["mask"] = file | {"description": "A PNG of the image's size; its fully transparent part is painted again."}
     return {"type": "object", "properties": properties, "required": ["prompt"], "additionalProperties": False}
 
 
@@ -83,7 +83,7 @@ BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"s
 
 @router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses=IMAGE_ANSWERS | ERRORS)
 async def edit_images(request: Request) -> Response:
-    """Make `n` images of one or several images and a prompt; with a mask, make a part of the first one anew."""
+    """Make `n` images from one or several images and a prompt; a mask limits the change to a part of the first one."""
     form = await _read_form(request)
     try:
         fields = _fields(form.texts)
@@ -190,7 +190,7 @@ def _usable_mask(mask: DecodedImage, image: DecodedImage) -> Any:
         raise refused("mask", f"the size of the image, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
     if mask.mask is None or 255 not in mask.mask.pixels:
         found = "one without transparency" if mask.mask is None else "no such pixel"
-        raise refused("mask", "a PNG that is fully transparent where the image is to be made anew", found)
+        raise refused("mask", "a PNG that is fully transparent in the part to paint again", found)
     return mask.mask
 
 

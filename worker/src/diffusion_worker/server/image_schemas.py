@@ -64,9 +64,7 @@ class ImageRequest(BaseModel):
     lora_scale: Annotated[
         Finite | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; else its own.")
     ] = None
-    exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits whoever else is served.")] = (
-        None
-    )
+    exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits under any load.")] = None
     quality: Annotated[
         Literal["auto", "standard", "low", "medium", "high", "hd"] | None,
         Field(description="high and hd compute every step; with the others the worker's step cache may skip work, where it has one."),
@@ -211,7 +209,7 @@ class ImagesAnswer(BaseModel):
 # With `stream`: one of the events. OpenAPI 3.1 has no way to say that there are many.
 EVENT = {
     "type": "object",
-    "description": "One server-sent event. Its data is a JSON object with its type: a step, a preview, an image, or an error.",
+    "description": "A server-sent event. The data is a JSON object with its type: a step, a preview, an image, or an error.",
     "required": ["event", "data"],
     "properties": {
         "event": {"type": "string", "pattern": r"^(image_(generation|edit)\.(progress|partial_image|completed)|error)$"},

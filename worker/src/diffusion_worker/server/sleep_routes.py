@@ -32,7 +32,7 @@ TAGS: dict[str, tuple[MemoryTag, ...]] = {
 }
 # One worker is one stage.
 STAGE = 0
-# Drain, ranks, and a start anew where they fail: past this the operation goes on, and `/v1/state` tells of it.
+# Drain, ranks, and a start again where they fail: past this the operation goes on, and `/v1/state` tells of it.
 OVER_TIMEOUT_S = 900.0
 NOT_IMPLEMENTED = 501
 GIB = 1 << 30

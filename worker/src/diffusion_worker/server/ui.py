@@ -22,7 +22,7 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Asked for anew each time, and sent again only after the worker was replaced by another one.
+    # Asked for each time, and sent again only after the worker was replaced by another one.
     "Cache-Control": "no-cache",
 }
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Downloads one file over HTTP into the cache: resumable, bounded, and once for all who want it at the same time.
 
-A source is not believed: what it sends is counted and hashed, and a file that changes while it is read is read anew.
+A source is not believed: what it sends is counted and hashed, and a file that changes while it is read is read again.
 """
 
 import errno
@@ -259,7 +259,7 @@ class Transfer:
         return headers
 
     def _accept(self, response: httpx2.Response) -> None:
-        """Whether an answer continues what is here, or begins anew; nothing of its body was read yet."""
+        """Whether an answer continues what is here, or begins again; nothing of its body was read yet."""
         status = response.status_code
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._done:
             raise Changed("it has no more than was read")

@@ -30,7 +30,7 @@ const WAKEABLE = {
   sleeping: "going to sleep",
   asleep: "asleep: the next image that is asked for wakes it (sleep policy OnIdle)",
 };
-// Why a request waits, by the state that it waits through.
+// The reason why a request waits, by the worker's state.
 const WAITS = {
   starting: "the model is loading",
   draining: "the model was about to sleep and stays awake",
@@ -44,13 +44,13 @@ const AGAIN = "Try again in a moment.";
 const ADVICE = {
   InvalidRequest: "Change what is named above and try again.",
   Unauthorized: "Enter the worker's API key at the top of the page.",
-  NotFound: "The list of adapters was read anew; choose one of it.",
+  NotFound: "The list of adapters was read again; choose an adapter from it.",
   AdapterNotLoaded: "The adapter is known, but not loaded yet. " + AGAIN,
   AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",
-  Starting: "The model is still loading. Its progress is at the top of the page.",
+  Starting: "The model is still loading. The top of the page shows the progress.",
   Asleep: "The model gave its memory back. Wake it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port), then try again.",
   Busy: "The model was not back in time. " + AGAIN,
-  Overloaded: "As many requests as may wait do so already. " + AGAIN,
+  Overloaded: "The queue is full. " + AGAIN,
   Terminating: "This worker is being replaced. " + AGAIN,
   InsufficientMemory: "Choose a smaller size, or try again when less is going on.",
   RankFailed: "The processes that compute were lost too often while this was made. Try again; if it happens again, the worker's log says why.",
@@ -194,7 +194,7 @@ function begin() {
   byId("figure").hidden = true;
   byId("caption").hidden = true;
   byId("cancel").disabled = false;
-  // Who uses the keyboard stays at the buttons.
+  // The focus of the keyboard stays at the buttons.
   if (document.activeElement === byId("make")) byId("cancel").focus();
   byId("make").disabled = true;
   announce("Sent. Waiting for the first step …");
