@@ -284,7 +284,7 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
         ({}, {"mask": half_mask()}, "image", "found none"),
         ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the image, 48x32, found 48x40"),
         ({}, {"image": red(), "mask": red()}, "mask", "found one without transparency"),
-        ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "fully transparent where"),
+        ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "fully transparent in the part"),
         ({}, {"image": red(), "markup": red()}, "markup", "none"),
         ({}, {"image": red(), "prompt": b"p"}, "prompt", "found a file"),
         ({}, {"image": red(), "nobody": b"p"}, "nobody", "found a file"),
