@@ -167,3 +167,7 @@ def test_every_code_of_the_worker_is_of_a_source_of_the_deployments_bounds_of_a_
 
 def test_what_the_worker_may_do_later_is_never_final() -> None:
     assert FINAL - {RELOAD_LOOP} <= {code.value for code in ErrorCode} - {code.value for code in RETRYABLE}
+
+
+def test_the_operator_knows_every_error_code_of_the_worker() -> None:
+    assert {code.value for code in ErrorCode} == worker_state.CODES

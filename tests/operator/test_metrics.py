@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
 from diffusion_operator.errors import ClusterUnavailable
-from diffusion_operator.metrics import REGISTRY, ObjectsByReason, Waiting, Watches, measured, register
+from diffusion_operator.metrics import REGISTRY, ObjectsByReason, PrometheusMeter, Waiting, Watches, measured, register
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from operator_rig import Rig, adapter, serving
 
@@ -102,3 +102,12 @@ async def test_what_waits_for_its_turn_is_counted_with_the_age_of_the_first() ->
     length, age = Waiting(queue).collect()
     assert (length.samples[0].value, age.samples[0].value) == (0, 0)
     await queue.close()
+
+
+def test_a_code_that_no_worker_has_is_counted_as_other() -> None:
+    registry = CollectorRegistry()
+    meter = PrometheusMeter(registry)
+    for code in ("OK", "Busy", "made-up-1", "made-up-2"):
+        meter.called("wake", code, 0.1)
+    counted = {sample.labels["code"] for metric in registry.collect() for sample in metric.samples if "code" in sample.labels}
+    assert counted == {"OK", "Busy", "Other"}

@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
+from diffusion_operator.api.worker_state import CODES
 from diffusion_operator.plan.happenings import Happened
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.reconcile.listing import Listing
@@ -22,6 +23,9 @@ RECONCILE_SECONDS = Histogram(
 
 # From host memory to minutes: a load from a cache takes tenths of a second, a wake that reads a large model's files, or a fetch, minutes.
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+CALL_CODES = CODES | {"OK", "Unreachable"}
+"""Labels of a call's outcome. A tenant's worker may answer with any text, and each new label costs memory for ever."""
 
 
 class PrometheusMeter:
@@ -58,7 +62,7 @@ class PrometheusMeter:
         self._wrong_wakes, self._wrong_adapters = (failures.labels(what=what) for what in ("wake", "adapter"))
 
     def called(self, verb: str, code: str, seconds: float) -> None:
-        self._calls.labels(verb=verb, code=code).observe(seconds)
+        self._calls.labels(verb=verb, code=code if code in CALL_CODES else "Other").observe(seconds)
 
     def woke(self, level: str, seconds: float) -> None:
         self._wakes.labels(level=level).observe(seconds)

@@ -7,16 +7,34 @@ The worker owns its own structs; tests/contract drives the worker's real server 
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
+from diffusion_operator.api.foreign_text import Count, Seconds, SmallCount, plain_text
 from diffusion_operator.api.source import AdapterSource
+
+CODE_LENGTH = 64
+MESSAGE_LENGTH = 1024
+ID_LENGTH = 128
+DIGEST_LENGTH = 71
+MOST_RECORDS = 8192
+"""Adapters or ranks in one document: more than fit into its 4 MiB, if each tells what a worker tells of one."""
 
 
 class _Wire(msgspec.Struct, frozen=True, rename="camel"):
-    pass
+    """What a worker says. A worker's words are plain text from here on, as long as a status may have them."""
+
+
+def _make_plain(struct: msgspec.Struct, **limits: int) -> None:
+    """Replace the fields that are named, where they hold text that is too long or not printable."""
+    for name, limit in limits.items():
+        text = getattr(struct, name)
+        if text is not None and (len(text) > limit or not text.isprintable()):
+            msgspec.structs.force_setattr(struct, name, plain_text(text, limit))
 
 
 class WorkerPhase(StrEnum):
@@ -37,8 +55,22 @@ class WireError(_Wire, frozen=True):
     code: str
     message: str = ""
     retryable: bool = False
-    retry_after_seconds: float | None = None
+    retry_after_seconds: Seconds | None = None
 
+    def __post_init__(self) -> None:
+        _make_plain(self, code=CODE_LENGTH, message=MESSAGE_LENGTH)
+
+
+CODES = frozenset(
+    {
+        "AdapterNotLoaded", "AdapterRemoved", "Asleep", "Busy", "CacheFull", "Cancelled", "CapacityExceeded", "Conflict", "DigestMismatch",
+        "EngineFailed", "InsufficientMemory", "InvalidAdapter", "InvalidRequest", "Managed", "MemoryNotReleased",
+        "ModulesOutsideEnvelope", "NetworkError", "NoMatchingModules", "NotFound", "Overloaded", "RankFailed", "RankTooLarge",
+        "SecretMissing", "SourceNotFound", "SourceUnauthorized", "Starting", "Terminating", "Timeout", "TooLarge", "Unauthorized",
+        "UnsupportedFormat", "VerificationFailed", "WrongBoot",
+    }
+)  # fmt: skip
+"""Error codes that a worker of this version has. A worker may answer with any other text."""
 
 NO_FAILURES = frozenset({"Cancelled", "Conflict", "Busy"})
 """Codes of a sleep or wake that did not happen because something else came first."""
@@ -48,9 +80,12 @@ class Operation(_Wire, frozen=True):
     operation_id: str
     kind: str
     error: WireError | None = None
-    seconds: float = 0.0
-    freed_bytes: int | None = None
+    seconds: Seconds = 0.0
+    freed_bytes: Count | None = None
     level: SleepLevel | None = None
+
+    def __post_init__(self) -> None:
+        _make_plain(self, operation_id=ID_LENGTH, kind=16)
 
     @property
     def failed(self) -> bool:
@@ -60,21 +95,27 @@ class Operation(_Wire, frozen=True):
 class HeldReport(_Wire, frozen=True):
     """Requests that wait until the model can serve them."""
 
-    current: int = 0
-    oldest_age_seconds: float | None = None
+    current: SmallCount = 0
+    oldest_age_seconds: Seconds | None = None
 
 
 class LoadReport(_Wire, frozen=True):
     stage: str = ""
-    bytes_done: int = 0
-    bytes_total: int = 0
+    bytes_done: Count = 0
+    bytes_total: Count = 0
+
+    def __post_init__(self) -> None:
+        _make_plain(self, stage=32)
 
 
 class ModelReport(_Wire, frozen=True):
     digest: str | None = None
     revision: str | None = None
-    size_bytes: int | None = None
+    size_bytes: Count | None = None
     pipeline: str | None = None
+
+    def __post_init__(self) -> None:
+        _make_plain(self, digest=DIGEST_LENGTH, revision=ID_LENGTH, pipeline=128)
 
 
 class MemoryReport(_Wire, frozen=True):
@@ -109,31 +150,36 @@ class AdapterRecord(_Wire, frozen=True):
 
     name: str
     state: RecordState
-    digest: str | None = None
+    digest: Annotated[str, Meta(max_length=DIGEST_LENGTH)] | None = None
     source: AdapterSource = AdapterSource()
     scale: float = 1.0
-    rank: int | None = None
-    modules: int | None = None
-    size_bytes: int | None = None
-    ranks_loaded: int = 0
-    ranks_total: int = 0
-    refs: int = 0
+    rank: SmallCount | None = None
+    modules: SmallCount | None = None
+    size_bytes: Count | None = None
+    ranks_loaded: SmallCount = 0
+    ranks_total: SmallCount = 0
+    refs: SmallCount = 0
     error: WireError | None = None
     revision: str | None = None
-    components: tuple[str, ...] = ()
-    format: str | None = None
+    components: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    format: Annotated[str, Meta(max_length=32)] | None = None
     alpha: float | None = None
     base_model: str | None = None
     residency: Residency = Residency.CACHED
     priority: int = 0
-    fetched_bytes: int | None = None
-    total_bytes: int | None = None
-    requests_total: int = 0
-    last_request_age_seconds: float | None = None
+    fetched_bytes: Count | None = None
+    total_bytes: Count | None = None
+    requests_total: Count = 0
+    last_request_age_seconds: Seconds | None = None
     verification_failed: bool = False
     """A wake within the last ten minutes found it wrong; it was loaded again before anything was made with it."""
-    load_seconds: float | None = None
+    load_seconds: Seconds | None = None
     """Of its last load that succeeded, the fetch included."""
+
+    def __post_init__(self) -> None:
+        words = f"{self.name}{self.digest}{self.revision}{self.format}{self.base_model}"  # once: a document may have thousands of records
+        if len(words) > ID_LENGTH + DIGEST_LENGTH or not words.isprintable():
+            _make_plain(self, name=253, digest=DIGEST_LENGTH, revision=ID_LENGTH, format=32, base_model=256)
 
 
 class LossReport(_Wire, frozen=True):
@@ -141,7 +187,10 @@ class LossReport(_Wire, frozen=True):
 
     fault: str
     message: str = ""
-    generation: int = 1
+    generation: SmallCount = 1
+
+    def __post_init__(self) -> None:
+        _make_plain(self, fault=CODE_LENGTH, message=MESSAGE_LENGTH)
 
 
 class WorkerState(_Wire, frozen=True, dict=True):
@@ -149,21 +198,24 @@ class WorkerState(_Wire, frozen=True, dict=True):
 
     boot_id: str
     state: WorkerPhase
-    generation: int = 1
+    generation: SmallCount = 1
     operation: Operation | None = None
     last_operation: Operation | None = None
-    in_flight: int = 0
-    queued: int = 0
+    in_flight: SmallCount = 0
+    queued: SmallCount = 0
     load: LoadReport = LoadReport()
     model: ModelReport = ModelReport()
-    ranks: tuple[RankReport, ...] = ()
-    adapters: tuple[AdapterRecord, ...] = ()
+    ranks: Annotated[tuple[RankReport, ...], Meta(max_length=MOST_RECORDS)] = ()
+    adapters: Annotated[tuple[AdapterRecord, ...], Meta(max_length=MOST_RECORDS)] = ()
     failure: WireError | None = None
     last_loss: LossReport | None = None
-    last_request_age_seconds: float | None = None
-    state_age_seconds: float = 0.0
+    last_request_age_seconds: Seconds | None = None
+    state_age_seconds: Seconds = 0.0
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     held: HeldReport = HeldReport()
+
+    def __post_init__(self) -> None:
+        _make_plain(self, boot_id=64)
 
     @property
     def sleeps_at(self) -> SleepLevel | None:

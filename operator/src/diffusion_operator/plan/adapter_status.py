@@ -5,6 +5,7 @@ from datetime import datetime
 
 from diffusion_operator.api.adapter import AdapterStatus, InstanceState, LoRAAdapter, OwnerStatus, ResolvedStatus
 from diffusion_operator.api.adapter_load import components_of, format_of
+from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.plan.acceptance import declared, pinned
 from diffusion_operator.plan.adapter_conditions import adapter_verdicts, without_deployment
@@ -45,13 +46,13 @@ def _resolved(adapter: LoRAAdapter, view: AdapterView, now: datetime) -> Resolve
         return kept
     return ResolvedStatus(
         source=declared(adapter),
-        revision=report.revision,
+        revision=report.revision[:128] if report.revision else None,
         digest=report.digest,
         size_bytes=report.size_bytes,
         rank=report.rank,
         alpha=None if report.alpha is None else f"{report.alpha:g}",
         modules=report.modules,
-        components=components_of(report.components),
+        components=tuple(plain_text(name, 64) for name in components_of(report.components))[:8],
         format=format_of(report.format),
         base_model_hint=report.base_model[:256] if report.base_model else None,
         resolved_at=now,

@@ -180,7 +180,7 @@ def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDep
     if state in (ReplicaState.FAILED, ReplicaState.STARTING):
         return _failure(pod, poll, memory=deployment.spec.resources.limits.get("memory"))
     if poll.unreachable:
-        return Problem.UNREACHABLE, f"the last polls of the control endpoint failed: {poll.error}"
+        return Problem.UNREACHABLE, _unreachable(poll)
     sleep = deployment.spec.sleep
     problem, message = _operation_problem(poll.state, state, sleep.policy) if poll.state is not None else (None, "")
     return problem, message or _on_its_way(state, sleep)
@@ -192,13 +192,18 @@ def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem 
         return _fault(poll.state, poll.state.failure)
     ended = pod.container.last_exit
     if ended is None:
-        return (Problem.UNREACHABLE, poll.error) if poll.unreachable and pod.ready else (None, "")
+        unreachable = Problem.UNREACHABLE if pod.ready else None  # a start may take its time, and is told of all the same
+        return (unreachable, _unreachable(poll)) if poll.unreachable else (None, "")
     message = f"the worker ended with {exit_text(ended)}{_memory_advice(ended, memory)}, {pod.container.restarts} restarts"
     if ended.code == STARTUP_ERROR_EXIT:
         return Problem.MODEL_ERROR, exit_message(ended)
     if pod.container.restarts >= CRASH_LOOP_RESTARTS or pod.container.waiting_reason == "CrashLoopBackOff":
         return Problem.CRASH_LOOPING, message
     return None, message
+
+
+def _unreachable(poll: Poll) -> str:
+    return f"the last polls of the control endpoint failed: {poll.error}"
 
 
 def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:

@@ -12,7 +12,11 @@ from typing import Any
 
 import msgspec
 
+from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.api.names import CONTAINER, LABEL_REVISION, LABEL_ROUTABLE
+
+WORDS = 8192
+"""Characters of a container's last words: the kubelet keeps 4096 bytes, which are longer when they are escaped."""
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -84,7 +88,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         image=next((one["image"] for one in spec.get("containers", ()) if one["name"] == CONTAINER), ""),
         terminating=bool(metadata.get("deletionTimestamp")),
         finished=status.get("phase") in ("Failed", "Succeeded"),
-        finished_message=_sentence(status.get("reason"), status.get("message")),
+        finished_message=plain_text(_sentence(status.get("reason"), status.get("message")), WORDS),
         scheduled=bool(spec.get("nodeName")),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
         node=spec.get("nodeName", ""),
@@ -115,7 +119,7 @@ def _container(status: Mapping[str, Any]) -> Container:
         running="running" in state,
         restarts=found.get("restartCount", 0),
         waiting_reason=waiting.get("reason", ""),
-        waiting_message=waiting.get("message", ""),
+        waiting_message=plain_text(waiting.get("message", ""), WORDS),
         started_at=_time(started_at) if started_at else None,
         last_exit=_exit(ended) if ended else None,
     )
@@ -131,7 +135,7 @@ def _exit(terminated: Mapping[str, Any]) -> Exit:
     return Exit(
         code=terminated.get("exitCode", 0),
         reason=terminated.get("reason", ""),
-        message=(terminated.get("message") or "").strip(),
+        message=plain_text((terminated.get("message") or "").strip(), WORDS),
         finished_at=_time(finished) if finished else None,
     )
 

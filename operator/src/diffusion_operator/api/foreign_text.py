@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text and numbers from outside that may reach a status, an Event or a log: cut and escaped, or typed and bounded.
+
+A worker's container image belongs to a tenant, so its words are data. A control character could draw over a terminal, and a number
+without a bound could be refused by the API server with the rest of a status, or overflow a time.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""A number of bytes or requests, as int64."""
+SmallCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A number of ranks or restarts, as int32."""
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""An age or a duration; about 30 years at most, which any time can be moved by."""
+
+
+def plain_text(text: str, limit: int) -> str:
+    """Return at most `limit` characters; what is not printable, line breaks too, is escaped as in Python (`\\n`, `\\x1b`, `\\u202e`)."""
+    cut = text[: limit + 1]
+    plain = cut if cut.isprintable() else "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut)
+    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
