@@ -30,6 +30,8 @@ class FakeCluster:
         """Creation of pods is refused with this message, as by a quota."""
         self.broken: ClusterError | None = None
         """Every call raises it, as with the API server down."""
+        self.graceful = False
+        """A deleted pod stays, on its way out, until `ended` says that its containers have ended."""
         self.status_writes = 0
 
     # the port ---------------------------------------------------------------------------------------------------------
@@ -99,7 +101,11 @@ class FakeCluster:
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         self._check()
         manifest = self._objects.get((kind.kind, namespace, name))
-        if manifest is not None and manifest["metadata"]["uid"] == uid:
+        if manifest is None or manifest["metadata"]["uid"] != uid:
+            return
+        if kind == POD and self.graceful:
+            self.tell_to_go(name)
+        else:
             self.remove(kind, name, namespace=namespace)
 
     # by hand ----------------------------------------------------------------------------------------------------------
@@ -174,6 +180,24 @@ class FakeCluster:
             conditions=[{"type": "Ready", "status": str(ready)}],
             containerStatuses=[_container({"running": {}}, restartCount=restarts, lastState=last_state)],
         )
+
+    def tell_to_go(self, name: str, *, evicted: bool = False) -> None:
+        """As a deletion does, or an eviction through the API."""
+        manifest = self._objects[POD.kind, "default", name]
+        manifest["metadata"].setdefault("deletionTimestamp", self._clock().strftime("%Y-%m-%dT%H:%M:%SZ"))
+        if evicted:
+            target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
+            self.pod_status(name, conditions=[*manifest["status"].get("conditions", ()), target])
+        else:
+            self.on_change("MODIFIED", manifest)
+
+    def ended(self, name: str, *, code: int = 143) -> None:
+        """The containers of a pod that is on its way out have ended, and the kubelet says so before it is gone."""
+        ended = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": "2026-01-01T00:00:00Z"}}
+        conditions = [one for one in self._objects[POD.kind, "default", name]["status"]["conditions"] if one["type"] == "DisruptionTarget"]
+        ready = {"type": "Ready", "status": "False"}
+        phase = "Failed" if code else "Succeeded"
+        self.pod_status(name, phase=phase, conditions=[*conditions, ready], containerStatuses=[_container(ended)])
 
     def crashed(self, name: str, *, code: int, message: str, restarts: int = 1) -> None:
         """In CrashLoopBackOff after the container ended."""

@@ -89,7 +89,7 @@ def degraded(view: AdapterView) -> Verdict:
     for one in view.instances:
         if one.drifted:
             expected = view.decision.desired.load.digest if view.decision.desired is not None else None
-            message = f"replica {one.status.replica} has {one.other_digest}, every replica must have {expected}"
+            message = f"replica {one.status.replica} has {one.other_digest or 'another version'}, every replica must have {expected}"
             return verdict("Degraded", True, "DigestDrift", message)
     for one in view.instances:
         if one.record is not None and one.record.verification_failed:

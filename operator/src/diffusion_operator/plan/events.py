@@ -62,8 +62,12 @@ def _model_events(before: DeploymentStatus, after: DeploymentStatus) -> list[Pla
     events = []
     was, model = before.model, after.model
     if model is not None and model.resolved_at is not None and (was is None or was.resolved_at != model.resolved_at):
-        found = ", ".join(part for part in (model.revision, model.digest) if part)
-        events.append(_normal("ModelResolved", f"{model.source} is {found}", key=f"{model.pinned_for}-{model.revision or model.digest}"))
+        found = ", ".join(part for part in (model.revision, model.digest) if part) or "resolved"
+        events.append(
+            _normal(
+                "ModelResolved", f"{model.source or 'the model'} is {found}", key=f"{model.pinned_for}-{model.revision or model.digest}"
+            )
+        )
     then, now = condition_of(before.conditions, "ModelResolved"), condition_of(after.conditions, "ModelResolved")
     if now is not None and now.status is ConditionStatus.FALSE and (then is None or then.reason != now.reason):
         events.append(_warning(f"Model{now.reason}", now.message, key=f"{after.observed_generation}-{now.reason}"))
@@ -78,13 +82,14 @@ def _group_events(before: ReplicaStatus | None, after: ReplicaStatus, *, generat
     failure = after.last_failure
     if failure is not None and (before is None or before.last_failure != failure):
         how = f"ended with exit code {failure.exit_code}" if failure.exit_code is not None else "failed"
-        message = f"replica {after.index} {how}: {failure.message}"
+        message = f"replica {after.index} {how}: {_why(None, failure.message or failure.code)}"
         events.append(_warning("ReplicaRestarted", message, key=f"{after.leader_pod}-{after.restarts}-{failure.time}"))
     if before is not None and after.failures and (before.incarnation or 0) < (after.incarnation or 0):
-        message = f"replica {after.index} is made again as {after.leader_pod} after {after.failures} failures"
+        pod = after.leader_pod or "a new pod"
+        message = f"replica {after.index} is made again as {pod} after {after.failures} failures"
         events.append(_warning("ReplicaRestarted", message, key=after.leader_pod or ""))
     if before is not None and before.boot_id == after.boot_id and (after.generation or 1) > (before.generation or 1):
-        message = f"replica {after.index} started its ranks again: {after.last_rank_loss}"
+        message = f"replica {after.index} started its ranks again: {_why(None, after.last_rank_loss)}"
         events.append(_warning("RankLost", message, key=f"{boot}-{after.generation}"))
     if after.state is ReplicaState.AWAKE and not was_ready:
         events.append(_normal("ReplicaReady", f"replica {after.index} is ready", key=boot))
@@ -114,16 +119,22 @@ def _operation_events(index: int, ended: OperationStatus, *, boot: str, generati
     """A success by its own name; of failures the same one once in a boot, because a worker tries again and again."""
     if ended.code in NO_FAILURES:
         return []
-    took = f"in {ended.seconds} s"
+    took = f"in {ended.seconds or 'an unknown number of'} s"
     if ended.code is None:
         woke, level = ended.kind == "wake", ended.level.value if ended.level is not None else "unknown"
         what = f"woke {took} from level {level}, {_size(ended.bytes)} of weights are in memory again"
         slept = f"fell asleep {took} at level {level} and gave back {_size(ended.bytes)}"
         key = f"{boot}-{ended.id}"
         return [_normal("Woke" if woke else "Slept", f"replica {index} {what if woke else slept}", key=key)]
-    reason = _FAILURES.get(ended.code) or ("WakeFailed" if ended.kind == "wake" else "SleepFailed")
-    message = f"replica {index}: the {ended.kind} failed after {ended.seconds} s: {ended.code}: {ended.message}"
+    kind = "wake" if ended.kind == "wake" else "sleep"
+    reason = _FAILURES.get(ended.code) or ("WakeFailed" if kind == "wake" else "SleepFailed")
+    message = f"replica {index}: the {kind} failed {took}: {_why(ended.code, ended.message)}"
     return [_warning(reason, message, key=f"{boot}-{generation}-{ended.kind}-{ended.code}")]
+
+
+def _why(code: str | None, message: str | None) -> str:
+    """Return code and words as far as there are any: an Event always says why, if only that nobody knows."""
+    return ": ".join(part for part in (code, message) if part) or "no reason is known"
 
 
 def _size(count: int | None) -> str:
@@ -165,10 +176,14 @@ def _instance_events(before: InstanceStatus | None, after: InstanceStatus, gener
         return []
     key = f"{generation}-{after.boot_id}"
     if after.state is InstanceState.LOADED:
-        return [_normal("AdapterLoaded", f"loaded on replica {after.replica}, {after.digest}", key=f"{key}-{after.digest}")]
+        return [
+            _normal(
+                "AdapterLoaded", f"loaded on replica {after.replica}, {after.digest or 'of an unknown digest'}", key=f"{key}-{after.digest}"
+            )
+        ]
     if after.state is InstanceState.FAILED and after.last_error is not None:
         reason = "DigestMismatch" if after.last_error.code == "DigestMismatch" else "AdapterLoadFailed"
-        message = f"replica {after.replica}: {after.last_error.code}: {after.last_error.message}"
+        message = f"replica {after.replica}: {_why(after.last_error.code, after.last_error.message)}"
         return [_warning(reason, message, key=f"{key}-{after.last_error.code}")]
     return []
 

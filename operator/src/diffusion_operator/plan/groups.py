@@ -40,6 +40,7 @@ _PHASES = {
     WorkerPhase.FAILED: ReplicaState.FAILED,
     WorkerPhase.TERMINATING: ReplicaState.TERMINATING,
 }
+ENDED = "the pod ended and will not be started again"
 
 
 class Problem(StrEnum):
@@ -163,9 +164,9 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
 
 def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
     if state is ReplicaState.TERMINATING:
-        return None, ""
+        return None, f"it was told to go: {pod.disruption}" if pod.disruption else ""
     if pod.finished:
-        return Problem.POD_FAILED, pod.finished_message or "the pod ended and will not be started again"
+        return Problem.POD_FAILED, pod.finished_message or ENDED
     if pod.lost:
         text = f"its node {pod.node} does not answer; it is replaced when the cluster removes the pod, by default after five minutes"
         return Problem.NODE_LOST, text
@@ -265,11 +266,15 @@ def exit_message(ended: Exit) -> str:
 
 
 def failure_of(group: Group) -> FailureStatus | None:
-    """The last failure, from the container if it has one, else as recorded: it survives the pod."""
-    ended = group.pod.container.last_exit
+    """Return the last failure, from the container if it has one, else as recorded: it survives the pod.
+
+    A pod that was told to go ends as any other does, with an exit code or phase Failed. That is no failure.
+    """
+    known, ended = group.previous.last_failure if group.previous else None, group.pod.container.last_exit
+    if group.pod.terminating or group.pod.disruption:
+        return known
     if ended is None or ended.code == 0:
-        known = group.previous.last_failure if group.previous else None
-        return FailureStatus(code="PodFailed", message=group.pod.finished_message[:1024] or None) if group.pod.finished else known
+        return FailureStatus(code="PodFailed", message=(group.pod.finished_message or ENDED)[:1024]) if group.pod.finished else known
     return FailureStatus(code=_failure_code(ended), message=exit_message(ended)[:1024], time=ended.finished_at, exit_code=ended.code)
 
 

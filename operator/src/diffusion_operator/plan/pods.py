@@ -49,6 +49,8 @@ class Pod(msgspec.Struct, frozen=True):
     finished: bool = False
     """Phase Failed or Succeeded: evicted or refused by the node; the kubelet will not start it again."""
     finished_message: str = ""
+    disruption: str = ""
+    """The cluster's reason for telling it to go: an eviction, a preemption, a tainted node. Not the kubelet's, which ends what failed."""
     scheduled: bool = False
     unschedulable: str = ""
     """The scheduler's message, empty while it has none."""
@@ -89,6 +91,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         terminating=bool(metadata.get("deletionTimestamp")),
         finished=status.get("phase") in ("Failed", "Succeeded"),
         finished_message=plain_text(_sentence(status.get("reason"), status.get("message")), WORDS),
+        disruption=_disruption(conditions.get("DisruptionTarget", {})),
         scheduled=bool(spec.get("nodeName")),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
         node=spec.get("nodeName", ""),
@@ -106,6 +109,12 @@ def _lost(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]
     ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
     taken = ready.get("status") == "False" and containers.get("status") == "True" and ready.get("reason") in (None, "", "NodeLost")
     return taken or status.get("reason") == "NodeLost"
+
+
+def _disruption(condition: Mapping[str, Any]) -> str:
+    if condition.get("status") != "True" or condition.get("reason") == "TerminationByKubelet":
+        return ""
+    return plain_text(_sentence(condition.get("reason"), condition.get("message")) or "DisruptionTarget", WORDS)
 
 
 def _container(status: Mapping[str, Any]) -> Container:
