@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our eight verbs over the client library, against a real API server: what each does, and what each failure becomes."""
+"""Our nine verbs over the client library, against a real API server: what each does, and what each failure becomes."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -30,6 +30,10 @@ class FakeCluster:
         """Creation of pods is refused with this message, as by a quota."""
         self.broken: ClusterError | None = None
         """Every call raises it, as with the API server down."""
+        self.judge_pod: Callable[[Manifest], ClusterError | None] = lambda manifest: None
+        """What the API server has against a pod; a dry run asks it, too."""
+        self.dry_runs: list[str] = []
+        """Names of the pods that were tried."""
         self.graceful = False
         """A deleted pod stays, on its way out, until `ended` says that its containers have ended."""
         self.status_writes = 0
@@ -55,12 +59,25 @@ class FakeCluster:
 
     async def create(self, manifest: Manifest) -> bool:
         self._check()
-        if manifest["kind"] == "Pod" and self.refuse_pods is not None:
-            raise ClusterRefused(self.refuse_pods, status=403)
+        self._admit(manifest)
         if self._key(manifest) in self._objects:
             return False
         self._store(manifest)
         return True
+
+    async def try_create(self, manifest: Manifest) -> None:
+        self._check()
+        self.dry_runs.append(manifest["metadata"]["name"])
+        self._admit(manifest)
+
+    def _admit(self, manifest: Manifest) -> None:
+        if manifest["kind"] != "Pod":
+            return
+        if self.refuse_pods is not None:
+            raise ClusterRefused(self.refuse_pods, status=403)
+        error = self.judge_pod(manifest)
+        if error is not None:
+            raise error
 
     async def apply(self, manifest: Manifest) -> None:
         self._check()

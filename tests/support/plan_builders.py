@@ -9,7 +9,7 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.observed import Observed, Poll
+from diffusion_operator.plan.observed import Answer, Observed, Poll, TemplateTrial
 from diffusion_operator.plan.pods import Container, Pod
 from diffusion_operator.plan.revision import template_of
 from fake_cluster import EPOCH
@@ -55,7 +55,13 @@ def planned(
     stale: tuple[int, ...] = (),
     **spec: Any,
 ) -> DeploymentPlan:
-    """Every pod's worker is ready unless `states` says otherwise, by index; of those in `stale` the last poll failed."""
+    """Every pod's worker is ready unless `states` says otherwise, by index; of those in `stale` the last poll failed.
+
+    A changed template was tried and found fine.
+    """
     polls = {one.uid: Poll(state=(states or {}).get(one.index, READY), failures=one.index in stale) for one in pods}
-    observed = Observed(deployment=made(status, **spec), default_image="worker:1", pods=pods, polls=polls)
+    deployment = made(status, **spec)
+    revision = template_of(deployment, default_image="worker:1", pods=pods).revision
+    trial = TemplateTrial(revision=revision, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW)
+    observed = Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial)
     return plan_deployment(observed, NOW)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Kubernetes API as we use it: eight verbs over plain dicts. Nothing else knows the client library.
+"""The Kubernetes API as we use it: nine verbs over plain dicts. Nothing else knows the client library.
 
 Paths are built from our own table of kinds, so there is no discovery, no cache file of it, and no right needed for it.
 """
@@ -59,6 +59,9 @@ class Cluster(Protocol):
 
     async def create(self, manifest: Manifest) -> bool:
         """False if there is one of that name already."""
+
+    async def try_create(self, manifest: Manifest) -> None:
+        """Ask whether it would be made, and make nothing. Raises what `create` would; a name that is taken is no refusal."""
 
     async def apply(self, manifest: Manifest) -> None: ...
 
@@ -129,6 +132,13 @@ class KubernetesCluster:
             return False
         return True
 
+    async def try_create(self, manifest: Manifest) -> None:
+        kind, namespace, _ = _identity(manifest)
+        try:
+            await self._send("post", kind, namespace, None, body=manifest, field_manager=FIELD_MANAGER, dry_run="All")
+        except ClusterConflict:
+            return  # names are compared last
+
     async def apply(self, manifest: Manifest) -> None:
         kind, namespace, name = _identity(manifest)
         await self._apply(kind, namespace, name, manifest)
@@ -179,7 +189,8 @@ class KubernetesCluster:
             raise _translate(what, error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
-        if method != "get" and content.get("kind") == kind.kind:  # a deletion that is done at once is answered with a Status
+        # A deletion that is done at once is answered with a Status; what a dry run is answered with is not there.
+        if method != "get" and content.get("kind") == kind.kind and "dry_run" not in request:
             self._answered(kind, content)
         return content
 

@@ -12,6 +12,7 @@ from diffusion_operator.plan.groups import Group, Problem
 from diffusion_operator.plan.model_resolution import model_resolved
 from diffusion_operator.plan.rollout import max_unavailable
 from diffusion_operator.plan.situation import RESTING, Situation
+from diffusion_operator.plan.template_trial import TEMPLATE_INVALID
 
 _READY_PROBLEMS = (
     Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
@@ -101,6 +102,8 @@ def available(now: Situation) -> Verdict:
 def progressing(now: Situation) -> Verdict:
     if now.spec.suspend:
         return verdict("Progressing", False, "Paused", _suspended(now))
+    if now.template_refusal:
+        return verdict("Progressing", False, TEMPLATE_INVALID, now.template_refusal)
     missing = now.wanted - len(now.groups)
     if now.progress.stalled and now.progress.record is not None:
         limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"

@@ -8,14 +8,14 @@ import msgspec
 
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.plan.acceptance import DesiredAdapter
-from diffusion_operator.plan.actions import DeletePod, PodAction, SetRoutable, WorkerAction
+from diffusion_operator.plan.actions import CreatePod, DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters
 from diffusion_operator.plan.departures import Told, depart
 from diffusion_operator.plan.deployment_status import deployment_status
 from diffusion_operator.plan.groups import observe_groups
 from diffusion_operator.plan.model_resolution import resolve_model, unpinned
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Observed
-from diffusion_operator.plan.polling import look_again
+from diffusion_operator.plan.polling import MOVING_POLL_S, look_again
 from diffusion_operator.plan.recovery import with_failures
 from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.revision import Template, template_of
@@ -23,6 +23,7 @@ from diffusion_operator.plan.rollout import progress_of
 from diffusion_operator.plan.routing import plan_routing
 from diffusion_operator.plan.situation import Situation
 from diffusion_operator.plan.sleeping import plan_sleep
+from diffusion_operator.plan.template_trial import Trial, plan_trial
 
 UNROUTE_BEFORE_DELETE = timedelta(seconds=2)
 
@@ -33,6 +34,8 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     """For the mounted file."""
     pods: tuple[PodAction, ...]
     calls: tuple[WorkerAction, ...]
+    trial: CreatePod | None
+    """To be tried, and not to be made."""
     status: DeploymentStatus
     views: tuple[AdapterView, ...]
     attempts: Mapping[AttemptKey, Attempt]
@@ -53,9 +56,12 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     groups = adapters.groups
     departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
-    progress = progress_of(deployment.spec, deployment.status, present, revision=template.revision, now=now)
+    trial = plan_trial(observed, present, revision=template.revision, now=now)
+    progress = progress_of(deployment.spec, deployment.status, present, revision=template.revision, refused=bool(trial.refusal), now=now)
     resolution = resolve_model(deployment, template, present, now)
-    replicas = plan_replicas(observed, groups, revision=template.revision, stalled=progress.stalled, raced=unpinned(resolution), now=now)
+    replicas = plan_replicas(
+        observed, groups, revision=template.revision, progress=progress, held=trial.holds, raced=unpinned(resolution), now=now
+    )
     retiring = frozenset(action.uid for action in replicas.retire)
     routing = plan_routing(groups, retiring=retiring)
     staying = [group for group in groups if group.pod.uid not in retiring]
@@ -68,6 +74,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         progress=progress,
         resolution=resolution,
         refusal=observed.refusal,
+        template_refusal=trial.refusal,
         policy=observed.policy,
     )
     sleep = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
@@ -79,13 +86,22 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         desired=tuple(decision.desired for decision in adapters.decisions if decision.desired is not None),
         pods=pods,
         calls=calls,
+        trial=trial.pod,
         status=deployment_status(deployment, situation, groups=groups, template=template, made=replicas.create, now=now),
         views=adapters.views,
         attempts=adapters.attempts,
         departures=departures,
         told=told,
-        look_again_s=look_again(observed, adapters, acting=bool(calls or pods or retiring), now=now),
+        look_again_s=_sooner(look_again(observed, adapters, acting=bool(calls or pods or retiring or trial.pod), now=now), trial, now),
     )
+
+
+def _sooner(look_again_s: float | None, trial: Trial, now: datetime) -> float | None:
+    """The time of the next look, or of the next trial of a template."""
+    if trial.again_at is None:
+        return look_again_s
+    trial_s = max(MOVING_POLL_S, (trial.again_at - now).total_seconds())
+    return trial_s if look_again_s is None else min(look_again_s, trial_s)
 
 
 def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable], observed: Observed, now: datetime) -> list[DeletePod]:

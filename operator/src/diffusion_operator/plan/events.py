@@ -48,6 +48,8 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
         pods = ",".join(group.leader_pod or "" for group in after.replica_states if group.failures)
         events.append(_warning(looping.reason, looping.message, key=f"{after.update_revision}-{pods}"))
     stuck = condition_of(after.conditions, "Progressing")
+    if stuck is not None and stuck.reason == "TemplateInvalid" != reason_of(before.conditions, "Progressing"):
+        events.append(_warning(stuck.reason, stuck.message, key=f"{after.observed_generation}-{after.update_revision}"))
     if (
         stuck is not None
         and stuck.reason == "DeadlineExceeded" != reason_of(before.conditions, "Progressing")

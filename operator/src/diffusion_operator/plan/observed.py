@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from enum import StrEnum
 
 import msgspec
 
@@ -69,6 +70,27 @@ class Departures(msgspec.Struct, frozen=True):
     """What was told to go and has not gone yet."""
 
 
+class Answer(StrEnum):
+    """What a dry run says of a template."""
+
+    FINE = "Fine"
+    REFUSED = "Refused"
+    UNDECIDED = "Undecided"
+
+
+class TemplateTrial(msgspec.Struct, frozen=True):
+    """What the API server said when it was asked whether it would make a pod of a template."""
+
+    revision: str
+    generation: int
+    """The deployment's then."""
+    answer: Answer
+    tried_at: datetime
+    since: datetime
+    """When it first said so."""
+    message: str = ""
+
+
 class Observed(msgspec.Struct, frozen=True):
     deployment: DiffusionDeployment
     default_image: str
@@ -85,5 +107,7 @@ class Observed(msgspec.Struct, frozen=True):
     unrouted_at: Mapping[str, datetime] = {}
     """By pod UID: when this process took the routable label off."""
     policy: PolicyOutcome = PolicyOutcome()
+    trial: TemplateTrial | None = None
+    """The last one."""
     refusal: str = ""
     """Why the API server last refused to create a pod (quota, Pod Security), empty if it did not."""

@@ -9,12 +9,13 @@ from datetime import datetime
 
 import msgspec
 
+from diffusion_operator.api.deployment_spec import DeploymentSpec
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.plan.actions import CreatePod, DeletePod
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.recovery import due
-from diffusion_operator.plan.rollout import allowed, missing, to_replace, usable
+from diffusion_operator.plan.rollout import Progress, allowed, missing, to_replace, usable
 from diffusion_operator.plan.victims import victims_first
 
 
@@ -27,9 +28,9 @@ class ReplicaPlan(msgspec.Struct, frozen=True):
 
 
 def plan_replicas(
-    observed: Observed, groups: Sequence[Group], *, revision: str, stalled: bool, raced: Collection[str], now: datetime
+    observed: Observed, groups: Sequence[Group], *, revision: str, progress: Progress, held: bool, raced: Collection[str], now: datetime
 ) -> ReplicaPlan:
-    """`stalled`: no replica is replaced any more for its template's sake; `raced`: UIDs of pods with another model than the pinned one."""
+    """`held`: no pod can be made now, so none goes for another one; `raced`: UIDs of pods with another model than the pinned one."""
     spec = observed.deployment.spec
     rollout, replicas = spec.rollout, spec.wanted_replicas
     present = [group for group in groups if group.state is not ReplicaState.TERMINATING]
@@ -38,19 +39,32 @@ def plan_replicas(
     kept = [group for group in present if group not in surplus]
     why = "the deployment is suspended" if spec.suspend else "there are more replicas than asked for"
     retire = [_retire(group, why) for group in surplus]
-    worn_out = due(kept, spec, now)
-    retire += [_retire(group, worn_out[group.index]) for group in kept if group.index in worn_out]
-    if not retire and not stalled:
-        old = to_replace(rollout, kept, replicas=replicas, revision=revision)
-        retire = [_retire(group, "the template changed") for group in old]
-    if not retire:
-        retire = [_retire(group, "another state of its model's source is pinned") for group in _losers(kept, raced, revision=revision)]
-    count = missing(rollout, present, observed.pods, replicas=replicas, revision=revision, stalled=stalled)
+    if not held:
+        retire += _replaced(kept, spec, revision=revision, stalled=progress.stalled, raced=raced, now=now, quiet=bool(retire))
+    count = missing(rollout, present, observed.pods, replicas=replicas, revision=revision, stalled=progress.stalled or held)
     return ReplicaPlan(
         create=_pods_to_make({group.index for group in present}, count, observed),
         retire=tuple(retire),
         outdated=sum(group.pod.revision != revision for group in present),
     )
+
+
+def _replaced(
+    kept: Sequence[Group], spec: DeploymentSpec, *, revision: str, stalled: bool, raced: Collection[str], now: datetime, quiet: bool
+) -> list[DeletePod]:
+    """Pods that go because another one is to come: those that are given up, else old ones, else losers of a race.
+
+    `stalled`: none goes for its template's sake. `quiet`: others go already, so only those that are given up do.
+    """
+    worn_out = due(kept, spec, now)
+    retire = [_retire(group, worn_out[group.index]) for group in kept if group.index in worn_out]
+    if retire or quiet:
+        return retire
+    old = to_replace(spec.rollout, kept, replicas=spec.wanted_replicas, revision=revision) if not stalled else ()
+    losers = _losers(kept, raced, revision=revision) if not old else ()
+    return [_retire(group, "the template changed") for group in old] + [
+        _retire(group, "another state of its model's source is pinned") for group in losers
+    ]
 
 
 def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:

@@ -41,10 +41,15 @@ def usable(group: Group, revision: str) -> bool:
     return group.settled and routed
 
 
-def progress_of(spec: DeploymentSpec, before: DeploymentStatus, groups: Sequence[Group], *, revision: str, now: datetime) -> Progress:
-    """`groups` are those that are not on their way out. It gets further with every replica more that serves the new template, and every
-    old one less. Both are kept as the best so far, so that a replica that comes and goes is no progress."""
-    if spec.suspend:
+def progress_of(
+    spec: DeploymentSpec, before: DeploymentStatus, groups: Sequence[Group], *, revision: str, refused: bool = False, now: datetime
+) -> Progress:
+    """`refused`: there is no rollout yet, and its clock does not run. `groups` are those that are not on their way out.
+
+    It gets further with every replica more that serves the new template, and every old one less. Both are kept as the best so far, so
+    that a replica that comes and goes is no progress.
+    """
+    if spec.suspend or refused:
         return Progress()
     served = sum(group.pod.revision == revision and usable(group, revision) for group in groups)
     remaining = sum(group.pod.revision != revision for group in groups)

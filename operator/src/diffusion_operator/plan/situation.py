@@ -23,6 +23,8 @@ class Situation(msgspec.Struct, frozen=True):
     progress: Progress
     resolution: Resolution
     refusal: str
+    template_refusal: str = ""
+    """Why no pod can be made of the changed template; see template_trial.py."""
     policy: PolicyOutcome = PolicyOutcome()
 
     @property
@@ -32,7 +34,7 @@ class Situation(msgspec.Struct, frozen=True):
     @property
     def rolling(self) -> bool:
         """Replicas are being replaced, and not stuck at it."""
-        return self.outdated > 0 and not self.progress.stalled
+        return self.outdated > 0 and not self.progress.stalled and not self.template_refusal
 
     @property
     def asleep_wanted(self) -> bool:

@@ -19,6 +19,7 @@ from diffusion_operator.reconcile.repairs import tell_missed_pods
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import encode_status, worth_writing
+from diffusion_operator.reconcile.template_trial import try_template
 from diffusion_operator.render.control_secret import control_secret
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.service import service
@@ -42,6 +43,8 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     doubt_secret(memory, observed.pods, now=runtime.now())
     await _apply_children(runtime, deployment, memory, plan)
     await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
+    if plan.trial is not None:
+        await try_template(runtime, deployment, memory, plan.trial, template=plan.template)
     await call_workers(runtime, memory, plan.calls)
 
     await _write_status(runtime, deployment, memory, plan)

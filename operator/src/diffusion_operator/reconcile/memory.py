@@ -10,7 +10,7 @@ import msgspec
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.plan.adapters import AdapterView
-from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Poll
+from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Poll, TemplateTrial
 from diffusion_operator.plan.publishing import worth_publishing
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 
@@ -82,6 +82,8 @@ class DeploymentMemory:
     refused_children: dict[str, str] = field(default_factory=dict)
     """By kind: what the API server said when it last refused one that a replica can do without."""
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
+    trial: TemplateTrial | None = None
+    """The last dry run of a template."""
     refusal: str = ""
     status_written_at: datetime | None = None
     departures: Departures = field(default_factory=Departures)

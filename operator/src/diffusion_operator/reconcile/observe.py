@@ -59,6 +59,7 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         policy=PolicyOutcome(
             possible=runtime.settings.operator_pods is not None, refusal=memory.refused_children.get(NETWORK_POLICY.kind, "")
         ),
+        trial=memory.trial,
         refusal=memory.refusal,
     )
 

@@ -46,6 +46,9 @@ class WatchedCluster:
     async def create(self, manifest: Manifest) -> bool:
         return await self._cluster.create(manifest)
 
+    async def try_create(self, manifest: Manifest) -> None:
+        await self._cluster.try_create(manifest)
+
     async def apply(self, manifest: Manifest) -> None:
         await self._cluster.apply(manifest)
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking the API server whether it would make a pod of a changed template, and remembering its answer for the next plan."""
+
+import logging
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.foreign_text import plain_text
+from diffusion_operator.errors import ClusterError
+from diffusion_operator.plan.actions import CreatePod
+from diffusion_operator.plan.observed import Answer, TemplateTrial
+from diffusion_operator.plan.revision import Template
+from diffusion_operator.plan.template_trial import answer_of, remembered
+from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.render.pod import pod
+
+WORDS = 1200
+
+log = logging.getLogger(__name__)
+
+
+async def try_template(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
+) -> None:
+    """Make nothing, and raise nothing: no answer is an answer, too."""
+    manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
+    answer, message = Answer.FINE, ""
+    try:
+        await runtime.cluster.try_create(manifest)
+    except ClusterError as error:
+        answer, message = answer_of(error.status, str(error)), plain_text(str(error), WORDS)
+    now, metadata = runtime.now(), deployment.metadata
+    trial = TemplateTrial(
+        revision=template.revision, generation=metadata.generation, answer=answer, message=message, tried_at=now, since=now
+    )
+    memory.trial = remembered(memory.trial, trial)
+    what = "template tried namespace=%s name=%s revision=%s answer=%s error=%s"
+    log.info(what, metadata.namespace, metadata.name, template.revision, answer.value, message)
