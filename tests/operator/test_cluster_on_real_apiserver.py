@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our nine verbs over the client library, against a real API server: what each does, and what each failure becomes."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import pytest
 from diffusion_operator import cluster as cluster_module
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD, SECRET
 from diffusion_operator.cluster import KubernetesCluster, connect
-from diffusion_operator.errors import ClusterRefused, ClusterUnavailable
+from diffusion_operator.errors import ClusterError, ClusterRefused, ClusterUnavailable
+from diffusion_operator.plan.observed import Answer
+from diffusion_operator.plan.template_trial import answer_of
 from real_apiserver import kubectl
 
 pytestmark = pytest.mark.apiserver
@@ -158,3 +162,91 @@ async def test_a_server_that_is_away_is_unavailable(tmp_path: Path, monkeypatch:
     async with await connect() as connected:
         with pytest.raises(ClusterUnavailable):
             await connected.get(POD, NAMESPACE, "none")
+
+
+async def test_a_dry_run_makes_nothing_and_is_not_taken_for_an_object(cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: list[str] = []
+    monkeypatch.setattr(cluster, "_answered", lambda kind, manifest: answered.append(manifest["metadata"]["name"]))
+    await cluster.try_create(pod("tried"))
+    assert await cluster.get(POD, NAMESPACE, "tried") is None
+    assert answered == []
+    assert await cluster.create(pod("tried")) is True
+    assert answered == ["tried"]
+    await cluster.try_create(pod("tried"))  # the name is taken, and the pod is fine
+
+
+def greedy(name: str) -> dict[str, Any]:
+    """More is requested than is allowed."""
+    resources = {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}
+    return {**pod(name), "spec": {"containers": [{"name": "c", "image": "i", "resources": resources}]}}
+
+
+def privileged(name: str) -> dict[str, Any]:
+    return {**pod(name), "spec": {"containers": [{"name": "c", "image": "i", "securityContext": {"privileged": True}}]}}
+
+
+async def answer(cluster: KubernetesCluster, manifest: dict[str, Any], namespace: str) -> tuple[Answer, str]:
+    try:
+        await cluster.try_create({**manifest, "metadata": {**manifest["metadata"], "namespace": namespace}})
+    except ClusterError as error:
+        return answer_of(error.status, str(error)), str(error)
+    return Answer.FINE, ""
+
+
+async def test_what_a_pod_cannot_be_and_what_a_policy_refuses_is_said_by_a_dry_run(
+    cluster: KubernetesCluster, kubeconfig_of_apiserver: Path
+) -> None:
+    found, words = await answer(cluster, greedy("greedy"), NAMESPACE)
+    assert (found, "422" in words, "must be less than or equal to cpu limit" in words) == (Answer.REFUSED, True, True)
+    kubectl(kubeconfig_of_apiserver, "create", "namespace", "guarded")
+    kubectl(kubeconfig_of_apiserver, "label", "namespace", "guarded", "pod-security.kubernetes.io/enforce=baseline")
+    async with asyncio.timeout(20):
+        while (await answer(cluster, privileged("p"), "guarded"))[0] is Answer.FINE:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    found, words = await answer(cluster, privileged("p"), "guarded")
+    assert (found, "403" in words, "PodSecurity" in words) == (Answer.REFUSED, True, True)
+    limits = {"limits": [{"type": "Container", "max": {"cpu": "1"}}]}
+    range_ = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "l", "namespace": "guarded"}, "spec": limits}
+    kubectl(kubeconfig_of_apiserver, "create", "-f", "-", stdin=json.dumps(range_))
+    large = {**pod("large"), "spec": {"containers": [{"name": "c", "image": "i", "resources": {"limits": {"cpu": "2"}}}]}}
+    async with asyncio.timeout(20):
+        while (await answer(cluster, large, "guarded"))[0] is Answer.FINE:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert "maximum cpu usage per Container is 1" in (await answer(cluster, large, "guarded"))[1]
+
+
+async def test_a_quota_and_a_webhook_that_is_away_say_nothing_of_a_template(
+    cluster: KubernetesCluster, kubeconfig_of_apiserver: Path
+) -> None:
+    kubectl(kubeconfig_of_apiserver, "create", "namespace", "full")
+    kubectl(kubeconfig_of_apiserver, "-n", "full", "create", "quota", "q", "--hard=pods=0")
+    status = json.dumps({"status": {"hard": {"pods": "0"}, "used": {"pods": "0"}}})
+    kubectl(kubeconfig_of_apiserver, "-n", "full", "patch", "quota", "q", "--subresource=status", "--type=merge", "-p", status)
+    async with asyncio.timeout(20):
+        while not (told := await answer(cluster, pod("one-more"), "full"))[1]:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert (told[0], "exceeded quota: q" in told[1]) == (Answer.FINE, True)
+    found, words = await answer(cluster, greedy("greedy"), "full")
+    assert (found, "422" in words) == (Answer.REFUSED, True), "a quota is looked at last"
+    hook = {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingWebhookConfiguration",
+        "metadata": {"name": "away"},
+        "webhooks": [
+            {
+                "name": "away.example.com",
+                "admissionReviewVersions": ["v1"],
+                "sideEffects": "None",
+                "timeoutSeconds": 1,
+                "clientConfig": {"url": "https://127.0.0.1:1/"},
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "hooked"}},
+                "rules": [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}],
+            }
+        ],
+    }
+    kubectl(kubeconfig_of_apiserver, "create", "namespace", "hooked")
+    kubectl(kubeconfig_of_apiserver, "create", "-f", "-", stdin=json.dumps(hook))
+    async with asyncio.timeout(20):
+        while not (told := await answer(cluster, pod("p"), "hooked"))[1]:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert (told[0], "failed calling webhook" in told[1]) == (Answer.UNDECIDED, True)

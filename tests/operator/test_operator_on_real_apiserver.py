@@ -303,3 +303,87 @@ async def _desired(namespace: Namespace) -> Any:
 async def _events(namespace: Namespace, reason: str) -> list[Any]:
     found = await namespace.list("events.events.k8s.io")
     return [event for event in found if event["reason"] == reason]
+
+
+POLICY = {
+    "apiVersion": "admissionregistration.k8s.io/v1",
+    "kind": "ValidatingAdmissionPolicy",
+    "metadata": {"name": "no-variable-b"},
+    "spec": {
+        "matchConstraints": {
+            "resourceRules": [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}]
+        },
+        "validations": [
+            {"expression": "object.spec.containers.all(c, !c.env.exists(e, e.name == 'B'))", "message": "variable B is not allowed here"}
+        ],
+    },
+}
+
+
+async def forbid_variable_b(namespace: Namespace) -> None:
+    """By a policy of this namespace alone, from the moment that the API server knows it."""
+    labels = {"kubernetes.io/metadata.name": namespace.name}
+    binding = {
+        "apiVersion": POLICY["apiVersion"],
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": {"name": "no-variable-b"},
+        "spec": {
+            "policyName": "no-variable-b",
+            "validationActions": ["Deny"],
+            "matchResources": {"namespaceSelector": {"matchLabels": labels}},
+        },
+    }
+    container = {"name": "c", "image": "i", "env": [{"name": "B", "value": "1"}]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "tried"}, "spec": {"containers": [container]}}
+    await namespace.create(POLICY)
+    await namespace.create(binding)
+
+    async def refused() -> bool:
+        try:
+            await namespace.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+        except AssertionError as error:
+            return "variable B is not allowed here" in str(error)
+        return False
+
+    await eventually(refused)
+
+
+async def test_an_edit_that_no_pod_can_be_made_of_takes_no_replica_away(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        await namespace.create(deployment(replicas=2))
+        before = {pod["metadata"]["uid"] for pod in await eventually(lambda: _count(namespace, "pods", 2))}
+
+        async def progressing(reason: str) -> str | None:
+            conditions = (await namespace.get("diffusiondeployment", "d")).get("status", {}).get("conditions", [])
+            return next((one["message"] for one in conditions if (one["type"], one["reason"]) == ("Progressing", reason)), None)
+
+        async def patch(spec: dict[str, Any]) -> None:
+            await namespace.kubectl("patch", "diffusiondeployment", "d", "--type=merge", "-p", json.dumps({"spec": spec}))
+
+        await patch({"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}})
+        told = await eventually(lambda: progressing("TemplateInvalid"))
+        assert "422" in told
+        assert "must be less than or equal to cpu limit" in told
+        await asyncio.sleep(3)
+        assert {pod["metadata"]["uid"] for pod in await namespace.list("pods")} == before
+        events = [one for one in await namespace.list("events.events.k8s.io") if one["reason"] == "TemplateInvalid"]
+        assert len(events) == 1
+        assert "must be less than or equal to cpu limit" in events[0]["note"]
+
+        await forbid_variable_b(namespace)
+        await patch({"resources": {"requests": None, "limits": None}, "engine": {"env": [{"name": "B", "value": "1"}]}})
+        await eventually(lambda: _policy_told(progressing))
+        assert {pod["metadata"]["uid"] for pod in await namespace.list("pods")} == before
+        await patch({"engine": {"env": [{"name": "C", "value": "1"}]}})
+        await eventually(lambda: _replaced(namespace, before))
+
+
+async def _policy_told(progressing: Callable[[str], Awaitable[str | None]]) -> bool:
+    return "variable B is not allowed here" in (await progressing("TemplateInvalid") or "")
+
+
+async def _replaced(namespace: Namespace, before: set[str]) -> bool:
+    now = {pod["metadata"]["uid"] for pod in await namespace.list("pods") if not pod["metadata"].get("deletionTimestamp")}
+    return len(now) == 2 and not now & before
