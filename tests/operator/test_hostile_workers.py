@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control API's client against workers that are not ours: whatever they answer is bounded, told, and leads nowhere else."""
+"""The control API's client against workers that are not ours: each answer is bounded, is reported, and leads nowhere else."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ PUT = PutAdapter(worker=ADDRESS, key=KEY, operation_id="o", name="x", load=Adapt
 STATE = {"bootId": "b", "state": "ready"}
 LIMIT_S = 0.5
 BUFFERS = 16 << 20
-"""What two sockets of the loopback hold at most, which nobody has read."""
+"""Bytes that two sockets of the loopback hold at most, which nobody has read."""
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -55,7 +55,7 @@ class RawServer:
                 self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
                 await self.answer(writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # of a server that is closed, too
+            pass  # a server that is closed ends its connections so, too
         finally:
             writer.close()
 
@@ -101,7 +101,7 @@ def answering(body: bytes, *headers: str, status: str = "200 OK", kind: str = "a
 
 
 async def failure(answer: Answer) -> tuple[str, RawServer]:
-    """What is told of a state that was asked for, within the time of one poll."""
+    """Ask for a state, and return the words of the failure and the server; it takes the time of one poll at most."""
     async with client_of(answer) as (client, server):
         begun = time.monotonic()
         with pytest.raises(ControlUnreachable) as caught:

@@ -321,7 +321,7 @@ POLICY = {
 
 
 async def forbid_variable_b(namespace: Namespace) -> None:
-    """By a policy of this namespace alone, from the moment that the API server knows it."""
+    """Make a policy for this namespace alone, and wait until the API server knows it."""
     labels = {"kubernetes.io/metadata.name": namespace.name}
     binding = {
         "apiVersion": POLICY["apiVersion"],

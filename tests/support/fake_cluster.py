@@ -31,7 +31,7 @@ class FakeCluster:
         self.broken: ClusterError | None = None
         """Every call raises it, as with the API server down."""
         self.judge_pod: Callable[[Manifest], ClusterError | None] = lambda manifest: None
-        """What the API server has against a pod; a dry run asks it, too."""
+        """The API server's verdict on a pod, None where it has nothing against it; a dry run asks it, too."""
         self.dry_runs: list[str] = []
         """Names of the pods that were tried."""
         self.graceful = False
@@ -199,7 +199,7 @@ class FakeCluster:
         )
 
     def tell_to_go(self, name: str, *, evicted: bool = False) -> None:
-        """As a deletion does, or an eviction through the API."""
+        """Ask a pod to leave, as a deletion does, or an eviction through the API."""
         manifest = self._objects[POD.kind, "default", name]
         manifest["metadata"].setdefault("deletionTimestamp", self._clock().strftime("%Y-%m-%dT%H:%M:%SZ"))
         if evicted:

@@ -5,7 +5,7 @@ A call that outlives its limit is not a failure of the operation: the worker goe
 raise ControlUnreachable and nothing is concluded from them.
 
 A worker runs a container image of a tenant, so its answer may be anything. No redirect is followed, no proxy and no cookie is used, and
-only an IP address is called. An answer is read up to a bound, is decompressed by nobody, and is parsed before anything of it is told.
+only an IP address is called. An answer is read up to a bound, is never decompressed, and is parsed before anything of it reaches a status.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ def _host(ip: str) -> str:
 
 
 async def _read(response: aiohttp.ClientResponse, what: str, most: int) -> bytes:
-    """Return the body of a success. Raises ControlRefused with the worker's error, ControlUnreachable for whatever is no answer of ours."""
+    """Return the body of a success. Raises ControlRefused with the worker's error, ControlUnreachable for everything else."""
     status = response.status
     if status < 200 or 300 <= status < 400:
         raise ControlUnreachable(f"{what}: answered with status {status}, expected a result or an error; the operator follows no redirect")
@@ -163,7 +163,7 @@ def _fault(error: aiohttp.ClientError | ValueError) -> str:
 
 
 def _wire_error(content: bytes, status: int) -> WireError:
-    """Return the worker's error, or one that tells the status alone: a body of another shape is told nobody."""
+    """Return the worker's error, or one that has the status alone: a body of another shape reaches nobody."""
     try:
         return msgspec.json.decode(content, type=WireError)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text and numbers from outside that may reach a status, an Event or a log: cut and escaped, or typed and bounded.
 
-A worker's container image belongs to a tenant, so its words are data. A control character could draw over a terminal, and a number
-without a bound could be refused by the API server with the rest of a status, or overflow a time.
+A worker's container image belongs to a tenant, so its words are data. A control character could draw over a terminal. The API server could
+refuse a whole status for a number without a bound, and a time could overflow by it.
 """
 
 from typing import Annotated

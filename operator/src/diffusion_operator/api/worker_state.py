@@ -26,7 +26,7 @@ MOST_RECORDS = 8192
 
 
 class _Wire(msgspec.Struct, frozen=True, rename="camel"):
-    """What a worker says. A worker's words are plain text from here on, as long as a status may have them."""
+    """A part of a worker's answer. A worker's words are plain text from here on, as long as a status may have them."""
 
 
 def _make_plain(struct: msgspec.Struct, **limits: int) -> None:

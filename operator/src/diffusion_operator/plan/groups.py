@@ -164,7 +164,7 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
 
 def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
     if state is ReplicaState.TERMINATING:
-        return None, f"it was told to go: {pod.disruption}" if pod.disruption else ""
+        return None, f"it has to go: {pod.disruption}" if pod.disruption else ""
     if pod.finished:
         return Problem.POD_FAILED, pod.finished_message or ENDED
     if pod.lost:
@@ -193,7 +193,7 @@ def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem 
         return _fault(poll.state, poll.state.failure)
     ended = pod.container.last_exit
     if ended is None:
-        unreachable = Problem.UNREACHABLE if pod.ready else None  # a start may take its time, and is told of all the same
+        unreachable = Problem.UNREACHABLE if pod.ready else None  # a start may take its time: the message says it, and the reason does not
         return (unreachable, _unreachable(poll)) if poll.unreachable else (None, "")
     message = f"the worker ended with {exit_text(ended)}{_memory_advice(ended, memory)}, {pod.container.restarts} restarts"
     if ended.code == STARTUP_ERROR_EXIT:
@@ -268,7 +268,7 @@ def exit_message(ended: Exit) -> str:
 def failure_of(group: Group) -> FailureStatus | None:
     """Return the last failure, from the container if it has one, else as recorded: it survives the pod.
 
-    A pod that was told to go ends as any other does, with an exit code or phase Failed. That is no failure.
+    A pod that is deleted or evicted ends as any other does, with an exit code or phase Failed, and has not failed.
     """
     known, ended = group.previous.last_failure if group.previous else None, group.pod.container.last_exit
     if group.pod.terminating or group.pod.disruption:

@@ -71,7 +71,7 @@ class Departures(msgspec.Struct, frozen=True):
 
 
 class Answer(StrEnum):
-    """What a dry run says of a template."""
+    """The verdict of a dry run on a template."""
 
     FINE = "Fine"
     REFUSED = "Refused"
@@ -79,7 +79,7 @@ class Answer(StrEnum):
 
 
 class TemplateTrial(msgspec.Struct, frozen=True):
-    """What the API server said when it was asked whether it would make a pod of a template."""
+    """The API server's answer to the question whether it would make a pod of a template."""
 
     revision: str
     generation: int

@@ -24,7 +24,7 @@ class Situation(msgspec.Struct, frozen=True):
     resolution: Resolution
     refusal: str
     template_refusal: str = ""
-    """Why no pod can be made of the changed template; see template_trial.py."""
+    """The message where no pod can be made of the changed template, else empty; see template_trial.py."""
     policy: PolicyOutcome = PolicyOutcome()
 
     @property

@@ -2,8 +2,8 @@
 """A changed template is tried before an old replica goes for it: the API server is asked whether it would make such a pod.
 
 A dry run goes through defaults, validation and admission, and makes nothing. A template that is refused there would leave nothing that
-serves: the old replica is gone and the new one cannot be made. So the old ones stay until the spec or the policy changes. A quota speaks
-against the moment and not against the template, since the old replica's share is given back; the rollout then does as it always did.
+serves: the old replica is gone and the new one cannot be made. So the old ones stay until the spec or the policy changes. A full quota
+says nothing of the template, since the old replica gives its share back: the rollout goes on.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica that was told to go ends with an exit code and a failed pod, and has not failed; and no Event is without a reason."""
+"""A replica that has to go ends with an exit code and a failed pod, and has not failed. No Event is without a reason."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ EVICTED = "EvictionByEvictionAPI: Eviction API: evicting"
 
 
 def events_of(**facts: Any) -> tuple[list[tuple[str, str]], ReplicaStatus]:
-    """Of one look at a pod, and what the status says of it."""
+    """Look at a pod once, and return reasons and messages of Events, and its part of the status."""
     deployment = made()
     after = plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=(pod(**facts),)), NOW).status
     return [(event.reason, event.message) for event in deployment_events(deployment.status, after)], after.replica_states[0]
@@ -49,7 +49,7 @@ def test_a_pod_that_was_told_to_go_has_not_failed(facts: dict[str, Any]) -> None
 
 def test_an_eviction_is_told_in_the_status_of_the_replica() -> None:
     _, replica = events_of(terminating=True, disruption=EVICTED)
-    assert replica.message == f"it was told to go: {EVICTED}"
+    assert replica.message == f"it has to go: {EVICTED}"
 
 
 def test_a_pod_that_ended_by_itself_without_a_word_has_failed_and_the_event_says_what_is_known() -> None:
