@@ -1,59 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks [GOAL]`: runs one goal's benchmark, or all; each ends with one line of JSON and keeps its raw samples.
+"""`python -m benchmarks [--tiny] [GOAL …]`: runs benchmarks, all by default; each ends with one line of JSON and keeps its raw samples.
 
 Exit status 0 whatever the figures say, 1 when a measurement failed. The goals are those of the design's `performance.md`.
+`--tiny` takes seconds for each and shows that it runs; its figures mean nothing.
 """
 
+import argparse
 import json
 import os
 import platform
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import (
-    adapter_loading,
-    adapters,
-    broadcast,
-    cold_request,
-    joining,
-    loading,
-    mixed_sizes,
-    operator_scale,
-    overhead,
-    server,
-    sleep,
-    wake,
-)
+from benchmarks.registry import GOALS
 from benchmarks.result import Measured
 
-GOALS: dict[str, Callable[[], Measured]] = {
-    "P1": overhead.measure,
-    "P2": adapters.measure,
-    "P3": adapter_loading.measure,
-    "P4": sleep.measure,
-    "P5": wake.measure,
-    "P6": loading.measure,
-    "P7": mixed_sizes.measure,
-    "P8": joining.measure,
-    "P9": broadcast.measure,
-    "P10": server.measure,
-    "P11": cold_request.measure,
-    "P12": operator_scale.measure,
-}
 OUTPUT = Path("bench-output")
 
 
-def report(goal: str, measured: Measured) -> dict[str, object]:
-    """The last line of a goal, with its samples written beside it."""
-    OUTPUT.mkdir(exist_ok=True)
-    samples = OUTPUT / f"{goal}.json"
+def report(goal: str, measured: Measured, *, tiny: bool = False) -> dict[str, object]:
+    """The last line of a goal, with its samples written beside it; those of tiny runs in a folder of their own."""
+    folder = OUTPUT / "tiny" if tiny else OUTPUT
+    folder.mkdir(parents=True, exist_ok=True)
+    samples = folder / f"{goal}.json"
     samples.write_text(json.dumps(measured.samples, indent=1))
     return {
         "goal": goal,
         "results": measured.results,
         "targets": measured.targets,
+        "beside": measured.beside,
+        "rounds": measured.rounds,
+        "tiny": tiny,
         "device": f"cpu {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
@@ -63,13 +41,18 @@ def report(goal: str, measured: Measured) -> dict[str, object]:
 
 def main(arguments: list[str]) -> int:
     """Run the goals named, or all."""
-    unknown = [goal for goal in arguments if goal not in GOALS]
+    options = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures; each goal ends with one line of JSON.")
+    options.add_argument("goals", nargs="*", metavar="GOAL", help=f"of {', '.join(GOALS)}; all by default")
+    options.add_argument("--tiny", action="store_true", help="seconds for each, to see that it runs; the figures mean nothing")
+    given = options.parse_args(arguments)
+    unknown = [goal for goal in given.goals if goal not in GOALS]
     if unknown:
         print(f"unknown goal {', '.join(unknown)}; there are: {', '.join(GOALS)}", file=sys.stderr)
         return 1
-    for goal in arguments or GOALS:
+    for goal in given.goals or GOALS:
+        print(f"{goal}: {'seconds' if given.tiny else f'about {GOALS[goal].minutes} minutes on two cores'}", file=sys.stderr, flush=True)
         try:
-            print(json.dumps(report(goal, GOALS[goal]())), flush=True)
+            print(json.dumps(report(goal, GOALS[goal].measure(tiny=given.tiny), tiny=given.tiny)), flush=True)
         except (OSError, RuntimeError) as error:
             print(f"{goal}: the measurement failed: {error}", file=sys.stderr)
             return 1

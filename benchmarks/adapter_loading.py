@@ -12,23 +12,22 @@ import functools
 import gc
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.adapters import RANK, block_linears, random_adapter
+from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
 from diffusion_worker.lora.adapter_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 
-ROUNDS = 7
-ADAPTERS = 100
 CPU = torch.device("cpu")
 # The modules of a block that are counted in the goal: attention, feed-forward, and the single blocks' two.
 TARGETS = (
@@ -54,48 +53,66 @@ TARGETS_OF = {
 }
 
 
-def measure() -> Measured:
-    """Ratios of the fastest rounds; microseconds are the median."""
+class Size(msgspec.Struct, frozen=True):
+    """Blocks of each of FLUX's two kinds, adapters that are registered, switches, and the pairs."""
+
+    layers: int = 19
+    single_layers: int = 38
+    adapters: int = 100
+    switches: int = 200
+    plan: Plan = Plan(wanted=9, within_s=90)
+    # Of some milliseconds each.
+    copies: Plan = Plan(wanted=40, at_most=200, within_s=60)
+
+
+TINY = Size(layers=1, single_layers=1, adapters=3, switches=3, plan=TINY_PLAN, copies=TINY_PLAN)
+
+
+def measure(*, tiny: bool = False) -> Measured:
+    """Median ratios of adjacent pairs; microseconds are the median, too."""
+    size = TINY if tiny else Size()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "pytorch_lora_weights.safetensors"
-        modules = _write(file)
-        loads = _loads(file)
-        kept = _host_bytes(file)
-    activations = _activations()
-    switches = _switches()
-    fastest = {name: min(sample[name] for sample in loads) for name in loads[0]}
-    results = {
-        "speedup_vs_load_lora_adapter": round(fastest["load_lora_adapter_s"] / fastest["ours_s"], 2),
-        "speedup_vs_hotswap": round(fastest["hotswap_s"] / fastest["ours_s"], 2),
-        "slot_switch_us": round(statistics.median(sample["slot_switch_us"] for sample in switches), 1),
-        "activation_vs_copy": round(min(s["copy_s"] for s in activations) / min(s["activation_s"] for s in activations), 3),
-        "host_bytes_ratio": round(kept, 3),
-        "cpu_speedup_vs_load_lora_adapter": round(fastest["load_lora_adapter_cpu_s"] / fastest["ours_cpu_s"], 2),
-        "cpu_speedup_vs_hotswap": round(fastest["hotswap_cpu_s"] / fastest["ours_cpu_s"], 2),
+        modules = _write(file, size)
+        first, swapped = _first_loads(file, size), _hotswaps(file, size)
+        kept = _host_bytes(file, size)
+    activations = _activations(size)
+    switches = _switches(size)
+    figures = {
+        "speedup_vs_load_lora_adapter": 1 / first.ratio("s"),
+        "speedup_vs_hotswap": 1 / swapped.ratio("s"),
+        "slot_switch_us": statistics.median(sample["slot_switch_us"] for sample in switches),
+        "activation_vs_copy": 1 / activations.ratio("s"),
+        "host_bytes_ratio": kept,
+        "cpu_speedup_vs_load_lora_adapter": 1 / first.ratio("cpu_s"),
+        "cpu_speedup_vs_hotswap": 1 / swapped.ratio("cpu_s"),
         # Into layers that no adapter has named before, which are wrapped on the way.
-        "first_speedup_vs_load_lora_adapter": round(fastest["load_lora_adapter_s"] / fastest["ours_first_s"], 2),
-        "load_ms": round(fastest["ours_s"] * 1000, 2),
-        "hotswap_ms": round(fastest["hotswap_s"] * 1000, 2),
+        "first_speedup_vs_load_lora_adapter": 1 / first.ratio("unwrapped_s", "s"),
+        "load_ms": first.ours("s") * 1000,
+        "hotswap_ms": swapped.baseline("s") * 1000,
         "modules": float(modules),
     }
-    return Measured(results=results, targets=TARGETS_OF, samples=loads + activations + switches)
+    judged = [first, swapped, activations]
+    samples = [sample for pairs in judged for sample in pairs.samples()] + switches
+    return Measured({name: round(value, 3) for name, value in figures.items()}, TARGETS_OF, samples, judged)
 
 
-def _small() -> Any:
+def _small(size: Size) -> Any:
     """FLUX's blocks, all of them, with small layers."""
     sizes = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 64, "pooled_projection_dim": 64}
+    blocks = {"num_layers": size.layers, "num_single_layers": size.single_layers}
     torch.manual_seed(0)
-    return FluxTransformer2DModel(axes_dims_rope=(8, 8, 16), **sizes).eval().requires_grad_(False)
+    return FluxTransformer2DModel(axes_dims_rope=(8, 8, 16), **sizes, **blocks).eval().requires_grad_(False)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in block_linears(model).items() if name.endswith(TARGETS)}
 
 
-def _write(file: Path) -> int:
+def _write(file: Path, size: Size) -> int:
     """An adapter as diffusers saves it; returns how many modules it has."""
-    adapter = random_adapter(_linears(_small()), seed=1)
+    adapter = random_adapter(_linears(_small(size)), seed=1)
     tensors = {}
     for name, factors in adapter.modules.items():
         tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = factors.a, factors.b
@@ -111,38 +128,46 @@ def _load(layers: AdapterLayers, file: Path, slot: int = 0) -> None:
     layers.write(slot, layers.pack(read_checkpoint(str(file)), name="adapter"))
 
 
-def _loads(file: Path) -> list[dict[str, float]]:
-    served = _layers(_small())
+def _first_loads(file: Path, size: Size) -> Pairs:
+    """Ours between two loads into models that have no adapter yet. Ours once into layers that had one, and once into such that had none."""
+    served = _layers(_small(size))
     _load(served, file)
-    rounds = []
-    for number in range(ROUNDS):
-        plain, swapped, fresh = _small(), _small(), _layers(_small())
-        swapped.load_lora_adapter(str(file), adapter_name="adapter")
-        ways: dict[str, Callable[[], Any]] = {
-            "ours": functools.partial(_load, served, file, number % 2),
-            "ours_first": functools.partial(_load, fresh, file),
-            "load_lora_adapter": functools.partial(plain.load_lora_adapter, str(file), adapter_name="adapter"),
-            "hotswap": functools.partial(swapped.load_lora_adapter, str(file), adapter_name="adapter", hotswap=True),
-        }
-        names = list(ways)
-        names = names[number % len(names) :] + names[: number % len(names)]
-        sample = {key: seconds for name in names for key, seconds in _timed_both(name, ways[name]).items()}
-        # Both can be asked for again, and are faster then: what they use is in the processor's caches.
-        for name in ("ours", "hotswap", "ours", "hotswap"):
-            again = _timed_both(name, ways[name])
-            sample |= {key: min(sample[key], seconds) for key, seconds in again.items()}
-        rounds.append(sample)
-    return rounds
+
+    def theirs() -> Times:
+        model = _small(size)
+        return timed(lambda: model.load_lora_adapter(str(file), adapter_name="adapter"))
+
+    def ours() -> Times:
+        fresh = _layers(_small(size))
+        unwrapped = timed(lambda: _load(fresh, file))
+        return timed(lambda: _load(served, file, 1)) | {"unwrapped_s": unwrapped["s"]}
+
+    return take_pairs("load_lora_adapter", theirs, ours, by="cpu_s", plan=size.plan)
 
 
-def _host_bytes(file: Path) -> float:
+def _hotswaps(file: Path, size: Size) -> Pairs:
+    """Ours between two hotswaps. Each is the fastest of three in a row, as both are faster when asked for again."""
+    served, model = _layers(_small(size)), _small(size)
+    _load(served, file)
+    model.load_lora_adapter(str(file), adapter_name="adapter")
+    swap = functools.partial(model.load_lora_adapter, str(file), adapter_name="adapter", hotswap=True)
+    swap()
+    return take_pairs("hotswap", lambda: _fastest(swap), lambda: _fastest(lambda: _load(served, file, 1)), by="cpu_s", plan=size.plan)
+
+
+def _fastest(run: Callable[[], Any]) -> Times:
+    runs = [timed(run) for _ in range(3)]
+    return {name: min(one[name] for one in runs) for name in runs[0]}
+
+
+def _host_bytes(file: Path, size: Size) -> float:
     """Memory of this process for many registered adapters, over the bytes of their files."""
-    layers = _layers(_small())
+    layers = _layers(_small(size))
     registered = [layers.pack(read_checkpoint(str(file)), name="warm-up") for _ in range(3)]
     registered.clear()
     before = _resident_bytes()
-    registered = [layers.pack(read_checkpoint(str(file)), name=f"adapter{number}") for number in range(ADAPTERS)]
-    return (_resident_bytes() - before) / (ADAPTERS * file.stat().st_size)
+    registered = [layers.pack(read_checkpoint(str(file)), name=f"adapter{number}") for number in range(size.adapters)]
+    return (_resident_bytes() - before) / (size.adapters * file.stat().st_size)
 
 
 def _resident_bytes() -> int:
@@ -153,56 +178,38 @@ def _resident_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _activations() -> list[dict[str, float]]:
-    """Writing an adapter of FLUX.1's sizes into a slot, and copying as many bytes."""
+def _activations(size: Size) -> Pairs:
+    """Writing an adapter of FLUX.1's sizes into a slot, between two copies of as many bytes."""
     with torch.device("meta"):
-        shell = FluxTransformer2DModel().to(torch.bfloat16)
+        shell = FluxTransformer2DModel(num_layers=size.layers, num_single_layers=size.single_layers).to(torch.bfloat16)
     layers = _layers(shell)
     adapter = layers.pack(_of_size(shell), name="adapter")
     source = torch.cat([run.values.reshape(-1) for run in adapter.runs])
     target = torch.empty_like(source)
     for slot in (0, 1):
         layers.write(slot, adapter)
-    rounds = []
-    for number in range(6 * ROUNDS):
-        ways: dict[str, Callable[[], Any]] = {
-            "activation_s": functools.partial(layers.write, number % 2, adapter),
-            "copy_s": functools.partial(target.copy_, source),
-        }
-        names = list(ways) if number % 4 < 2 else list(ways)[::-1]
-        rounds.append({name: _timed(ways[name]) for name in names})
-    return rounds
+    return take_pairs(
+        "a copy", lambda: timed(lambda: target.copy_(source)), lambda: timed(lambda: layers.write(1, adapter)), plan=size.copies
+    )
 
 
 def _of_size(shell: nn.Module) -> LoRACheckpoint:
     return random_adapter(_linears(shell), seed=2, dtype=torch.bfloat16)
 
 
-def _switches() -> list[dict[str, float]]:
+def _switches(size: Size) -> list[dict[str, float]]:
     """From the adapters of one call to others that no call had before."""
-    model = _small()
+    model = _small(size)
     layers, adapter = _layers(model, slots=4), random_adapter(_linears(model), seed=3)
     for slot in range(4):
         layers.write(slot, layers.pack(adapter, name="adapter"))
     samples = []
-    for number in range(200):
+    for number in range(size.switches):
         uses = [[SlotUse((row + number) % 4, 1.0 + number)] for row in range(8)]
-        samples.append({"slot_switch_us": _timed(functools.partial(_enter, layers, uses)) * 1e6})
+        samples.append({"slot_switch_us": timed(functools.partial(_enter, layers, uses))["s"] * 1e6})
     return samples
 
 
 def _enter(layers: AdapterLayers, uses: list[list[SlotUse]]) -> None:
     with layers.rows(uses):
         pass
-
-
-def _timed_both(name: str, run: Callable[[], Any]) -> dict[str, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    return {f"{name}_cpu_s": time.process_time() - cpu, f"{name}_s": time.perf_counter() - wall}
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start

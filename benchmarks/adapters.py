@@ -8,24 +8,23 @@ call costs what starting its kernels costs. Beside them: all rows with one adapt
 """
 
 import copy
-import time
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import peft
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
+from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
 from diffusion_worker.lora.adapter_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
 
 ROWS = 8
 RANK = 16
-ROUNDS = 10
-# How far apart the fastest calls of both halves of the baseline may be before the machine counts as too busy.
-NOISE = 0.10
 
 
 class Shape(NamedTuple):
@@ -45,26 +44,41 @@ WIDE_GPU = Shape(heads=24, head_dim=128, layers=2, single_layers=4, tokens=4096,
 SMALL = Shape(heads=2, head_dim=32, layers=2, single_layers=4, tokens=16, text_tokens=8, calls=4)
 
 
-def measure() -> Measured:
-    """Throughputs as ratios of the fastest rounds."""
+class Size(msgspec.Struct, frozen=True):
+    """Both models, and the pairs that are judged; for the record a few are enough."""
+
+    wide: Shape
+    small: Shape = SMALL
+    plan: Plan = Plan(wanted=11, within_s=150)
+    record: Plan = Plan(wanted=5, least=3, within_s=60)
+
+
+TINY = Size(wide=SMALL, plan=TINY_PLAN, record=TINY_PLAN)
+
+
+@torch.inference_mode()
+def measure(*, tiny: bool = False) -> Measured:
+    """Throughputs as median ratios of adjacent pairs."""
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wide = _rounds(_wide_ways(WIDE if device.type == "cpu" else WIDE_GPU, device), device)
-    small = _rounds(_small_ways(device), device)
-    _require_calm([sample["none"] for sample in wide])
-    fastest = {name: min(sample[name] for sample in wide) for name in wide[0]}
-    few = {name: min(sample[name] for sample in small) for name in small[0]}
-    results = {
-        "throughput_vs_no_lora": round(fastest["none"] / fastest["mixed"], 4),
-        "throughput_vs_serial": round(few["serial"] / few["mixed"], 3),
-        "one_adapter_vs_no_lora": round(fastest["none"] / fastest["one"], 4),
-        "peft_vs_no_lora": round(fastest["none"] / fastest["peft"], 4),
-        "throughput_vs_peft": round(fastest["peft"] / fastest["mixed"], 3),
-        "no_lora_ms": round(fastest["none"] * 1000, 2),
-        "small_mixed_ms": round(few["mixed"] * 1000, 3),
+    size = TINY if tiny else Size(WIDE if device.type == "cpu" else WIDE_GPU)
+    wide, small = _wide_ways(size.wide, device), _small_ways(size.small, device)
+    take = functools.partial(_pairs, wide, "none", device=device)
+    mixed, one, peft_mixed = take("mixed", plan=size.plan), take("one", plan=size.record), take("peft", plan=size.record)
+    serial = _pairs(small, "serial", "mixed", device=device, plan=size.plan)
+    figures = {
+        "throughput_vs_no_lora": 1 / mixed.ratio(),
+        "throughput_vs_serial": 1 / serial.ratio(),
+        "one_adapter_vs_no_lora": 1 / one.ratio(),
+        "peft_vs_no_lora": 1 / peft_mixed.ratio(),
+        "throughput_vs_peft": peft_mixed.ratio() / mixed.ratio(),
+        "no_lora_ms": mixed.baseline(mixed.by) * 1000,
+        "small_mixed_ms": serial.ours(serial.by) * 1000,
     }
-    target = ">= 0.90" if device.type == "cpu" else ">= 0.93"
-    return Measured(results=results, targets={"throughput_vs_no_lora": target, "throughput_vs_serial": ">= 3"}, samples=wide + small)
+    targets = {"throughput_vs_no_lora": ">= 0.90" if device.type == "cpu" else ">= 0.93", "throughput_vs_serial": ">= 3"}
+    judged = [mixed, serial]
+    samples = [sample for pairs in (*judged, one, peft_mixed) for sample in pairs.samples()]
+    return Measured({name: round(value, 4) for name, value in figures.items()}, targets, samples, judged)
 
 
 def flux(shape: Shape, device: torch.device) -> nn.Module:
@@ -119,20 +133,17 @@ def _wide_ways(shape: Shape, device: torch.device) -> Ways:
     }
 
 
-def _small_ways(device: torch.device) -> Ways:
-    model = flux(SMALL, device)
+def _small_ways(shape: Shape, device: torch.device) -> Ways:
+    model = flux(shape, device)
     layers = _with_adapters(model, device)
-    together, alone = _inputs(SMALL, ROWS, device), _inputs(SMALL, 1, device)
+    together, alone = _inputs(shape, ROWS, device), _inputs(shape, 1, device)
     each = [[SlotUse(slot, 1.0)] for slot in range(ROWS)]
-    return {
-        "mixed": lambda: _call(layers, model, together, each, SMALL.calls),
-        "serial": lambda: _one_after_the_other(layers, model, alone, each),
-    }
 
+    def one_after_the_other() -> None:
+        for use in each:
+            _call(layers, model, alone, [use], shape.calls)
 
-def _one_after_the_other(layers: AdapterLayers, model: nn.Module, given: dict[str, Any], each: list[list[SlotUse]]) -> None:
-    for use in each:
-        _call(layers, model, given, [use], SMALL.calls)
+    return {"mixed": lambda: _call(layers, model, together, each, shape.calls), "serial": one_after_the_other}
 
 
 def _with_adapters(model: nn.Module, device: torch.device) -> AdapterLayers:
@@ -172,34 +183,26 @@ def _call(layers: AdapterLayers, model: nn.Module, given: dict[str, Any], uses: 
             model(**given)
 
 
-@torch.inference_mode()
-def _rounds(ways: Ways, device: torch.device) -> list[dict[str, float]]:
-    """Every way once in each round, the first one of a round another each time."""
-    for run in ways.values():
-        run()
-    names, rounds = list(ways), []
-    for number in range(ROUNDS):
-        first = number % len(names)
-        rounds.append({name: _timed(ways[name], device) for name in names[first:] + names[:first]})
-    return rounds
+def _pairs(ways: Ways, baseline: str, ours: str, *, device: torch.device, plan: Plan) -> Pairs:
+    """One way between two calls of another; both ran before. On a CPU in CPU time."""
+    for way in (baseline, ours):
+        ways[way]()
+    by = "cpu_s" if device.type == "cpu" else "s"
+    return take_pairs(f"{ours} and {baseline}", _run(ways[baseline], device), _run(ways[ours], device), by=by, plan=plan)
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    _finish(device)
-    start = clock()
-    run()
-    _finish(device)
-    return clock() - start
+def _run(way: Callable[[], Any], device: torch.device) -> Callable[[], Times]:
+    def finished() -> None:
+        way()
+        _finish(device)
+
+    def run() -> Times:
+        _finish(device)
+        return timed(finished)
+
+    return run
 
 
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _require_calm(seconds: list[float]) -> None:
-    halves = min(seconds[: ROUNDS // 2]), min(seconds[ROUNDS // 2 :])
-    apart = max(halves) / min(halves) - 1
-    if apart > NOISE:
-        raise RuntimeError(f"rounds of the baseline differ by {apart:.0%}, more than {NOISE:.0%}: the machine is too busy")

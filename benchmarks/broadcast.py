@@ -9,42 +9,48 @@ import asyncio
 import multiprocessing
 import pickle
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
+from benchmarks.rank_group import StandInRanks
 from benchmarks.result import Measured
-from diffusion_worker.engine.rank_group import TickReport
+from diffusion_worker.engine.rank_group import RankGroup, TickReport
 from diffusion_worker.engine.step_loop import StepLoop
 from diffusion_worker.messages import Finished, RequestSpec, Shutdown, Tick, TickDone
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd, ServerEnd
 
 RANKS = 2
 TICK_S = 0.020
-STEPS = 250
 REQUESTS = 4
+BLOCK = 20
 # The first ticks meet cold code at both ends.
 WARM_UP = 20
-BLOCK = 20
-ROUND_TRIPS = 500
-DEADLINE_S = 60.0
+# Of a whole part of the measurement, of which the longest takes some six seconds.
+DEADLINE_S = 90.0
+
+T = TypeVar("T")
+# Takes the number of a rank, where the wire is, and where the result goes.
+RankProgram = Callable[[int, Endpoints, Connection], None]
 
 
-class BenchmarkRanks:
-    """What the step loop needs of a rank group, on the real wire; counts the messages it sends."""
+class BenchmarkRanks(StandInRanks):
+    """A rank group on the real wire, whose processes somebody else started; counts the messages it sends."""
 
     def __init__(self, wire: ServerEnd) -> None:
+        super().__init__()
         self.sent = 0
         self._wire = wire
 
-    def broadcast_tick(self, tick: Tick) -> None:
+    def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """One message for all ranks."""
         self.sent += 1
-        self._wire.send(tick)
+        self._wire.send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         """Rank 0's answer."""
@@ -54,19 +60,23 @@ class BenchmarkRanks:
         return TickReport(message, frames)
 
 
-def measure() -> Measured:
-    """The worst rank's share of waiting in the median block of ticks, and the messages of a tick."""
-    waits, messages = _run(_stalls())
-    trips = _run(_round_trips())
-    pickled = _run(_pickled_round_trips())
+def measure(*, tiny: bool = False) -> Measured:
+    """The worst rank's share of waiting in the median block of ticks, and the messages of a tick.
+
+    Raises:
+        RuntimeError: the step loop broke, or a part was not done in time.
+    """
+    waits, messages = _run("the ticks", _stalls(steps=3 * WARM_UP if tiny else 250))
+    round_trips = 2 * WARM_UP if tiny else 500
+    trips = _run("round trips", _round_trips(round_trips))
+    pickled = _run("round trips with pickle", _pickled_round_trips(round_trips))
     # The median of the blocks is the wire's; the mean of all has other programs of the machine in it.
     stall = max(statistics.median(_block_means(of_rank)) for of_rank in waits) / TICK_S
     mean = max(statistics.fmean(of_rank) for of_rank in waits) / TICK_S
     p50_us, pickled_us = (statistics.median(samples) * 1e6 for samples in (trips, pickled))
-    print(f"round trip to {RANKS} ranks, p50: {p50_us:.0f} us, PUB/SUB with pickle: {pickled_us:.0f} us")
     samples = [{"rank": float(rank), "wait_ms": wait * 1000} for rank, of_rank in enumerate(waits) for wait in of_rank]
     return Measured(
-        results={
+        figures={
             "stall_fraction": round(stall, 5),
             "stall_fraction_mean": round(mean, 5),
             "messages_per_tick": round(messages, 4),
@@ -83,54 +93,86 @@ def _block_means(waits: list[float]) -> list[float]:
     return [statistics.fmean(waits[start : start + BLOCK]) for start in range(0, len(waits) - BLOCK + 1, BLOCK)]
 
 
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(work)
+def _run(what: str, work: Coroutine[Any, Any, T]) -> T:
+    async def within() -> T:
+        async with asyncio.timeout(DEADLINE_S):
+            return await work
+
+    try:
+        return asyncio.run(within())
+    except (TimeoutError, zmq.Again) as error:
+        raise RuntimeError(f"{what}: not done within {DEADLINE_S:g} s") from error
 
 
 class _RankProcesses:
-    """Rank processes of a benchmark, connected; leaving the block collects them."""
+    """Rank processes of a benchmark; leaving the block collects them, and kills them where it is left by an error."""
 
-    def __init__(self, target: Any, endpoints: Endpoints) -> None:
+    def __init__(self, program: RankProgram, endpoints: Endpoints) -> None:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-        self.results: list[Connection] = [receiving for receiving, _ in pipes]
+        self._results: list[Connection] = [receiving for receiving, _ in pipes]
         self._processes = [
-            context.Process(target=target, args=(rank, endpoints, sending), daemon=True) for rank, (_, sending) in enumerate(pipes)
+            context.Process(target=program, args=(rank, endpoints, sending), daemon=True) for rank, (_, sending) in enumerate(pipes)
         ]
+
+    def results(self) -> list[Any]:
+        """What each rank sent at its end; raises RuntimeError where one is not there in time."""
+        ends = time.monotonic() + DEADLINE_S
+        for rank, result in enumerate(self._results):
+            if not result.poll(max(0.0, ends - time.monotonic())):
+                raise RuntimeError(f"rank {rank} gave no result within {DEADLINE_S:g} s")
+        return [result.recv() for result in self._results]
 
     def __enter__(self) -> "_RankProcesses":
         for process in self._processes:
             process.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for process in self._processes:
-            process.join(DEADLINE_S)
+            process.join(DEADLINE_S if error is None else 0)
             process.kill()
 
 
-async def _stalls() -> tuple[list[list[float]], float]:
+async def _stalls(*, steps: int) -> tuple[list[list[float]], float]:
     """For each rank the seconds that it waited before each tick; and messages a tick."""
     wire = ServerEnd()
     try:
         with _RankProcesses(_ticking_rank, wire.endpoints) as ranks:
             await wire.wait_for_ranks(RANKS)
             group = BenchmarkRanks(wire)
-            broken: list[str] = []
-            loop = StepLoop(group, max_batch_size=REQUESTS, tick_timeout_s=DEADLINE_S, broken=broken.append)  # type: ignore[arg-type]
-            stepping = asyncio.create_task(loop.run())
-            specs = [RequestSpec(request_id=str(name), prompt="a red digit seven", seed=name, steps=STEPS) for name in range(REQUESTS)]
-            await asyncio.gather(*(loop.submit(spec) for spec in specs))
-            for spec in specs:
-                loop.forget(spec.request_id)
-            stepping.cancel()
+            await _make_images(group, steps=steps)
             wire.send(Shutdown())
-            waits = [await asyncio.to_thread(result.recv) for result in ranks.results]
-            if broken:
-                raise RuntimeError(broken[0])
+            waits = await asyncio.to_thread(ranks.results)
             return [of_rank[WARM_UP:-WARM_UP] for of_rank in waits], group.sent / len(waits[0])
     finally:
         wire.close()
+
+
+async def _make_images(group: RankGroup, *, steps: int) -> None:
+    """Requests of so many steps through the step loop, to their end; raises RuntimeError where it broke."""
+    broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    loop = StepLoop(group, max_batch_size=REQUESTS, tick_timeout_s=DEADLINE_S, broken=broken.set_result)
+    specs = [RequestSpec(request_id=str(name), prompt="a red digit seven", seed=name, steps=steps) for name in range(REQUESTS)]
+    made = asyncio.gather(*(loop.submit(spec) for spec in specs))
+    stepping = asyncio.create_task(loop.run())
+    try:
+        await asyncio.wait((made, broken), return_when=asyncio.FIRST_COMPLETED)
+        if broken.done():
+            raise RuntimeError(f"the step loop broke: {broken.result()}")
+        await made
+    finally:
+        for spec in specs:
+            loop.forget(spec.request_id)
+        stepping.cancel()
+        await asyncio.gather(stepping, made, return_exceptions=True)
+
+
+def _end_with_parent() -> None:
+    """A rank whose benchmark was killed is not to wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        sys.exit(1)
 
 
 def _ticking_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
@@ -142,7 +184,7 @@ def _ticking_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
             # A message that is there already is not waited for, however long other programs keep this one from its core.
             there = wire._broadcast.poll(0)
             started = time.perf_counter()
-            message = wire.receive(lambda count: None)
+            message, _ = wire.receive(lambda count: None, _end_with_parent)
             if not isinstance(message, Tick):
                 break
             waits.append(0.0 if there else time.perf_counter() - started)
@@ -158,14 +200,14 @@ def _ticking_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
     result.send(waits)
 
 
-async def _round_trips() -> list[float]:
+async def _round_trips(count: int) -> list[float]:
     """Seconds from a tick's sending to the answers of all ranks, by our wire."""
     wire = ServerEnd()
     try:
         with _RankProcesses(_echoing_rank, wire.endpoints):
             await wire.wait_for_ranks(RANKS)
             samples = []
-            for number in range(ROUND_TRIPS):
+            for number in range(count):
                 started = time.perf_counter()
                 wire.send(_tick(number))
                 for _ in range(RANKS):
@@ -185,14 +227,14 @@ def _tick(number: int) -> Tick:
 
 def _echoing_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
     with RankEnd(endpoints) as wire:
-        while isinstance(message := wire.receive(lambda count: None), Tick):
+        while isinstance(message := wire.receive(lambda count: None, _end_with_parent)[0], Tick):
             wire.send(TickDone(message.number))
     result.send(rank)
 
 
-async def _pickled_round_trips() -> list[float]:
+async def _pickled_round_trips(count: int) -> list[float]:
     """The same with PUB/SUB and pickle, as a plain loop would do it."""
-    context = zmq.Context()
+    context = _bounded_context()
     with tempfile.TemporaryDirectory() as folder:
         endpoints = Endpoints(f"ipc://{folder}/broadcast", f"ipc://{folder}/answers")
         broadcast, answers = context.socket(zmq.XPUB), context.socket(zmq.PULL)
@@ -204,7 +246,7 @@ async def _pickled_round_trips() -> list[float]:
             for _ in range(RANKS):
                 broadcast.recv()
             samples = []
-            for number in range(ROUND_TRIPS):
+            for number in range(count):
                 started = time.perf_counter()
                 broadcast.send(pickle.dumps(_tick(number)))
                 for _ in range(RANKS):
@@ -215,8 +257,16 @@ async def _pickled_round_trips() -> list[float]:
     return samples[WARM_UP:]
 
 
-def _pickling_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
+def _bounded_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """A context in which nothing is waited for without end: past the deadline a socket raises, and its process ends."""
     context = zmq.Context()
+    context.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+    context.setsockopt(zmq.SNDTIMEO, int(DEADLINE_S * 1000))
+    return context
+
+
+def _pickling_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
+    context = _bounded_context()
     answers, broadcast = context.socket(zmq.PUSH), context.socket(zmq.SUB)
     answers.connect(endpoints.answers)
     broadcast.subscribe(b"")

@@ -22,12 +22,12 @@ NAMESPACE, NAME = "diffusion-bench", "digits"
 DEPLOYMENT = f"dd/{NAME}"
 MANIFEST = ROOT / "examples" / "sleep" / "on-idle.yaml"
 LOAD = ROOT / "tools" / "service_load.py"
-ROUNDS = 10
+ROUNDS, TINY_ROUNDS = 10, 1
 START_S, SLEEP_S = 300.0, 60.0
 BODY = {"prompt": "a red digit seven", "size": "64x64", "seed": 1, "num_inference_steps": 8}
 
 
-def measure() -> Measured:
+def measure(*, tiny: bool = False) -> Measured:
     """Medians of the rounds, and the worst of them.
 
     Raises:
@@ -35,19 +35,19 @@ def measure() -> Measured:
     """
     try:
         with stage(NAMESPACE) as set_up:
-            return _measured(set_up.kubectl)
+            return _measured(set_up.kubectl, rounds=TINY_ROUNDS if tiny else ROUNDS)
     except (DemoFailed, DevclusterError) as error:
         raise RuntimeError(str(error)) from error
 
 
-def _measured(kubectl: Kubectl) -> Measured:
+def _measured(kubectl: Kubectl, *, rounds: int) -> Measured:
     kubectl.apply(MANIFEST)
     wait_for(kubectl, DEPLOYMENT, Wanted("Ready", "True", ["Serving"]), deadline_s=START_S)
     cold_start_s = _cold_start_s(kubectl)
-    samples = [_round(kubectl) for _ in range(ROUNDS)]
+    samples = [_round(kubectl) for _ in range(rounds)]
     beyond = [sample["first_step_minus_wake_ms"] for sample in samples]
     return Measured(
-        results={
+        figures={
             "first_step_minus_wake_ms": round(statistics.median(beyond), 1),
             "worst_first_step_minus_wake_ms": round(max(beyond), 1),
             "wake_ms": round(statistics.median(sample["wake_ms"] for sample in samples), 1),

@@ -85,8 +85,11 @@ def burst(connections: list[socket.socket], request: bytes, control: socket.sock
     with selectors.DefaultSelector() as selector:
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ, (connection, Answer()))
+        ends = time.monotonic() + DEADLINE_S
         while selector.get_map():
-            for key, _ in selector.select(DEADLINE_S):
+            if time.monotonic() > ends:
+                raise RuntimeError(f"{len(selector.get_map())} of {len(connections)} images did not arrive within {DEADLINE_S:g} s")
+            for key, _ in selector.select(1.0):
                 connection, answer = key.data
                 answer.read(connection, keep=False)
                 if answer.complete:

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's real server process over ranks that cost nothing: `python -m benchmarks.image_server serve …`, for P10.
+"""The worker's real server over ranks that cost nothing: `python -m benchmarks.image_server FOLDER SIZE`, for P10.
 
-Every image is one step, and is a file of rows of RGB bytes of the asked size from the folder that `BENCHMARK_IMAGES` names.
+Every image is one step, and is a file of rows of RGB bytes of the asked size from the folder. It listens on free ports and says so.
 """
 
 import asyncio
-import os
+import logging
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion_worker import cli
-from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.documents import RankDocument, RankState
-from diffusion_worker.engine.rank_group import Loss, TickReport
-from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import Finished, MemoryReport, ModelInfo, RpcReply, Tick, TickDone
-from diffusion_worker.ranks import executor
+from benchmarks.http_load import CLIENTS
+from benchmarks.rank_group import StandInRanks
+from diffusion_worker.config import RequestLimits, WorkerConfig
+from diffusion_worker.engine.rank_group import RankGroup, TickReport
+from diffusion_worker.messages import Finished, ModelInfo, Tick, TickDone
+from diffusion_worker.server.serve import LOOPBACK, Listen, run
 
-FOLDER_VARIABLE = "BENCHMARK_IMAGES"
+DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
 
 
 def image_name(number: int, size: int) -> str:
@@ -26,40 +26,33 @@ def image_name(number: int, size: int) -> str:
     return f"{number}-{size}.rgb"
 
 
-class ImagesForNothing:
+class ImagesForNothing(StandInRanks):
     """A rank group without ranks; its images are those of the folder, by turns."""
 
-    generation = 1
-    loss: Loss | None = None
-    dropped_frames = (0, 0)
-
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._files: dict[int, list[bytes]] = {}
-        for path in sorted(Path(os.environ[FOLDER_VARIABLE]).glob("*.rgb")):
+        for path in sorted(folder.glob("*.rgb")):
             self._files.setdefault(int(path.stem.partition("-")[2]), []).append(path.read_bytes())
         self._ticks: asyncio.Queue[Tick] = asyncio.Queue()
         self._made = 0
         self._released = asyncio.Event()
         self._released.set()
 
-    async def start(self) -> ModelInfo:
+    async def start(self, *, asleep: bool = False) -> ModelInfo:
         """At once. From now on SIGUSR1 holds all images back, and the next one hands them out."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._turn)
-        return ModelInfo(pipeline="Benchmark", dtype="none", size_multiple=8, weights_bytes=0)
+        return await super().start(asleep=asleep)
 
     def _turn(self) -> None:
         (self._released.clear if self._released.is_set() else self._released.set)()
-
-    async def restart(self) -> ModelInfo:
-        """Never called: nothing is lost here."""
-        return await self.start()
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Queue it."""
         self._ticks.put_nowait(tick)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """Whoever joins is finished."""
+        """All that joined are finished. `image_server` holds them back for as long as it likes: its clients have the deadline."""
         tick = await self._ticks.get()
         await self._released.wait()
         frames: list[bytes | memoryview] = []
@@ -71,29 +64,18 @@ class ImagesForNothing:
             self._made += 1
         return TickReport(TickDone(tick.number, finished, rows=len(frames), calls=1, seconds=0.001), frames)
 
-    async def call(
-        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
-    ) -> list[RpcReply]:
-        """There is nothing to call."""
-        raise RequestError(ErrorCode.RANK_FAILED, f"{method}: expected ranks, found a benchmark")
 
-    async def failed(self) -> Loss:
-        """Never."""
-        future: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
-        return await future
+def main(folder: Path, size: int) -> int:
+    """Serve until SIGTERM; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    limits = RequestLimits(max_pixels=size * size)
+    config = WorkerConfig(model=str(DIGITS), served_name="digits", max_batch_size=CLIENTS, warmup_steps=0, limits=limits)
 
-    def documents(self) -> list[RankDocument]:
-        """One rank in this process."""
-        return [RankDocument(0, os.getpid(), RankState.READY, 0.0, MemoryReport(0, 0, 0, 0, []))]
+    def ranks() -> RankGroup:
+        return ImagesForNothing(folder)
 
-    def load_progress(self) -> tuple[int, int]:
-        """Done."""
-        return 1, 1
-
-    async def stop(self) -> None:
-        """Nothing is to be ended."""
+    return run(config, Listen(host=LOOPBACK, port=0, control_port=0), ranks)
 
 
 if __name__ == "__main__":
-    executor.RankExecutor = ImagesForNothing  # type: ignore[assignment,misc]
-    cli.main()
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -7,7 +7,8 @@ is the whole load of a rank, from the model's folder to a runner that can take r
 The plain read takes the same files into a fresh mapping of the kind that weights live in: bytes that are dropped again are
 not loaded. `from_pretrained` loads the whole pipeline into float32, a CPU's default, where it has to convert all of it. Told to
 keep the file's dtype it reads nothing, it maps the files: that is timed too, with every page touched, for the record; and so is
-`from_pretrained` with its weights then put into slabs, which is the state that ours is in.
+`from_pretrained` with its weights then put into slabs, which is the state that ours is in. Both ratios are medians of adjacent pairs;
+what is for the record is the faster of two runs.
 
 A cold file's pages are dropped before each reading of it, a warm one's are read. Before each the memory that it will need is
 touched and given back: a virtual machine's host takes its time for memory that the machine did not use lately, whoever asks.
@@ -18,19 +19,20 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import msgspec
 import torch
 from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import HashStore
 
+from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
 from diffusion_worker.config import Dtype, WorkerConfig, usable_cores
 from diffusion_worker.memory.slabs import HostSlab
@@ -42,65 +44,89 @@ DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
 # 64 heads of 32 and eight joint blocks: a width of 2,048, over a billion parameters.
 LARGER = {"num_attention_heads": 64, "caption_projection_dim": 2048, "num_layers": 8}
 SHARD_BYTES = 550_000_000
-ROUNDS = 4
 READERS = 4
 PIECE_BYTES = 8 << 20
-# How far apart the fastest rounds of both halves of the baseline may be before the machine counts as too busy.
-NOISE = 0.10
+TARGETS = {"load_vs_raw_read": ">= 0.9", "speedup_vs_from_pretrained": ">= 2", "peak_over_file_bytes": "<= 1.1"}
 
 
-def measure() -> Measured:
-    """Ratios of the fastest rounds; every round is a sample."""
+class Size(msgspec.Struct, frozen=True):
+    """The transformer, the pairs, and how often each way is run that is for the record."""
+
+    larger: Mapping[str, int] = msgspec.field(default_factory=lambda: LARGER)
+    plan: Plan = Plan(wanted=5, at_most=20, within_s=180)
+    record: int = 2
+
+
+TINY = Size(larger={"num_layers": 1}, plan=TINY_PLAN, record=1)
+
+
+def measure(*, tiny: bool = False) -> Measured:
+    """Ratios of adjacent pairs; every pair is a sample."""
+    size = TINY if tiny else Size()
     torch.set_num_threads(usable_cores())
     with tempfile.TemporaryDirectory() as place:
-        folder = make_model(Path(place) / "model")
-        files = sorted(folder.glob("*/*.safetensors"))
-        size = sum(file.stat().st_size for file in files)
-        samples = [_round(folder, files, size) for _ in range(ROUNDS)]
-    require_calm("cold plain read", [sample["cold_plain_read_s"] for sample in samples])
-    require_calm("warm from_pretrained", [sample["warm_from_pretrained_s"] for sample in samples])
+        files = _Files(make_model(Path(place) / "model", size.larger))
+        cold = take_pairs(
+            "the cold plain read",
+            lambda: files.time(drop_pages, lambda: plain_read(files.all, files.size), 1),
+            lambda: files.time(drop_pages, lambda: _load(files.folder, Dtype.FLOAT16), 1),
+            plan=size.plan,
+        )
+        warm = take_pairs(
+            "the warm from_pretrained",
+            lambda: files.time(_read, lambda: _from_pretrained(files.folder, torch.float32), 2),
+            lambda: files.time(_read, lambda: _load(files.folder, Dtype.FLOAT32), 2),
+            plan=size.plan,
+        )
+        record = _record(files, size.record)
+        peak = max(_peak_of(lambda: _load(files.folder, Dtype.FLOAT16)) for _ in range(size.record))
+    figures = _figures(cold, warm, record, files.size) | {"peak_over_file_bytes": peak / files.size}
+    samples = [*cold.samples(), *warm.samples(), record]
+    return Measured({name: round(value, 3) for name, value in figures.items()}, TARGETS, samples, [cold, warm])
 
-    def fastest(name: str) -> float:
-        return min(sample[f"{name}_s"] for sample in samples)
 
-    results = {
-        "load_vs_raw_read": fastest("cold_plain_read") / fastest("cold_load"),
-        "speedup_vs_from_pretrained": fastest("warm_from_pretrained") / fastest("warm_load_float32"),
-        "speedup_vs_from_pretrained_cold": fastest("cold_from_pretrained") / fastest("cold_load_float32"),
-        "speedup_vs_from_pretrained_placed": fastest("warm_from_pretrained_placed") / fastest("warm_load_float32"),
-        "speedup_same_dtype_touched": fastest("warm_from_pretrained_float16") / fastest("warm_load"),
-        "cold_load_gb_per_s": size / fastest("cold_load") / 1e9,
-        "cold_raw_gb_per_s": size / fastest("cold_plain_read") / 1e9,
-        "warm_load_gb_per_s": size / fastest("warm_load") / 1e9,
-        "peak_over_file_bytes": max(sample["peak_bytes"] for sample in samples) / size,
+class _Files:
+    """The model's folder and the files of its weights; `size` is their bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all = sorted(folder.glob("*/*.safetensors"))
+        self.size = sum(file.stat().st_size for file in self.all)
+
+    def time(self, prepare: Callable[[list[Path]], None], run: Callable[[], Any], sizes: int) -> Times:
+        """Time a load that needs so many times the files' bytes; `prepare` makes the files cold or warm."""
+        prepare(self.all)
+        _touch_memory(sizes * self.size)
+        times = timed(run)
+        gc.collect()
+        return times
+
+
+def _record(files: _Files, rounds: int) -> dict[str, float]:
+    """Seconds of ways that nothing is held against."""
+    folder = files.folder
+    ways: dict[str, tuple[Callable[[list[Path]], None], Callable[[], Any], int]] = {
+        "cold_from_pretrained": (drop_pages, lambda: _from_pretrained(folder, torch.float32), 2),
+        "cold_load_float32": (drop_pages, lambda: _load(folder, Dtype.FLOAT32), 2),
+        "warm_from_pretrained_placed": (_read, lambda: _placed(_from_pretrained(folder, torch.float32), folder), 4),
+        "warm_from_pretrained_float16": (_read, lambda: _touched(_from_pretrained(folder, torch.float16)), 1),
+        "warm_load": (_read, lambda: _load(folder, Dtype.FLOAT16), 1),
+    }
+    return {name: min(files.time(*way)["s"] for _ in range(rounds)) for name, way in ways.items()}
+
+
+def _figures(cold: Pairs, warm: Pairs, record: dict[str, float], size: int) -> dict[str, float]:
+    return {
+        "load_vs_raw_read": 1 / cold.ratio(),
+        "speedup_vs_from_pretrained": 1 / warm.ratio(),
+        "speedup_vs_from_pretrained_cold": record["cold_from_pretrained"] / record["cold_load_float32"],
+        "speedup_vs_from_pretrained_placed": record["warm_from_pretrained_placed"] / warm.ours("s"),
+        "speedup_same_dtype_touched": record["warm_from_pretrained_float16"] / record["warm_load"],
+        "cold_load_gb_per_s": size / cold.ours("s") / 1e9,
+        "cold_raw_gb_per_s": size / cold.baseline("s") / 1e9,
+        "warm_load_gb_per_s": size / record["warm_load"] / 1e9,
         "file_gb": size / 1e9,
     }
-    targets = {"load_vs_raw_read": ">= 0.9", "speedup_vs_from_pretrained": ">= 2", "peak_over_file_bytes": "<= 1.1"}
-    return Measured(results={name: round(value, 3) for name, value in results.items()}, targets=targets, samples=samples)
-
-
-def _round(folder: Path, files: list[Path], size: int) -> dict[str, float]:
-    timed: list[tuple[str, Callable[[list[Path]], None], Callable[[], Any], int]] = [
-        ("cold_plain_read", drop_pages, lambda: plain_read(files, size), size),
-        ("cold_load", drop_pages, lambda: _load(folder, Dtype.FLOAT16), size),
-        ("cold_from_pretrained", drop_pages, lambda: _from_pretrained(folder, torch.float32), 2 * size),
-        ("cold_load_float32", drop_pages, lambda: _load(folder, Dtype.FLOAT32), 2 * size),
-        ("warm_from_pretrained", _read, lambda: _from_pretrained(folder, torch.float32), 2 * size),
-        ("warm_from_pretrained_placed", _read, lambda: _placed(_from_pretrained(folder, torch.float32), folder), 4 * size),
-        ("warm_load_float32", _read, lambda: _load(folder, Dtype.FLOAT32), 2 * size),
-        ("warm_from_pretrained_float16", _read, lambda: _touched(_from_pretrained(folder, torch.float16)), size),
-        ("warm_load", _read, lambda: _load(folder, Dtype.FLOAT16), size),
-    ]
-    sample = {}
-    for name, prepare, run, needed in timed:
-        prepare(files)
-        _touch_memory(needed)
-        started = time.perf_counter()
-        made = run()
-        sample[f"{name}_s"] = time.perf_counter() - started
-        del made
-        gc.collect()
-    return sample | {"peak_bytes": _peak_of(lambda: _load(folder, Dtype.FLOAT16))}
 
 
 def make_model(folder: Path, larger: Mapping[str, int] = LARGER) -> Path:
@@ -212,12 +238,3 @@ def _peak_of(run: Callable[[], Any]) -> int:
 def _status_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def require_calm(name: str, seconds: list[float]) -> None:
-    """Raises RuntimeError where the fastest rounds of both halves differ by too much."""
-    half = len(seconds) // 2
-    halves = min(seconds[:half]), min(seconds[half:])
-    apart = max(halves) / min(halves) - 1
-    if apart > NOISE:
-        raise RuntimeError(f"{name}: rounds differ by {apart:.0%}, more than {NOISE:.0%}: the machine is too busy; seconds {seconds}")

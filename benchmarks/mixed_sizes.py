@@ -2,7 +2,7 @@
 """P7: nine small requests of 4 steps to each large one of 50, at random times, at 0.8 of what the device can do.
 
 The engine's scheduler against first come, first served, each request run to its end: the same arrivals, the same runner, the same
-steps, in alternating rounds. Steps are real ones of a tiny transformer; the clock counts the seconds that they compute and
+steps, in adjacent pairs. Steps are real ones of a tiny transformer; the clock counts the seconds that they compute and
 jumps while nobody is there, so that a minute of arrivals takes less. The same arrivals, and 5,000 more, are also replayed on
 the measured costs alone.
 
@@ -14,43 +14,55 @@ there), and the server's and the ranks' shares of a step.
 import random
 import statistics
 
+import msgspec
+
 from benchmarks.fifo import FifoScheduler
+from benchmarks.pairs import TINY_PLAN, Plan, Times, take_pairs
 from benchmarks.replay import Arrival, Device, Outcome, Policy, VirtualDevice, percentile, replay
 from benchmarks.result import Measured
 from benchmarks.tiny_dit import TinyDevice, request
 from diffusion_worker.engine.scheduler import StepScheduler
 from diffusion_worker.messages import RequestSpec
 
+# Pixels of a side, and steps.
 SMALL, LARGE = (32, 4), (128, 50)
 LARGE_SHARE = 0.1
 LOAD = 0.8
 BATCH = 8
-ARRIVALS = 320
-VIRTUAL_ARRIVALS = 5000
-ROUNDS = 2
-# Rounds of the same policy on the same arrivals: more than this apart, something else disturbed them.
-TOLERANCE = 0.10
+TARGETS = {"small_p99_gain": ">= 10", "large_p99_ratio": ">= 0.8", "throughput_ratio": ">= 1.0"}
 
 
-def measure() -> Measured:
+class Size(msgspec.Struct, frozen=True):
+    """Arrivals of a run on real steps and of one on measured costs, and the pairs."""
+
+    arrivals: int = 320
+    virtual: int = 5000
+    plan: Plan = Plan(wanted=5, at_most=15, within_s=480)
+
+
+# The least that has both kinds in it.
+TINY = Size(arrivals=24, virtual=48, plan=TINY_PLAN)
+
+
+def measure(*, tiny: bool = False) -> Measured:
     """Tail latencies of both classes and the time the device worked, as ratios to first come, first served."""
-    device = TinyDevice()
-    for side, steps in (SMALL, LARGE):
-        device.run_together([request("warm", side=side, steps=steps)])
-    service_s = {kind: _service_s(device, *kind) for kind in (SMALL, LARGE)}
-    arrivals = _arrivals(ARRIVALS, service_s, seed=7)
-    rounds = [(_run(FifoScheduler(), arrivals, device), _run(StepScheduler(BATCH), arrivals, device)) for _ in range(ROUNDS)]
-    fifo_s = [fifo.busy_s for fifo, _ in rounds]
-    if max(fifo_s) > min(fifo_s) * (1 + TOLERANCE):
-        raise RuntimeError(f"rounds of the baseline took {', '.join(f'{seconds:.2f}' for seconds in fifo_s)} s: the machine is not at rest")
-    virtual = _virtual(_costs(device), service_s)
-    samples = [_figures(fifo, ours) for fifo, ours in rounds] + [virtual]
-    results = {name: round(statistics.median(sample[name] for sample in samples[:ROUNDS]), 3) for name in samples[0]}
-    return Measured(
-        results=results | {f"virtual_{name}": round(virtual[name], 3) for name in virtual},
-        targets={"small_p99_gain": ">= 10", "large_p99_ratio": ">= 0.8", "throughput_ratio": ">= 1.0"},
-        samples=samples,
-    )
+    size = TINY if tiny else Size()
+    with TinyDevice() as device:
+        for side, steps in (SMALL, LARGE):
+            device.run_together([request("warm", side=side, steps=steps)])
+        service_s = {kind: _service_s(device, *kind) for kind in (SMALL, LARGE)}
+        arrivals = _arrivals(size.arrivals, service_s, seed=7)
+        pairs = take_pairs(
+            "first come, first served",
+            lambda: _times(FifoScheduler(), arrivals, device),
+            lambda: _times(StepScheduler(BATCH), arrivals, device),
+            by="busy_s",
+            plan=size.plan,
+        )
+        virtual = _virtual(_costs(device), service_s, size.virtual)
+    figures = {name: 1 / pairs.ratio(of) for name, of in RATIOS.items()}
+    figures |= {f"virtual_{name}": value for name, value in virtual.items()}
+    return Measured({name: round(value, 3) for name, value in figures.items()}, TARGETS, [*pairs.samples(), virtual], [pairs])
 
 
 def _service_s(device: TinyDevice, side: int, steps: int) -> float:
@@ -77,12 +89,17 @@ def _run(policy: Policy, arrivals: list[Arrival], device: Device) -> Outcome:
     return outcome
 
 
-def _figures(fifo: Outcome, ours: Outcome) -> dict[str, float]:
+# What is compared, and the time that it is a ratio of: theirs over ours.
+RATIOS = {"small_p99_gain": "small_p99_s", "large_p99_ratio": "large_p99_s", "throughput_ratio": "busy_s", "mean_gain": "mean_s"}
+
+
+def _times(policy: Policy, arrivals: list[Arrival], device: Device) -> Times:
+    outcome = _run(policy, arrivals, device)
     return {
-        "small_p99_gain": _p99(fifo, "small") / _p99(ours, "small"),
-        "large_p99_ratio": _p99(fifo, "large") / _p99(ours, "large"),
-        "throughput_ratio": fifo.busy_s / ours.busy_s,
-        "mean_gain": statistics.mean(fifo.latency_s.values()) / statistics.mean(ours.latency_s.values()),
+        "small_p99_s": _p99(outcome, "small"),
+        "large_p99_s": _p99(outcome, "large"),
+        "busy_s": outcome.busy_s,
+        "mean_s": statistics.mean(outcome.latency_s.values()),
     }
 
 
@@ -100,11 +117,13 @@ def _costs(device: TinyDevice) -> dict[tuple[int, int], float]:
     return costs
 
 
-def _virtual(costs: dict[tuple[int, int], float], service_s: dict[tuple[int, int], float]) -> dict[str, float]:
+def _virtual(costs: dict[tuple[int, int], float], service_s: dict[tuple[int, int], float], count: int) -> dict[str, float]:
     def cost(specs: list[RequestSpec]) -> float:
         assert specs[0].height is not None
         return costs[specs[0].height, len(specs)]
 
     alone_s = {(side, steps): steps * costs[side, 1] for side, steps in service_s}
-    arrivals = _arrivals(VIRTUAL_ARRIVALS, alone_s, seed=11)
-    return _figures(_run(FifoScheduler(), arrivals, VirtualDevice(cost)), _run(StepScheduler(BATCH), arrivals, VirtualDevice(cost)))
+    arrivals = _arrivals(count, alone_s, seed=11)
+    fifo = _times(FifoScheduler(), arrivals, VirtualDevice(cost))
+    ours = _times(StepScheduler(BATCH), arrivals, VirtualDevice(cost))
+    return {name: fifo[of] / ours[of] for name, of in RATIOS.items()}

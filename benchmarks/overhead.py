@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """P1: what the engine's step loop costs one request, over diffusers' own call of the same pipeline object.
 
-Both make the same image with the same modules and kernels on one thread, in turn; the result is the ratio of the fastest
-of each, in CPU time, which other processes of the machine disturb less than the clock on the wall (that ratio is printed
+Both make the same image with the same modules and kernels on one thread; the result is the median ratio of adjacent pairs,
+in CPU time, which other processes of the machine disturb less than the clock on the wall (that ratio is printed
 too). The digits model has steps of a few milliseconds, where overhead shows most; the larger transformer stands for models
 that somebody would serve. The prompt cache is off: it would make the engine the faster one.
 """
 
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from diffusers import SD3Transformer2DModel
 from torch._C._distributed_c10d import HashStore
 
+from benchmarks.pairs import TINY_PLAN, Pairs, Plan, take_pairs, timed
 from benchmarks.result import Measured
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import RequestSpec, Tick
@@ -26,66 +25,64 @@ from diffusion_worker.runner.pipeline import load_pipeline
 from diffusion_worker.runner.pixels import pixels_of
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
-STEPS = 10
-ROUNDS = 10
 PROMPT = "a red digit seven"
-# How far apart the fastest calls of both halves of the baseline may be before the machine counts as too busy.
-NOISE = 0.10
 
 
-def measure() -> Measured:
+class Size(msgspec.Struct, frozen=True):
+    """Steps of an image, pixels of a side for each model, and the pairs."""
+
+    steps: int = 10
+    digits: int = 32
+    larger: int = 64
+    plan: Plan = Plan(wanted=11, within_s=120)
+
+
+TINY = Size(steps=2, larger=32, plan=TINY_PLAN)
+
+
+def measure(*, tiny: bool = False) -> Measured:
     """The larger of the two models' ratios, and both."""
+    size = TINY if tiny else Size()
     torch.set_num_threads(1)
     parallel = _one_rank()
     try:
-        samples = {name: _rounds(name, parallel) for name in ("digits", "larger")}
+        pairs = {name: _pairs(name, parallel, size) for name in ("digits", "larger")}
     finally:
         parallel.close()
-    ratios = {name: _fastest(rounds, "engine_cpu_s") / _fastest(rounds, "bare_cpu_s") for name, rounds in samples.items()}
-    results = {"overhead_ratio": round(max(ratios.values()), 4)}
-    for name, rounds in samples.items():
-        results[f"overhead_ratio_{name}"] = round(ratios[name], 4)
-        results[f"median_ratio_{name}"] = round(statistics.median(s["engine_cpu_s"] / s["bare_cpu_s"] for s in rounds), 4)
-        results[f"wall_ratio_{name}"] = round(_fastest(rounds, "engine_s") / _fastest(rounds, "bare_s"), 4)
-        results[f"bare_step_ms_{name}"] = round(_fastest(rounds, "bare_cpu_s") * 1000 / STEPS, 3)
-    return Measured(results=results, targets={"overhead_ratio": "<= 1.05"}, samples=[s for rounds in samples.values() for s in rounds])
-
-
-def _fastest(rounds: list[dict[str, float]], name: str) -> float:
-    return min(sample[name] for sample in rounds)
+    figures = {"overhead_ratio": max(taken.ratio() for taken in pairs.values())}
+    for name, taken in pairs.items():
+        figures[f"overhead_ratio_{name}"] = taken.ratio()
+        figures[f"wall_ratio_{name}"] = taken.ratio("s")
+        figures[f"bare_step_ms_{name}"] = taken.baseline("cpu_s") * 1000 / size.steps
+    samples = [sample for taken in pairs.values() for sample in taken.samples()]
+    return Measured(
+        {name: round(value, 4) for name, value in figures.items()}, {"overhead_ratio": "<= 1.05"}, samples, list(pairs.values())
+    )
 
 
 def _one_rank() -> Parallel:
     return Parallel(rank=0, world=1, device=torch.device("cpu"), store=HashStore(), timeout_s=60)
 
 
-def _rounds(name: str, parallel: Parallel) -> list[dict[str, float]]:
+def _pairs(name: str, parallel: Parallel, size: Size) -> Pairs:
     config = WorkerConfig(model=str(DIGITS), served_name="digits", prompt_cache_size=0)
     pipeline = load_pipeline(config, torch.float32)
-    size = 32
+    side = size.digits
     if name == "larger":
         pipeline.register_modules(transformer=_larger(pipeline.transformer))
-        size = 64
+        side = size.larger
     runner = DiffusionModelRunner(config, torch.device("cpu"), parallel)
     runner.adopt(pipeline, torch.float32, lambda done, total: None)
-    _bare(pipeline, size)
-    _engine(runner, size)
-    rounds = []
-    for number in range(ROUNDS):
-        # In turn first and second, so that neither always finds the warmer cache.
-        pair = [("bare", lambda: _bare(pipeline, size)), ("engine", lambda: _engine(runner, size))]
-        sample = {"larger": float(name == "larger")}
-        for who, run in pair if number % 2 else pair[::-1]:
-            sample |= _timed(who, run)
-        rounds.append(sample)
-    _require_calm(name, [sample["bare_cpu_s"] for sample in rounds])
-    return rounds
 
+    def bare() -> None:
+        _bare(pipeline, side, size.steps)
 
-def _timed(name: str, run: Callable[[], None]) -> dict[str, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    return {f"{name}_cpu_s": time.process_time() - cpu, f"{name}_s": time.perf_counter() - wall}
+    def engine() -> None:
+        _engine(runner, side, size.steps)
+
+    bare()
+    engine()
+    return take_pairs(f"diffusers' call of the {name} model", lambda: timed(bare), lambda: timed(engine), by="cpu_s", plan=size.plan)
 
 
 def _larger(small: Any) -> SD3Transformer2DModel:
@@ -96,13 +93,13 @@ def _larger(small: Any) -> SD3Transformer2DModel:
     return made.eval()
 
 
-def _bare(pipeline: Any, size: int) -> None:
+def _bare(pipeline: Any, side: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    pipeline(PROMPT, height=size, width=size, num_inference_steps=STEPS, generator=generator, output_type="np")
+    pipeline(PROMPT, height=side, width=side, num_inference_steps=steps, generator=generator, output_type="np")
 
 
-def _engine(runner: DiffusionModelRunner, size: int) -> None:
-    spec = RequestSpec(request_id="one", prompt=PROMPT, seed=1, height=size, width=size, steps=STEPS)
+def _engine(runner: DiffusionModelRunner, side: int, steps: int) -> None:
+    spec = RequestSpec(request_id="one", prompt=PROMPT, seed=1, height=side, width=side, steps=steps)
     output = runner.execute_stepwise(Tick(0, [spec]))
     while not output.images:
         if output.errors:
@@ -110,10 +107,3 @@ def _engine(runner: DiffusionModelRunner, size: int) -> None:
         output = runner.execute_stepwise(Tick(1))
     # In a rank this is beside the next step.
     pixels_of(output.images["one"])
-
-
-def _require_calm(name: str, seconds: list[float]) -> None:
-    halves = min(seconds[: ROUNDS // 2]), min(seconds[ROUNDS // 2 :])
-    apart = max(halves) / min(halves) - 1
-    if apart > NOISE:
-        raise RuntimeError(f"{name}: rounds of the baseline differ by {apart:.0%}, more than {NOISE:.0%}: the machine is too busy")

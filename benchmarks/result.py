@@ -1,12 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a benchmark gives back."""
 
+from collections.abc import Sequence
+
 import msgspec
+
+from benchmarks.pairs import Pairs
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Figures of a goal, what they are held against, and every sample behind them."""
+    """Figures of a goal, the targets that some of them are held against, and every sample behind them.
 
-    results: dict[str, float]
+    `pairs` are those that the ratios were judged by, where a benchmark compares. Raises RuntimeError where a target has no figure.
+    """
+
+    figures: dict[str, float]
     targets: dict[str, str]
-    samples: list[dict[str, float]]
+    samples: Sequence[dict[str, float]]
+    pairs: Sequence[Pairs] = ()
+
+    def __post_init__(self) -> None:
+        if missing := self.targets.keys() - self.figures.keys():
+            raise RuntimeError(f"expected a figure for each target, found none for {', '.join(sorted(missing))}")
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The figures that have a target."""
+        return {name: self.figures[name] for name in self.targets}
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """All other figures, for the record."""
+        return {name: value for name, value in self.figures.items() if name not in self.targets}
+
+    @property
+    def rounds(self) -> dict[str, float]:
+        """How many pairs were used and dropped in all, and the largest spread of their ratios; empty where nothing was compared."""
+        if not self.pairs:
+            return {}
+        used, dropped = sum(len(pairs.used) for pairs in self.pairs), sum(len(pairs.dropped) for pairs in self.pairs)
+        return {"used": used, "dropped": dropped, "spread": round(max(pairs.spread() for pairs in self.pairs), 3)}

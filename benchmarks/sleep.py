@@ -10,31 +10,35 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
 
 from benchmarks.linear_stack import CPU, place_stack, require_memory, write_stack
+from benchmarks.lines import end, next_line
 from benchmarks.result import Measured
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.memory.heap import settle_heap
 from diffusion_worker.messages import MemoryTag, SleepLevel
 from diffusion_worker.runner.rank_memory import RankMemory
 
-SIZES_GB = (0.5, 2.0, 8.0)
-ROUNDS = 3
+# Of the weights of each part, and how often each sleeps.
+SIZES_GB, ROUNDS = (0.5, 2.0, 8.0), 3
+TINY_SIZES_GB, TINY_ROUNDS = (0.05,), 1
+# Until the weights are in place, or given back, or read again.
+ANSWER_S = 180.0
 # What a process needs beside its weights, and what must stay for everybody else.
 SPARE_BYTES = 2_000_000_000
 
 
-def measure() -> Measured:
+def measure(*, tiny: bool = False) -> Measured:
     """Largest time and smallest freed part over sizes and rounds. Waking is timed beside it, for the record."""
-    samples = [sample for size_gb in SIZES_GB for sample in _samples(size_gb)]
+    sizes_gb, rounds = (TINY_SIZES_GB, TINY_ROUNDS) if tiny else (SIZES_GB, ROUNDS)
+    samples = [sample for size_gb in sizes_gb for sample in _samples(size_gb, rounds)]
     return Measured(
-        results={
+        figures={
             "sleep_ms": round(max(sample["sleep_ms"] for sample in samples), 3),
             "freed_fraction": round(min(sample["freed_fraction"] for sample in samples), 4),
             "sleep_cpu_ms": round(max(sample["sleep_cpu_ms"] for sample in samples), 3),
-            **{f"sleep_ms_{size_gb:g}_gb": _largest(samples, "sleep_ms", size_gb) for size_gb in SIZES_GB},
-            **{f"wake_s_{size_gb:g}_gb": _largest(samples, "wake_s", size_gb) for size_gb in SIZES_GB},
+            **{f"sleep_ms_{size_gb:g}_gb": _largest(samples, "sleep_ms", size_gb) for size_gb in sizes_gb},
+            **{f"wake_s_{size_gb:g}_gb": _largest(samples, "wake_s", size_gb) for size_gb in sizes_gb},
         },
         targets={"sleep_ms": "<= 50", "freed_fraction": ">= 0.98"},
         samples=samples,
@@ -45,25 +49,25 @@ def _largest(samples: list[dict[str, float]], name: str, size_gb: float) -> floa
     return round(max(sample[name] for sample in samples if sample["size_gb"] == size_gb), 3)
 
 
-def _samples(size_gb: float) -> list[dict[str, float]]:
+def _samples(size_gb: float, rounds: int) -> list[dict[str, float]]:
     size = int(size_gb * 1e9)
     require_memory(size + SPARE_BYTES)
     with tempfile.TemporaryDirectory() as folder:
         write_stack(Path(folder), size)
         command = [sys.executable, "-m", "benchmarks.sleep", folder]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sleeper:
-            assert sleeper.stdin is not None and sleeper.stdout is not None
-            weights_bytes = int(_answer(sleeper.stdout))
-            return [{"size_gb": size_gb} | _round(sleeper, sleeper.stdin, sleeper.stdout, weights_bytes) for _ in range(ROUNDS)]
+            try:
+                weights_bytes = int(next_line(sleeper, within_s=ANSWER_S))
+                return [{"size_gb": size_gb} | _round(sleeper, weights_bytes) for _ in range(rounds)]
+            finally:
+                end(sleeper, within_s=10)
 
 
-def _round(sleeper: subprocess.Popen[str], asks: IO[str], answers: IO[str], weights_bytes: int) -> dict[str, float]:
+def _round(sleeper: subprocess.Popen[str], weights_bytes: int) -> dict[str, float]:
     awake = _rss(sleeper.pid)
-    print("sleep", file=asks, flush=True)
-    sleep_s, sleep_cpu_s = map(float, _answer(answers).split())
+    sleep_s, sleep_cpu_s = _ask(sleeper, "sleep")
     asleep = _rss(sleeper.pid)
-    print("wake", file=asks, flush=True)
-    wake_s, _ = map(float, _answer(answers).split())
+    wake_s, _ = _ask(sleeper, "wake")
     return {
         "weights_bytes": weights_bytes,
         "rss_awake": awake,
@@ -75,10 +79,11 @@ def _round(sleeper: subprocess.Popen[str], asks: IO[str], answers: IO[str], weig
     }
 
 
-def _answer(answers: IO[str]) -> str:
-    if not (line := answers.readline()):
-        raise RuntimeError("the process that was to sleep ended without an answer")
-    return line
+def _ask(sleeper: subprocess.Popen[str], word: str) -> tuple[float, float]:
+    """Seconds that it took, and that it computed."""
+    print(word, file=sleeper.stdin, flush=True)
+    seconds, computed = next_line(sleeper, within_s=ANSWER_S).split()
+    return float(seconds), float(computed)
 
 
 def _rss(pid: int) -> int:

@@ -10,40 +10,39 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch._C._distributed_c10d import HashStore
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import Failed, Finished, RequestSpec, Tick, TickDone
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.parallel import CallFailed
+from diffusion_worker.runner.parallel import Execute, Parallel
 from diffusion_worker.runner.pipeline import view_of
 
+CPU = torch.device("cpu")
 WIDTH = 96
 TEXT_TOKENS = 4
 
 
-class OneRank:
-    """What the runner needs of its group at one rank. Adds up the seconds that its thread computed in the denoiser."""
-
-    world = 1
+class MeteredRank(Parallel):
+    """The only rank of its group. Adds up the seconds that its thread computed in the denoiser."""
 
     def __init__(self) -> None:
+        super().__init__(rank=0, world=1, device=CPU, store=HashStore(), timeout_s=60)
         self.denoise_s = 0.0
 
-    def run(self, call: ModelCall, execute: Any) -> Any:
-        """Run a call here."""
+    def run(self, call: ModelCall, execute: Execute) -> Any:
+        """Run a call here; raises as `Parallel.run` does."""
         started = time.thread_time()
         try:
-            return execute(call, slice(0, call.rows))
-        except Exception as error:
-            raise CallFailed(str(error)) from error
+            return super().run(call, execute)
         finally:
             if call.component == "transformer":
                 self.denoise_s += time.thread_time() - started
 
 
 class TinyDevice:
-    """Executes ticks on a model runner, one thread, and reports them as rank 0 does.
+    """Executes ticks on a model runner, one thread, and reports them as rank 0 does. A context manager: there is one in a process.
 
     Seconds are those that the thread computed: what else runs on the machine does not count.
     """
@@ -52,12 +51,18 @@ class TinyDevice:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         config = WorkerConfig(model="tiny", served_name="tiny")
-        self._rank = OneRank()
-        self.runner = DiffusionModelRunner(config, torch.device("cpu"), self._rank)  # type: ignore[arg-type]
+        self._rank = MeteredRank()
+        self.runner = DiffusionModelRunner(config, CPU, self._rank)
         self.runner.adopt(_pipeline(), torch.float32, lambda done, total: None)
         self._number = 0
         # Whether requests end with an image, or with the latents it would be decoded from.
         self.decodes = True
+
+    def __enter__(self) -> "TinyDevice":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._rank.close()
 
     def execute(self, tick: Tick) -> TickDone:
         """Run one tick; raises RuntimeError where a request failed, which none may here."""

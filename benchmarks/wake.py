@@ -2,30 +2,29 @@
 """P5: how long a wake takes, against the least that it could, and what the first step after it costs.
 
 `wake_vs_copy`: 6 GB of weights that fill their slabs from the page cache, against one `copy_` of the same bytes, from the same pages
-in the page cache, mapped and touched before, into a fresh mapping of the same kind. Rounds of both alternate.
+in the page cache, mapped and touched before, into a fresh mapping of the same kind.
 `level2_vs_raw_read`: 2 GB whose pages were dropped, against a plain parallel read of the cold file into such a mapping.
 `first_step_ratio`: the first tick of a request (text encoders and one step) after a wake that was verified, as all are,
 against the same one before the sleep.
 
-The fastest rounds count, and the machine is too busy to measure where those of the baseline's halves are apart. `…_cpu` is the same
+Each is the median ratio of adjacent pairs. `…_cpu` is the same
 ratio in the seconds that this process computed. A wake is verified by a checksum of all weights: `verified_…` has it in.
 """
 
-import functools
 import mmap
 import os
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.linear_stack import CPU, place_stack, require_memory, write_stack
-from benchmarks.loading import drop_pages, make_model, plain_read, require_calm
+from benchmarks.loading import drop_pages, make_model, plain_read
+from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
 from diffusion_worker.config import Dtype, WorkerConfig, usable_cores
 from diffusion_worker.memory.checksum import checksum
@@ -36,74 +35,79 @@ from diffusion_worker.messages import RequestSpec, SleepLevel, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import Parallel
 
-WAKE_BYTES = 6_000_000_000
-COLD_BYTES = 2_000_000_000
 SPARE_BYTES = 2_000_000_000
-ROUNDS = 12
-COLD_ROUNDS = 8
-STEP_ROUNDS = 16
 MAP_POPULATE = 0x8000
 # A width of 1,024: half a gigabyte in float32, and a step of a few tenths of a second.
 STEPPING = {"num_attention_heads": 32, "caption_projection_dim": 1024, "num_layers": 4}
+TARGETS = {"wake_vs_copy": ">= 0.9", "first_step_ratio": "<= 1.02", "level2_vs_raw_read": ">= 0.9"}
 
-Sample = dict[str, Any]
+
+class Size(msgspec.Struct, frozen=True):
+    """Bytes of weights that are in the page cache and of such that are not, the model that steps, and the pairs."""
+
+    warm: int = 6_000_000_000
+    cold: int = 2_000_000_000
+    stepping: Mapping[str, int] = msgspec.field(default_factory=lambda: STEPPING)
+    spare: int = SPARE_BYTES
+    plan: Plan = Plan(wanted=9, within_s=150)
 
 
-def measure() -> Measured:
-    """The three ratios; every round is a sample."""
+TINY = Size(warm=60_000_000, cold=60_000_000, stepping={"num_layers": 1}, spare=0, plan=TINY_PLAN)
+
+
+def measure(*, tiny: bool = False) -> Measured:
+    """The three ratios; every pair is a sample."""
+    size = TINY if tiny else Size()
     torch.set_num_threads(usable_cores())
-    wakes, cold, steps = _wakes(), _cold_wakes(), _first_steps()
-    for baseline, rounds in (("copy", wakes), ("raw_read", cold), ("step_before", steps)):
-        require_calm(baseline, [sample[f"{baseline}_s"] for sample in rounds])
-
-    def fastest(name: str, rounds: list[Sample]) -> float:
-        return float(min(sample[name] for sample in rounds))
-
-    copy_s = fastest("copy_s", wakes)
-    results = {
-        "wake_vs_copy": copy_s / fastest("wake_s", wakes),
-        "first_step_ratio": fastest("step_after_s", steps) / fastest("step_before_s", steps),
-        "level2_vs_raw_read": fastest("raw_read_s", cold) / fastest("cold_wake_s", cold),
-        "wake_vs_copy_cpu": fastest("copy_cpu_s", wakes) / fastest("wake_cpu_s", wakes),
-        "first_step_ratio_cpu": fastest("step_after_cpu_s", steps) / fastest("step_before_cpu_s", steps),
-        "verified_wake_vs_copy": copy_s / (fastest("wake_s", wakes) + fastest("checksum_s", wakes)),
-        "wake_gb_per_s": wakes[0]["bytes"] / fastest("wake_s", wakes) / 1e9,
-        "copy_gb_per_s": wakes[0]["bytes"] / copy_s / 1e9,
-        "cold_wake_gb_per_s": cold[0]["bytes"] / fastest("cold_wake_s", cold) / 1e9,
+    wakes, wake_gb = _wakes(size)
+    cold, cold_gb = _cold_wakes(size)
+    steps = _first_steps(size)
+    figures = {
+        "wake_vs_copy": 1 / wakes.ratio("s"),
+        "first_step_ratio": steps.ratio("s"),
+        "level2_vs_raw_read": 1 / cold.ratio("s"),
+        "wake_vs_copy_cpu": 1 / wakes.ratio("cpu_s"),
+        "first_step_ratio_cpu": steps.ratio("cpu_s"),
+        "verified_wake_vs_copy": 1 / wakes.ratio("verified_s", "s"),
+        "wake_gb_per_s": wake_gb / wakes.ours("s"),
+        "copy_gb_per_s": wake_gb / wakes.baseline("s"),
+        "cold_wake_gb_per_s": cold_gb / cold.ours("s"),
     }
-    targets = {"wake_vs_copy": ">= 0.9", "first_step_ratio": "<= 1.02", "level2_vs_raw_read": ">= 0.9"}
-    return Measured({name: round(value, 3) for name, value in results.items()}, targets, [*wakes, *cold, *steps])
+    judged = [wakes, cold, steps]
+    samples = [sample for pairs in judged for sample in pairs.samples()]
+    return Measured({name: round(value, 3) for name, value in figures.items()}, TARGETS, samples, judged)
 
 
-def _timed(name: str, work: Callable[[], Any]) -> Sample:
-    began, computed = time.perf_counter(), time.process_time()
-    work()
-    return {f"{name}_cpu_s": time.process_time() - computed, f"{name}_s": time.perf_counter() - began}
-
-
-def _wakes() -> list[Sample]:
-    require_memory(2 * WAKE_BYTES + SPARE_BYTES)  # the weights or the copy, and the pages of the file
+def _wakes(size: Size) -> tuple[Pairs, float]:
+    """Wakes between two copies, and how many GB each is."""
+    require_memory(2 * size.warm + size.spare)  # the weights or the copy, and the pages of the file
     with tempfile.TemporaryDirectory() as folder:
-        path = write_stack(Path(folder), WAKE_BYTES)
+        path = write_stack(Path(folder), size.warm)
         _, weights = place_stack(Path(folder))
-        size = weights.report().weights_bytes
+        weights_bytes = weights.report().weights_bytes
         before = checksum(weights.tensors())
         weights.release()
-        pages = _mapped(path)[-size:]
-        samples = [_wake_round(weights, pages) for _ in range(ROUNDS)]
+        pages = _mapped(path)[-weights_bytes:]
+        pairs = take_pairs("the copy", lambda: _copy(pages), lambda: _wake(weights), plan=size.plan)
         weights.restore()
         if checksum(weights.tensors()) != before:
             raise RuntimeError("the weights changed over sleep and wake")
-        return [{"bytes": size} | sample for sample in samples]
+        return pairs, weights_bytes / 1e9
 
 
-def _wake_round(weights: ModelWeights, pages: torch.Tensor) -> Sample:
+def _copy(pages: torch.Tensor) -> Times:
     fresh = HostSlab(pages.numel())
-    sample = _timed("copy", functools.partial(fresh.bytes.copy_, pages))
+    times = timed(lambda: fresh.bytes.copy_(pages))
     fresh.release()
-    sample |= _timed("wake", weights.restore)
-    sample |= _timed("checksum", lambda: checksum(weights.tensors()))
-    return sample | _timed("sleep", weights.release)
+    return times
+
+
+def _wake(weights: ModelWeights) -> Times:
+    """Of weights that are away, and are again afterwards."""
+    times = timed(weights.restore)
+    verified = timed(lambda: checksum(weights.tensors()))
+    weights.release()
+    return times | {"verified_s": times["s"] + verified["s"]}
 
 
 def _mapped(path: Path) -> torch.Tensor:
@@ -115,26 +119,32 @@ def _mapped(path: Path) -> torch.Tensor:
         return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def _cold_wakes() -> list[Sample]:
-    require_memory(2 * COLD_BYTES + SPARE_BYTES)
+def _cold_wakes(size: Size) -> tuple[Pairs, float]:
+    """Wakes from a cold file between two plain reads of it, and how many GB each is."""
+    require_memory(2 * size.cold + size.spare)
     with tempfile.TemporaryDirectory() as folder:
-        path = write_stack(Path(folder), COLD_BYTES)
+        path = write_stack(Path(folder), size.cold)
         os.sync()  # pages that are not written yet cannot be dropped
         _, weights = place_stack(Path(folder))
-        size = weights.report().weights_bytes
-        return [{"bytes": size} | _cold_round(weights, path) for _ in range(COLD_ROUNDS)]
+        weights_bytes = weights.report().weights_bytes
+        weights.release(SleepLevel.DISCARD)
+
+        def read() -> Times:
+            drop_pages([path])
+            return timed(lambda: plain_read([path], path.stat().st_size))
+
+        def wake() -> Times:
+            drop_pages([path])
+            times = timed(weights.restore)
+            weights.release(SleepLevel.DISCARD)
+            return times
+
+        return take_pairs("the plain read", read, wake, plan=size.plan), weights_bytes / 1e9
 
 
-def _cold_round(weights: ModelWeights, path: Path) -> Sample:
-    weights.release(SleepLevel.DISCARD)
-    sample = _timed("raw_read", lambda: plain_read([path], path.stat().st_size))
-    drop_pages([path])
-    return sample | _timed("cold_wake", weights.restore)
-
-
-def _first_steps() -> list[Sample]:
+def _first_steps(size: Size) -> Pairs:
     with tempfile.TemporaryDirectory() as place:
-        folder = make_model(Path(place) / "model", STEPPING)
+        folder = make_model(Path(place) / "model", size.stepping)
         parallel = Parallel(rank=0, world=1, device=CPU, store=HashStore(), timeout_s=60)
         try:
             # A text encoder that does not run again would be no first step.
@@ -143,18 +153,17 @@ def _first_steps() -> list[Sample]:
             runner.load_model(lambda done, total: None)
             settle_heap()
             _step(runner)
-            return [_step_round(runner) for _ in range(STEP_ROUNDS)]
+            return take_pairs("a step before the sleep", lambda: timed(lambda: _step(runner)), lambda: _woken_step(runner), plan=size.plan)
         finally:
             parallel.close()
 
 
-def _step_round(runner: DiffusionModelRunner) -> Sample:
-    sample = _timed("step_before", lambda: _step(runner))
+def _woken_step(runner: DiffusionModelRunner) -> Times:
     runner.release()
     runner.restore()
     # Part of every wake: nothing is served before it.
     runner.fingerprint(probe=True)
-    return sample | _timed("step_after", lambda: _step(runner))
+    return timed(lambda: _step(runner))
 
 
 def _step(runner: DiffusionModelRunner) -> None:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line at a time from a process of a benchmark, never waited for without end."""
+
+import select
+import subprocess
+
+
+def next_line(process: subprocess.Popen[str], *, within_s: float) -> str:
+    """The next line that a process printed, without its end. It prints one for each that is asked of it.
+
+    Raises:
+        RuntimeError: it ended, or said nothing in time.
+    """
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], within_s)[0]:
+        raise RuntimeError(f"{_name(process)} said nothing within {within_s:g} s")
+    if not (line := process.stdout.readline()):
+        raise RuntimeError(f"{_name(process)} ended without an answer")
+    return line.rstrip("\n")
+
+
+def end(process: subprocess.Popen[str], *, within_s: float) -> None:
+    """Close its input, wait for its end, and kill what does not."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _name(process: subprocess.Popen[str]) -> str:
+    return " ".join(map(str, process.args[:3])) if isinstance(process.args, list) else str(process.args)

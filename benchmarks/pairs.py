@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adjacent pairs: a ratio that a noisy machine can be asked for.
+
+A pair is one half of the baseline, the work that is measured, and the other half of the baseline, one right after the other. Noise that
+lasts longer than a pair is in all three and cancels. Noise that comes or goes within a pair makes the halves differ; such a pair is
+dropped, before its ratio is computed, and taken again up to a bound. Its ratio never decides, so nothing is chosen by its result.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+
+# What one run took, by name: `s` on the wall's clock, `cpu_s` computed by this process, and whatever else a benchmark reads off it.
+Times = dict[str, float]
+Run = Callable[[], Times]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How many pairs are wanted, and the bounds of trying.
+
+    `least` of them have to be left. `noise` is how far apart the halves of a baseline may be, as a share of the smaller one.
+    """
+
+    wanted: int = 9
+    least: int = 5
+    at_most: int = 30
+    noise: float = 0.10
+    within_s: float = 180.0
+
+
+# One pair, whatever it says: figures of a tiny run are not judged.
+TINY_PLAN = Plan(wanted=1, least=1, at_most=1, noise=math.inf)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """The halves of a baseline and the run between them; `number` counts the pairs as they were taken."""
+
+    number: int
+    before: Times
+    ours: Times
+    after: Times
+
+    def baseline(self, name: str) -> float:
+        """The mean of both halves."""
+        return (self.before[name] + self.after[name]) / 2
+
+    def apart(self, name: str) -> float:
+        """How much larger the larger half is, as a share of the smaller one."""
+        low, high = sorted((self.before[name], self.after[name]))
+        return high / low - 1 if low > 0 else math.inf
+
+    def ratio(self, name: str, of: str | None = None) -> float:
+        """Ours over the baseline; `of` is the baseline's name where it has another."""
+        return self.ours[name] / self.baseline(of or name)
+
+
+class Pairs(msgspec.Struct, frozen=True):
+    """The pairs of one comparison, judged by the figure `by` of their baselines."""
+
+    what: str
+    by: str
+    used: list[Pair]
+    dropped: list[Pair]
+
+    def ratio(self, name: str | None = None, of: str | None = None) -> float:
+        """The median of ours over the baseline."""
+        return statistics.median(pair.ratio(name or self.by, of) for pair in self.used)
+
+    def spread(self) -> float:
+        """The largest ratio less the smallest one, as a share of the median."""
+        ratios = [pair.ratio(self.by) for pair in self.used]
+        return (max(ratios) - min(ratios)) / statistics.median(ratios)
+
+    def ours(self, name: str) -> float:
+        """The median of ours, for the record."""
+        return statistics.median(pair.ours[name] for pair in self.used)
+
+    def baseline(self, name: str) -> float:
+        """The median of the baseline, for the record."""
+        return statistics.median(pair.baseline(name) for pair in self.used)
+
+    def samples(self) -> list[dict[str, float]]:
+        """Every pair as flat figures; `used` says whether it counted."""
+        return [_flat(pair, used=1.0) for pair in self.used] + [_flat(pair, used=0.0) for pair in self.dropped]
+
+
+class Taking:
+    """Decides, pair by pair, what counts and when it is enough. Pure but for the clock, in seconds."""
+
+    def __init__(self, what: str, *, by: str = "s", plan: Plan | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._by = by
+        self._plan = plan or Plan()
+        self._clock = clock
+        self._ends_s = clock() + self._plan.within_s
+        self._used: list[Pair] = []
+        self._dropped: list[Pair] = []
+
+    @property
+    def number(self) -> int:
+        """Of the next pair; the first is 0."""
+        return len(self._used) + len(self._dropped)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another pair is to be taken. Time ends it early only once the least are there."""
+        if len(self._used) >= self._plan.wanted or self.number >= self._plan.at_most:
+            return False
+        late_s = self._clock() - self._ends_s
+        return late_s < 0 or (len(self._used) < self._plan.least and late_s < self._plan.within_s)
+
+    def add(self, before: Times, ours: Times, after: Times) -> None:
+        """Keep a pair, or drop it for its baseline's sake."""
+        pair = Pair(self.number, before, ours, after)
+        (self._used if pair.apart(self._by) <= self._plan.noise else self._dropped).append(pair)
+
+    def done(self) -> Pairs:
+        """What was taken.
+
+        Raises:
+            RuntimeError: too few pairs are left; it says how far the halves of the baseline were apart.
+        """
+        if len(self._used) < self._plan.least:
+            apart = sorted(pair.apart(self._by) for pair in (*self._used, *self._dropped))
+            shown = f"{apart[0]:.0%} to {apart[-1]:.0%}, {statistics.median(apart):.0%} at the median" if apart else "never taken"
+            raise RuntimeError(
+                f"{self._what}: of {self.number} pairs {len(self._used)} are left, expected {self._plan.least}: the halves of the baseline "
+                f"differ by {shown}, {self._plan.noise:.0%} are allowed: the machine is too busy"
+            )
+        return Pairs(self._what, self._by, self._used, self._dropped)
+
+
+def take_pairs(what: str, baseline: Run, ours: Run, *, by: str = "s", plan: Plan | None = None) -> Pairs:
+    """Take pairs until the plan has enough of them; raises as `Taking.done` does."""
+    taking = Taking(what, by=by, plan=plan)
+    while taking.wants_more:
+        taking.add(baseline(), ours(), baseline())
+    return taking.done()
+
+
+def timed(work: Callable[[], object]) -> Times:
+    """Seconds of some work: `s` by the wall's clock, `cpu_s` of this process, `thread_s` of this thread."""
+    wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    made = work()
+    times = {"thread_s": time.thread_time() - thread, "cpu_s": time.process_time() - cpu, "s": time.perf_counter() - wall}
+    del made
+    return times
+
+
+def _flat(pair: Pair, *, used: float) -> dict[str, float]:
+    parts = (("before", pair.before), ("ours", pair.ours), ("after", pair.after))
+    return {"pair": float(pair.number), "used": used} | {f"{part}_{name}": value for part, times in parts for name, value in times.items()}

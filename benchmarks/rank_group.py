@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stand-ins of benchmarks for a rank group have in common.
+
+A benchmark hands them to what takes a `RankGroup`, so mypy fails where that protocol changes and they do not.
+"""
+
+import asyncio
+import os
+
+import msgspec
+
+from diffusion_worker.engine.documents import RankDocument, RankState
+from diffusion_worker.engine.rank_group import Loss
+from diffusion_worker.errors import ErrorCode, Fault, GroupFailed, RequestError
+from diffusion_worker.messages import Fingerprint, MemoryReport, ModelInfo, RpcReply
+
+MODEL = ModelInfo(pipeline="Benchmark", dtype="none", size_multiple=8, weights_bytes=0)
+
+
+class StandInRanks:
+    """One rank that holds nothing, is ready at once and is never lost by itself; what it does with ticks is each benchmark's own."""
+
+    def __init__(self) -> None:
+        self.generation = 1
+        self.loss: Loss | None = None
+        self.dropped_frames = (0, 0)
+        self._lost = asyncio.Event()
+
+    async def start(self, *, asleep: bool = False) -> ModelInfo:
+        """At once."""
+        return MODEL
+
+    async def restart(self, *, asleep: bool = False) -> ModelInfo:
+        """Raises GroupFailed: a benchmark whose ranks were lost measures nothing."""
+        raise GroupFailed(f"the ranks of a benchmark were lost: {self.loss}")
+
+    def lose(self, reason: str, fault: Fault) -> None:
+        """Remember why."""
+        self.loss = self.loss or Loss(reason, fault)
+        self._lost.set()
+
+    async def call(
+        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
+    ) -> list[RpcReply]:
+        """The fingerprint of nothing; raises RequestError for every other method."""
+        if method != "fingerprint":
+            raise RequestError(ErrorCode.RANK_FAILED, f"{method}: expected ranks, found a benchmark")
+        return [RpcReply(0, 0, msgspec.msgpack.encode(Fingerprint(weights="none", probe="none")))]
+
+    async def failed(self) -> Loss:
+        """Returns after `lose`."""
+        await self._lost.wait()
+        assert self.loss is not None, "it is set before the event is"
+        return self.loss
+
+    def documents(self) -> list[RankDocument]:
+        """One rank, in this process."""
+        return [RankDocument(0, os.getpid(), RankState.READY, 0.0, MemoryReport())]
+
+    def load_progress(self) -> tuple[int, int]:
+        """Done."""
+        return 1, 1
+
+    async def stop(self) -> None:
+        """Nothing is to be ended."""

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every benchmark there is, by its goal. Modules are imported when they are asked for: some of them load torch and diffusers."""
+
+import importlib
+from enum import StrEnum
+
+import msgspec
+
+from benchmarks.result import Measured
+
+
+class Needs(StrEnum):
+    """What a benchmark runs on beside this machine's cores."""
+
+    NOTHING = "nothing"
+    APISERVER = "apiserver"
+    CLUSTER = "cluster"
+
+
+class Goal(msgspec.Struct, frozen=True):
+    """A module with `measure(*, tiny: bool) -> Measured`, and how many minutes the whole takes on two cores."""
+
+    module: str
+    minutes: int
+    needs: Needs = Needs.NOTHING
+
+    def measure(self, *, tiny: bool) -> Measured:
+        """Run it; `tiny` takes seconds. Raises RuntimeError or OSError where the measurement failed."""
+        measured: Measured = importlib.import_module(f"benchmarks.{self.module}").measure(tiny=tiny)
+        return measured
+
+
+GOALS: dict[str, Goal] = {
+    "P1": Goal("overhead", 1),
+    "P2": Goal("adapters", 1),
+    "P3": Goal("adapter_loading", 2),
+    "P4": Goal("sleep", 2),
+    "P5": Goal("wake", 6),
+    "P6": Goal("loading", 6),
+    "P7": Goal("mixed_sizes", 5),
+    "P8": Goal("joining", 4),
+    "P9": Goal("broadcast", 1),
+    "P10": Goal("server", 2),
+    "P11": Goal("cold_request", 5, Needs.CLUSTER),
+    "P12": Goal("operator_scale", 14, Needs.APISERVER),
+}

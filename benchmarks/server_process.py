@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's server process of a benchmark, and what it and the kernel say of it."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+DEADLINE_S = 120.0
+LISTENING = re.compile(rb"listening data=\S+:(\d+)")
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server process and its data port, from the moment it says where it listens; ended with the block."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        try:
+            yield process, _port(process, output.fileno())
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; the end of its log:\n{_tail(output.fileno())}") from error
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+
+def _port(process: subprocess.Popen[bytes], output: int) -> int:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline and process.poll() is None:
+        found = LISTENING.search(os.pread(output, 65_536, 0))
+        if found:
+            return int(found[1])
+        time.sleep(0.002)
+    raise RuntimeError("the server does not listen")
+
+
+def _tail(output: int) -> str:
+    return os.pread(output, 1 << 20, 0)[-1000:].decode(errors="replace")
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    """Returns when the server is ready; raises RuntimeError where it ended, or is not in time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"the server is not ready within {DEADLINE_S:g} s")
+
+
+def make_image(port: int) -> None:
+    """One image of two steps, read to its end."""
+    body = json.dumps({"prompt": "a red digit seven", "num_inference_steps": 2}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/images/generations", data=body, headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+        answer.read()
+
+
+def status_mb(pid: int, field: str) -> float:
+    """A field of `/proc/PID/status`, such as `VmRSS`, in MB."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"/proc/{pid}/status has no {field}")
+    return int(found[1]) / 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of the process alone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
