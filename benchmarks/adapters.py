@@ -49,7 +49,7 @@ class Size(msgspec.Struct, frozen=True):
 
     wide: Shape
     small: Shape = SMALL
-    plan: Plan = Plan(wanted=11, within_s=150)
+    plan: Plan = Plan(wanted=11, within_s=90)
     record: Plan = Plan(wanted=5, least=3, within_s=60)
 
 

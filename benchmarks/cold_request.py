@@ -35,12 +35,13 @@ def measure(*, tiny: bool = False) -> Measured:
     """
     try:
         with stage(NAMESPACE) as set_up:
-            return _measured(set_up.kubectl, rounds=TINY_ROUNDS if tiny else ROUNDS)
+            return measure_on(set_up.kubectl, rounds=TINY_ROUNDS if tiny else ROUNDS)
     except (DemoFailed, DevclusterError) as error:
         raise RuntimeError(str(error)) from error
 
 
-def _measured(kubectl: Kubectl, *, rounds: int) -> Measured:
+def measure_on(kubectl: Kubectl, *, rounds: int) -> Measured:
+    """The same in a namespace that has an operator; the deployment stays. Raises DemoFailed, or RuntimeError as `measure` does."""
     kubectl.apply(MANIFEST)
     wait_for(kubectl, DEPLOYMENT, Wanted("Ready", "True", ["Serving"]), deadline_s=START_S)
     cold_start_s = _cold_start_s(kubectl)

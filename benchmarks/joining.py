@@ -37,7 +37,7 @@ class Size(msgspec.Struct, frozen=True):
 
     requests: int = 160
     large_requests: int = 8
-    plan: Plan = Plan(wanted=7, within_s=150)
+    plan: Plan = Plan(wanted=7, within_s=120)
 
 
 TINY = Size(requests=32, large_requests=2, plan=TINY_PLAN)

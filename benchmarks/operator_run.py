@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from benchmarks.operator_children import IMAGE, KEY, OPERATOR_PODS
@@ -39,6 +39,15 @@ class OperatorRun:
     def cpu_s(self) -> float:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It does nothing for as long as the block lasts, and does not know it."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     async def passes(self, objects: int) -> None:
         """Until so many passes over deployments were done; after a start each is of another object."""

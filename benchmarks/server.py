@@ -50,7 +50,7 @@ class Size(msgspec.Struct, frozen=True):
     images: int = 20
     encoding: Plan = Plan(within_s=60)
     # Medians of a hundred answers of a millisecond.
-    loop: Plan = Plan(wanted=16, at_most=48, noise=0.25)
+    loop: Plan = Plan(wanted=16, at_most=48, noise=0.25, within_s=120)
 
 
 TINY = Size(side=64, idle_s=0.05, starts=1, images=1, encoding=TINY_PLAN, loop=TINY_PLAN)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every benchmark runs, tiny: its figures mean nothing, but one that was overtaken by a change of what it measures is seen here.
+
+The goals are those of the registry, so none is forgotten; those that need a cluster run in tests/cluster.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.registry import GOALS, Needs
+from benchmarks.result import Measured
+from real_benchmarks import assert_whole
+
+MARKS = {Needs.NOTHING: pytest.mark.slow, Needs.APISERVER: pytest.mark.apiserver}
+HERE = [pytest.param(name, marks=MARKS[goal.needs]) for name, goal in GOALS.items() if goal.needs in MARKS]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Benchmarks set how many threads torch takes."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.usefixtures("threads")
+@pytest.mark.filterwarnings("default")
+def test_a_benchmark_runs_tiny_and_gives_a_figure_for_each_target(name: str) -> None:
+    assert_whole(GOALS[name].measure(tiny=True))
+
+
+def test_every_module_that_measures_is_in_the_registry() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    measuring = {path.stem for path in folder.glob("*.py") if "\ndef measure(" in path.read_text()}
+    assert measuring == {goal.module for goal in GOALS.values()}
+
+
+def test_each_takes_at_most_fifteen_minutes() -> None:
+    assert all(0 < goal.minutes <= 15 for goal in GOALS.values())
+
+
+def test_the_line_of_a_goal_has_results_targets_and_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Measured({"ratio": 1.5, "other": 2.0}, {"ratio": ">= 1"}, [{"s": 1.0}])
+    monkeypatch.setattr(type(GOALS["P1"]), "measure", lambda self, tiny: measured)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--tiny", "P1"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["goal"], line["results"], line["targets"], line["beside"]) == ("P1", {"ratio": 1.5}, {"ratio": ">= 1"}, {"other": 2.0})
+    assert (line["rounds"], line["tiny"]) == ({}, True)
+    assert json.loads(Path(line["samples"]).read_text()) == [{"s": 1.0}]
+
+
+def test_a_failed_measurement_ends_with_status_1_and_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def busy(self: object, tiny: bool) -> Measured:
+        raise RuntimeError("the copy: of 30 pairs 2 are left")
+
+    monkeypatch.setattr(type(GOALS["P5"]), "measure", busy)
+    assert main(["P5"]) == 1
+    assert "P5: the measurement failed: the copy: of 30 pairs 2 are left" in capsys.readouterr().err
+
+
+def test_an_unknown_goal_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["P99"]) == 1
+    assert "unknown goal P99; there are: P1, P2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_from_the_command_line_ends_with_one_line_of_json(tmp_path: Path) -> None:
+    """By the goal whose rank processes are started from this program: there its main module is `benchmarks` itself."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "benchmarks", "--tiny", "P9"]
+    ended = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    line = json.loads(ended.stdout)
+    assert line["results"].keys() == line["targets"].keys()
+    assert all(math.isfinite(value) for value in line["results"].values())
+    assert (tmp_path / line["samples"]).exists()
