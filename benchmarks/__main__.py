@@ -42,7 +42,7 @@ def report(goal: str, measured: Measured, *, tiny: bool = False) -> dict[str, ob
 def main(arguments: list[str]) -> int:
     """Run the goals named, or all."""
     options = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures; each goal ends with one line of JSON.")
-    options.add_argument("goals", nargs="*", metavar="GOAL", help=f"of {', '.join(GOALS)}; all by default")
+    options.add_argument("goals", nargs="*", metavar="GOAL", help=f"all by default; there are {', '.join(GOALS)}")
     options.add_argument("--tiny", action="store_true", help="seconds for each, to see that it runs; the figures mean nothing")
     given = options.parse_args(arguments)
     unknown = [goal for goal in given.goals if goal not in GOALS]

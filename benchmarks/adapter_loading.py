@@ -61,7 +61,7 @@ class Size(msgspec.Struct, frozen=True):
     adapters: int = 100
     switches: int = 200
     plan: Plan = Plan(wanted=9, within_s=90)
-    # Of some milliseconds each.
+    # Each takes some milliseconds.
     copies: Plan = Plan(wanted=40, at_most=200, within_s=60)
 
 

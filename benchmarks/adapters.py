@@ -184,7 +184,7 @@ def _call(layers: AdapterLayers, model: nn.Module, given: dict[str, Any], uses: 
 
 
 def _pairs(ways: Ways, baseline: str, ours: str, *, device: torch.device, plan: Plan) -> Pairs:
-    """One way between two calls of another; both ran before. On a CPU in CPU time."""
+    """Take a way between two calls of another; both ran before. On a CPU in CPU time."""
     for way in (baseline, ours):
         ways[way]()
     by = "cpu_s" if device.type == "cpu" else "s"

@@ -31,7 +31,7 @@ REQUESTS = 4
 BLOCK = 20
 # The first ticks meet cold code at both ends.
 WARM_UP = 20
-# Of a whole part of the measurement, of which the longest takes some six seconds.
+# For a whole part of the measurement; the longest takes some six seconds.
 DEADLINE_S = 90.0
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class _RankProcesses:
         ]
 
     def results(self) -> list[Any]:
-        """What each rank sent at its end; raises RuntimeError where one is not there in time."""
+        """Return the results that the ranks sent at their end; raises RuntimeError where one is not there in time."""
         ends = time.monotonic() + DEADLINE_S
         for rank, result in enumerate(self._results):
             if not result.poll(max(0.0, ends - time.monotonic())):

@@ -44,7 +44,7 @@ def ask(connection: socket.socket, request: bytes) -> bytes:
 
 
 class Answer:
-    """What arrived of one answer."""
+    """The part of one answer that has arrived."""
 
     def __init__(self) -> None:
         self.body = bytearray()

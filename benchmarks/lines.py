@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line at a time from a process of a benchmark, never waited for without end."""
+"""Read lines of a benchmark's process, one at a time and never waiting without end."""
 
 import select
 import subprocess

@@ -53,7 +53,7 @@ class Size(msgspec.Struct, frozen=True):
     """The transformer, the pairs, and how often each way is run that is for the record."""
 
     larger: Mapping[str, int] = msgspec.field(default_factory=lambda: LARGER)
-    # Seconds of a disk and of every core: the halves of a baseline are seldom nearer on a shared machine, and the median of many is.
+    # A disk and every core are asked for seconds: on a shared machine the halves are seldom nearer. The median of several pairs is.
     plan: Plan = Plan(wanted=7, at_most=30, noise=0.20, within_s=150)
     record: int = 2
 

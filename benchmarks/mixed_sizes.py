@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """P7: nine small requests of 4 steps to each large one of 50, at random times, at 0.8 of what the device can do.
 
-The engine's scheduler against first come, first served, each request run to its end: the same arrivals, the same runner, the same
+The engine's scheduler against first come, first served, each request run to its end: the same arrivals, runner and
 steps, in adjacent pairs. Steps are real ones of a tiny transformer; the clock counts the seconds that they compute and
 jumps while nobody is there, so that a minute of arrivals takes less. The same arrivals, and 5,000 more, are also replayed on
 the measured costs alone.
@@ -37,7 +37,7 @@ class Size(msgspec.Struct, frozen=True):
 
     arrivals: int = 320
     virtual: int = 5000
-    # How often a request is made alone, to know what it takes.
+    # Requests made alone, to know what one takes.
     alone: int = 5
     plan: Plan = Plan(wanted=5, at_most=15, within_s=360)
 
@@ -91,7 +91,7 @@ def _run(policy: Policy, arrivals: list[Arrival], device: Device) -> Outcome:
     return outcome
 
 
-# What is compared, and the time that it is a ratio of: theirs over ours.
+# Each ratio, and the time that it compares: theirs over ours.
 RATIOS = {"small_p99_gain": "small_p99_s", "large_p99_ratio": "large_p99_s", "throughput_ratio": "busy_s", "mean_gain": "mean_s"}
 
 

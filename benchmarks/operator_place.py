@@ -22,7 +22,7 @@ from tools.devcluster.apiserver import apiserver
 
 # The operator has the one, the bare client the other.
 NAMESPACE, BARE = "scale", "bare"
-# Where nothing changes for so long, something is broken.
+# Something is broken when nothing changes for so long.
 STALLED_S = 60.0
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a turn is taken."""
+    """An API server, and a client of it, for one turn."""
 
     cluster: KubernetesCluster
     kubeconfig: Path
@@ -92,7 +92,7 @@ def take(turn: Callable[[Place], Awaitable[T]], *, quiet_s: float) -> T:
 
 @contextlib.contextmanager
 def _as_ours(kubeconfig: Path) -> Iterator[None]:
-    """What this process and the programs that it starts connect to."""
+    """Have this process and the programs that it starts connect there."""
     before = os.environ.get("KUBECONFIG")
     os.environ["KUBECONFIG"] = str(kubeconfig)
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """P1: what the engine's step loop costs one request, over diffusers' own call of the same pipeline object.
 
-Both make the same image with the same modules and kernels on one thread; the result is the median ratio of adjacent pairs,
-in CPU time, which other processes of the machine disturb less than the clock on the wall (that ratio is printed
-too). The digits model has steps of a few milliseconds, where overhead shows most; the larger transformer stands for models
+Both make the same image with the same modules and kernels on one thread. The result is the median ratio of adjacent pairs in CPU time,
+which other processes disturb less than the clock on the wall. The wall's ratio is
+given beside it. The digits model has steps of a few milliseconds, where overhead shows most; the larger transformer stands for models
 that somebody would serve. The prompt cache is off: it would make the engine the faster one.
 """
 

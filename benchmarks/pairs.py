@@ -2,8 +2,8 @@
 """Adjacent pairs: a ratio that a noisy machine can be asked for.
 
 A pair is one half of the baseline, the work that is measured, and the other half of the baseline, one right after the other. Noise that
-lasts longer than a pair is in all three and cancels. Noise that comes or goes within a pair makes the halves differ; such a pair is
-dropped, before its ratio is computed, and taken again up to a bound. Its ratio never decides, so nothing is chosen by its result.
+lasts longer than a pair is in all three and cancels. Noise that comes or goes within a pair makes the halves differ. Such a pair is
+dropped before its ratio is computed, and taken again up to a bound. The ratio never decides, so nothing is chosen by its result.
 """
 
 import math
@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import msgspec
 
-# What one run took, by name: `s` on the wall's clock, `cpu_s` computed by this process, and whatever else a benchmark reads off it.
+# Figures of one run by name: `s` on the wall's clock, `cpu_s` computed by this process, and all else that a benchmark reads off it.
 Times = dict[str, float]
 Run = Callable[[], Times]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How many pairs are wanted, and the bounds of trying.
+    """The number of pairs that is wanted, and the bounds of trying.
 
     `least` of them have to be left. `noise` is how far apart the halves of a baseline may be, as a share of the smaller one.
     """
@@ -31,7 +31,7 @@ class Plan(msgspec.Struct, frozen=True):
     within_s: float = 180.0
 
 
-# One pair, whatever it says: figures of a tiny run are not judged.
+# A single pair always counts: figures of a tiny run are not judged.
 TINY_PLAN = Plan(wanted=1, least=1, at_most=1, noise=math.inf)
 
 
@@ -48,7 +48,7 @@ class Pair(msgspec.Struct, frozen=True):
         return (self.before[name] + self.after[name]) / 2
 
     def apart(self, name: str) -> float:
-        """How much larger the larger half is, as a share of the smaller one."""
+        """The larger half less the smaller one, as a share of the smaller one."""
         low, high = sorted((self.before[name], self.after[name]))
         return high / low - 1 if low > 0 else math.inf
 
@@ -66,7 +66,7 @@ class Pairs(msgspec.Struct, frozen=True):
     dropped: list[Pair]
 
     def ratio(self, name: str | None = None, of: str | None = None) -> float:
-        """The median of ours over the baseline."""
+        """The median over the pairs of our figure divided by the baseline's."""
         return statistics.median(pair.ratio(name or self.by, of) for pair in self.used)
 
     def spread(self) -> float:
@@ -75,7 +75,7 @@ class Pairs(msgspec.Struct, frozen=True):
         return (max(ratios) - min(ratios)) / statistics.median(ratios)
 
     def ours(self, name: str) -> float:
-        """The median of ours, for the record."""
+        """The median of our own figure, for the record."""
         return statistics.median(pair.ours[name] for pair in self.used)
 
     def baseline(self, name: str) -> float:
@@ -101,12 +101,12 @@ class Taking:
 
     @property
     def number(self) -> int:
-        """Of the next pair; the first is 0."""
+        """The next pair's; the first has 0."""
         return len(self._used) + len(self._dropped)
 
     @property
     def wants_more(self) -> bool:
-        """Whether another pair is to be taken. Time ends it early only once the least are there."""
+        """Say if another pair is to be taken. Time ends it early only once the least are there."""
         if len(self._used) >= self._plan.wanted or self.number >= self._plan.at_most:
             return False
         late_s = self._clock() - self._ends_s
@@ -118,7 +118,7 @@ class Taking:
         (self._used if pair.apart(self._by) <= self._plan.noise else self._dropped).append(pair)
 
     def done(self) -> Pairs:
-        """What was taken.
+        """Return the pairs that were taken.
 
         Raises:
             RuntimeError: too few pairs are left; it says how far the halves of the baseline were apart.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stand-ins of benchmarks for a rank group have in common.
+"""The common part of the stand-ins that benchmarks have for a rank group.
 
 A benchmark hands them to what takes a `RankGroup`, so mypy fails where that protocol changes and they do not.
 """
@@ -18,7 +18,7 @@ MODEL = ModelInfo(pipeline="Benchmark", dtype="none", size_multiple=8, weights_b
 
 
 class StandInRanks:
-    """One rank that holds nothing, is ready at once and is never lost by itself; what it does with ticks is each benchmark's own."""
+    """A single rank that holds nothing, is ready at once and is never lost by itself; what it does with ticks is each benchmark's own."""
 
     def __init__(self) -> None:
         self.generation = 1
@@ -54,7 +54,7 @@ class StandInRanks:
         return self.loss
 
     def documents(self) -> list[RankDocument]:
-        """One rank, in this process."""
+        """A single rank, in this process."""
         return [RankDocument(0, os.getpid(), RankState.READY, 0.0, MemoryReport())]
 
     def load_progress(self) -> tuple[int, int]:

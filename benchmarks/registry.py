@@ -10,7 +10,7 @@ from benchmarks.result import Measured
 
 
 class Needs(StrEnum):
-    """What a benchmark runs on beside this machine's cores."""
+    """Things that a benchmark runs on beside this machine's cores."""
 
     NOTHING = "nothing"
     APISERVER = "apiserver"

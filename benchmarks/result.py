@@ -35,7 +35,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     @property
     def rounds(self) -> dict[str, float]:
-        """How many pairs were used and dropped in all, and the largest spread of their ratios; empty where nothing was compared."""
+        """The number of pairs used and dropped in all, and the largest spread of their ratios; empty where nothing was compared."""
         if not self.pairs:
             return {}
         used, dropped = sum(len(pairs.used) for pairs in self.pairs), sum(len(pairs.dropped) for pairs in self.pairs)

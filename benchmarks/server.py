@@ -2,9 +2,9 @@
 """P10: PNG against Pillow's own, the event loop while twenty images are encoded, and what the server process costs.
 
 Encoding: images with a natural (1/f) spectrum of two roughness levels, in CPU time, which other programs disturb less; the results
-are the worse image's. The loop: the real server over real HTTP, with `image_server` for ranks. `/healthz` is asked all the time: without
-anything else to do, from the moment that twenty images of 1024x1024 are handed to the server until twenty clients have them, and again
-without anything to do. Start and memory: the real worker with the digits model and its rank.
+are the worse image's. The loop: the real server over real HTTP, with `image_server` for ranks. `/healthz` is asked all the time, before,
+during and after a burst. A burst lasts from the moment that twenty images of 1024x1024 are handed to the server until twenty clients have
+them. Start and memory: the real worker with the digits model and its rank.
 """
 
 import select
@@ -73,7 +73,7 @@ def measure(*, tiny: bool = False) -> Measured:
         **_loop_figures(loop, asked),
         "server_rss_peak_mb_of_twenty_at_once": peak_mb,
         "first_answer_s_slowest": max(start["first_answer_s"] for start in starts),
-        # What of it is the server's own work, whatever else wants the cores.
+        # The server's own part of it, without the time that others take from the cores.
         "first_answer_cpu_s": statistics.median(start["first_answer_cpu_s"] for start in starts),
     }
     pairs = [*(pairs for pairs, _ in encoded.values()), loop]
@@ -82,7 +82,7 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _loop_figures(loop: Pairs, asked: list[dict[str, float]]) -> dict[str, float]:
-    """Of every question in the pairs that are used, taken together: a tail of a hundred answers would be one of them."""
+    """Take every question of the used pairs together: the tail of a hundred answers alone would be one of them."""
     used = {pair.number for pair in loop.used}
     idle, busy = ([one["ms"] for one in asked if one["pair"] in used and one["busy"] == wanted] for wanted in (0.0, 1.0))
     return {

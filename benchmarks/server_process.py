@@ -59,7 +59,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def make_image(port: int) -> None:
-    """One image of two steps, read to its end."""
+    """Ask for an image of two steps and read it to its end."""
     body = json.dumps({"prompt": "a red digit seven", "num_inference_steps": 2}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/images/generations", data=body, headers={"Content-Type": "application/json"}

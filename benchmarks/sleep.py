@@ -19,7 +19,7 @@ from diffusion_worker.memory.heap import settle_heap
 from diffusion_worker.messages import MemoryTag, SleepLevel
 from diffusion_worker.runner.rank_memory import RankMemory
 
-# Of the weights of each part, and how often each sleeps.
+# Sizes of weights, and the number of sleeps of each.
 SIZES_GB, ROUNDS = (0.5, 2.0, 8.0), 3
 TINY_SIZES_GB, TINY_ROUNDS = (0.05,), 1
 # Until the weights are in place, or given back, or read again.

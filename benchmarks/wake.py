@@ -49,7 +49,7 @@ class Size(msgspec.Struct, frozen=True):
     cold: int = 2_000_000_000
     stepping: Mapping[str, int] = msgspec.field(default_factory=lambda: STEPPING)
     spare: int = SPARE_BYTES
-    # As in P6: seconds of memory, of a disk and of every core.
+    # Memory, a disk and every core are asked for seconds; see P6.
     plan: Plan = Plan(wanted=9, noise=0.20, within_s=120)
 
 
@@ -104,7 +104,7 @@ def _copy(pages: torch.Tensor) -> Times:
 
 
 def _wake(weights: ModelWeights) -> Times:
-    """Of weights that are away, and are again afterwards."""
+    """Restore weights that are away, and send them away again."""
     times = timed(weights.restore)
     verified = timed(lambda: checksum(weights.tensors()))
     weights.release()

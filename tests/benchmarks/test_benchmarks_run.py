@@ -33,6 +33,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.usefixtures("threads")
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")
 def test_a_benchmark_runs_tiny_and_gives_a_figure_for_each_target(name: str) -> None:
     assert_whole(GOALS[name].measure(tiny=True))
@@ -79,7 +80,7 @@ def test_an_unknown_goal_is_refused_with_those_there_are(capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_a_run_from_the_command_line_ends_with_one_line_of_json(tmp_path: Path) -> None:
-    """By the goal whose rank processes are started from this program: there its main module is `benchmarks` itself."""
+    """The goal is the one whose rank processes start from this program: their main module is `benchmarks` itself."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "benchmarks", "--tiny", "P9"]
     ended = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=200)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for the outcome of every benchmark, whatever its figures are."""
+"""A check that every benchmark's outcome passes with any figures."""
 
 import math
 
