@@ -3,8 +3,8 @@
 
 Time: from the first of 200 objects being applied until each has its six children and a status, five times and more. It is compared with
 the least that any operator writes. For that a bare client of the same library applies the objects, makes the children and writes the
-statuses. The client has as many requests at once. It makes 100 right before and 100 right after, in another namespace, while the operator's process
-is stopped.
+statuses. The client has as many requests at once. It makes 100 right before and 100 right after, in another namespace, while the
+operator's process is stopped.
 
 Writes: a watch sees them, so a request that changes nothing is none; such requests are given beside it. Idle: two minutes with these
 objects, in which each is looked at twelve times. The operator's work of every ten minutes is also done at its start, whose writes are
