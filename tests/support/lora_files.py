@@ -16,6 +16,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
+from diffusion_worker.lora.conversion import converter_of
+from diffusion_worker.lora.naming import Model
 from families import flux2, qwen, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, wan, z_image
 from families.family import build_seeded
 
@@ -108,6 +110,12 @@ def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = Fals
             made.updates[target.removesuffix(SWAPPED)] = Update(a.flatten(1), part, scaling)
     save_file({name: tensor.contiguous() for name, tensor in made.tensors.items()}, made.path)
     return made
+
+
+def model_of(pipeline: Any) -> Model:
+    """The names of a pipeline that an adapter is read for."""
+    components = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module) and name != "vae"}
+    return Model(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
 
 
 def of_diffusers(pipeline: Any) -> dict[str, Update]:

@@ -14,14 +14,12 @@ from safetensors.torch import save_file
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import read_checkpoint
-from diffusion_worker.lora.conversion import converter_of
-from diffusion_worker.lora.naming import Model
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.pipeline import load_pipeline
 from families.all import FAMILIES
 from families.family_rig import Asked, FamilyRig, apart
-from lora_files import CASES, Case, MadeFile, Update, flat, make_file, of_diffusers
+from lora_files import CASES, Case, MadeFile, Update, flat, make_file, model_of, of_diffusers
 from runner_rig import RunnerRig, image_of_diffusers, request
 
 PROBES = 6
@@ -30,12 +28,6 @@ TOLERANCE = 1e-5
 
 
 FAST = {"SDXL, Kohya", "Flux 2, Kohya", "Wan, original"}
-
-
-def model_of(pipeline: Any) -> Model:
-    """What a runner tells of its pipeline."""
-    components = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module) and name != "vae"}
-    return Model(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
 
 
 def ours(path: Path, pipeline: Any) -> tuple[dict[str, Update], str]:

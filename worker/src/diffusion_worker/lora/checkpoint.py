@@ -16,8 +16,9 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_file import AdapterFile, locate, read_file
 from diffusion_worker.lora.formats import Format, module_path
+from diffusion_worker.lora.header import shown
 from diffusion_worker.lora.naming import Factors, Model, Written, bind, modules_of
-from diffusion_worker.lora.peft_settings import PeftSettings, read_settings, settings_in_metadata
+from diffusion_worker.lora.peft_settings import CONFIG_FILE, METADATA_KEY, PeftSettings, read_settings, settings_in_metadata
 from diffusion_worker.lora.recipe import read_recipe
 from diffusion_worker.lora.request import LoadOptions
 from diffusion_worker.messages import Recipe
@@ -96,7 +97,7 @@ def _require_digest(file: AdapterFile, options: LoadOptions, label: str) -> None
 
 def _checkpoint(file: AdapterFile, config: PeftSettings | None, options: LoadOptions, model: Model, label: str) -> LoRACheckpoint:
     written = modules_of(file.tensors, label)
-    settings = {model.denoiser: config} if config else settings_in_metadata(file.header.metadata, label)
+    settings = _settings_of(file, config, written, model, label)
     scaling = {module: _scaling(module, names, settings, model, label) for module, names in written.items()}
     factors, found = bind(file.tensors, written, scaling.__getitem__, model=model, label=label)
     found = Format.PEFT if config else found
@@ -115,6 +116,22 @@ def _checkpoint(file: AdapterFile, config: PeftSettings | None, options: LoadOpt
     if options.expected_rank is not None and options.expected_rank != checkpoint.rank:
         raise invalid(f"{label}: expected rank {options.expected_rank}, found {checkpoint.rank}")
     return checkpoint
+
+
+def _settings_of(
+    file: AdapterFile, config: PeftSettings | None, written: Mapping[str, Written], model: Model, label: str
+) -> dict[str, PeftSettings]:
+    """The settings by component, from one place; each module without an alpha of its own has some where there are any."""
+    settings = settings_in_metadata(file.header.metadata, label, denoiser=model.denoiser)
+    if config and settings:
+        raise invalid(f"{label}: expected settings in one place, found {CONFIG_FILE} and {METADATA_KEY} in the file's metadata")
+    settings = {model.denoiser: config} if config else settings
+    for module, names in written.items() if settings else ():
+        component = module_path(module, denoiser=model.denoiser).partition(".")[0]
+        if component not in settings and names.alpha is None:
+            found = ", ".join(map(shown, sorted(settings)))
+            raise invalid(f"{label}: {names.a}: expected settings for component {component}, found those for {found} only")
+    return settings
 
 
 def _scaling(module: str, names: Written, settings: Mapping[str, PeftSettings], model: Model, label: str) -> float:

@@ -105,13 +105,18 @@ def module_path(module: str, *, denoiser: str) -> str:
     if module.startswith(PEFT_PREFIX):
         return f"{denoiser}.{module.removeprefix(PEFT_PREFIX)}"
     component, _, path = module.partition(".")
-    if not path or not (component == denoiser or _COMPONENT.fullmatch(component)):
+    if not path or not is_component(component, denoiser=denoiser):
         component, path = denoiser, module
     if path.endswith("_lora"):
         parent, _, attention = path.rpartition(".")
         table = _OLD_TEXT_ATTENTION if component.startswith("text_encoder") else _OLD_ATTENTION
         path = f"{parent}.{table.get(attention, attention)}"
     return f"{component}.{path.replace('.processor.', '.')}"
+
+
+def is_component(name: str, *, denoiser: str) -> bool:
+    """Return whether a name can be that of a component with adapters."""
+    return name == denoiser or _COMPONENT.fullmatch(name) is not None
 
 
 def format_of(modules: Iterable[str], *, converted: bool) -> Format:
