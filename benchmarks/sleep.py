@@ -96,7 +96,7 @@ def _sleep_and_wake_when_told(folder: Path) -> None:
     module, weights = place_stack(folder)
     memory = RankMemory(CPU, ranks=1, prompts=None)
     loras = DiffusionLoRAManager({"transformer": module}, denoiser="transformer", slots=1, cached=1, max_rank=16, device=CPU)
-    memory.serve(weights, loras, asleep=False)
+    memory.serve(weights, loras)
     settle_heap()
     before = weights.tensors()[-1][:4].clone()
     print(weights.report().weights_bytes, flush=True)

@@ -11,7 +11,7 @@ from diffusion_worker.errors import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "charts").glob("*/README.md"), *(ROOT / "examples").rglob("README.md")]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "charts").glob("*/README.md"), *(ROOT / "examples").rglob("README.md")]
 )
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:\s]*)#([^)]*)\)")

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker extension, as a user would write one; tests load it into real ranks by `polite_extension:Polite`."""
 
+import hashlib
 import os
 import time
 from typing import Any
+
+from diffusion_worker.messages import RequestSpec
 
 
 class Polite:
@@ -33,6 +36,11 @@ class Polite:
     def leave(self, code: int) -> None:
         """End the process."""
         os._exit(code)
+
+    def make(self, prompt: str) -> str:
+        """Make an image on all ranks together; returns the digest of its pixels."""
+        spec = RequestSpec(request_id="made", prompt=prompt, seed=1, height=32, width=32, steps=2)
+        return hashlib.sha256(self.generate(spec).tobytes()).hexdigest()  # type: ignore[attr-defined]
 
     def pipeline_name(self) -> str:
         """The class of the pipeline that is served."""

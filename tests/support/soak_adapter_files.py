@@ -100,7 +100,7 @@ class Target:
 
     def outputs(self) -> torch.Tensor:
         """What a layer gives a row with the kept adapter and one without."""
-        with self.manager.rows(self.model.denoiser, [[LoRAUse(KEPT, 1.0)], []]):
+        with self.manager.set_adapter_mapping(self.model.denoiser, [[LoRAUse(KEPT, 1.0)], []]):
             found: torch.Tensor = self.layer(self.probe)
         return found
 

@@ -74,7 +74,7 @@ class Rig:
     def made(self, *uses: LoRAUse) -> torch.Tensor:
         """What the denoiser makes with the same adapters for both rows."""
         self.manager.activate(uses)
-        with torch.inference_mode(), self.manager.rows("transformer", [list(uses)] * 2):
+        with torch.inference_mode(), self.manager.set_adapter_mapping("transformer", [list(uses)] * 2):
             made: torch.Tensor = self.denoiser(self.x)
         return made
 
@@ -222,10 +222,10 @@ def test_removing_an_active_adapter_gives_its_rows_an_error_and_never_the_base(r
     rig.add(1, 2)
     rig.made(LoRAUse(1, 1.0))
     assert rig.manager.remove_adapter(1)
-    with pytest.raises(RequestError) as refused, rig.manager.rows("transformer", [[LoRAUse(1, 1.0)]]):
+    with pytest.raises(RequestError) as refused, rig.manager.set_adapter_mapping("transformer", [[LoRAUse(1, 1.0)]]):
         pass
     assert refused.value.code is ErrorCode.ADAPTER_NOT_LOADED
-    with pytest.raises(RequestError), rig.manager.rows("transformer", [[LoRAUse(2, 1.0)]]):  # in memory, in no slot
+    with pytest.raises(RequestError), rig.manager.set_adapter_mapping("transformer", [[LoRAUse(2, 1.0)]]):  # in memory, in no slot
         pass
 
 

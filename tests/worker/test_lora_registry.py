@@ -1,20 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters registered on the host and active in slots: what each call returns, and who goes for whom."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_layers import HostAdapter
+from diffusion_worker.lora.adapter_layers import HostAdapter, SlotUse
+from diffusion_worker.lora.call_rows import Uses
 from diffusion_worker.lora.registry import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
 
 
 class FakeSlots:
-    """Slots that only remember what is in them."""
+    """Slots that only remember what is in them, and what was asked of them."""
+
+    max_rank = 4
 
     def __init__(self) -> None:
         self.held: dict[int, object] = {}
+        self.registered: list[str] = []
+        self.mapped: list[object] = []
+
+    def register_module(self, name: str) -> bool:
+        self.registered.append(name)
+        return self.registered.count(name) == 1
+
+    def dummy(self, rank: int) -> HostAdapter:
+        return HostAdapter(frozenset(), rank, (), ())
+
+    @contextmanager
+    def rows(self, uses: Uses) -> Iterator[None]:
+        self.mapped.append(uses)
+        yield
+        self.mapped.append(None)
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
         self.held[slot] = adapter
@@ -107,6 +128,35 @@ def test_what_is_not_registered_cannot_be_activated_and_the_plain_manager_pins_n
         manager.activate_adapter(7)
     with pytest.raises(NotImplementedError):
         manager.pin_adapter(7)
+
+
+def test_a_manager_counts_its_adapters_and_says_how_many_it_has_room_for() -> None:
+    manager, _ = plain(slots=2, capacity=3)
+    assert (len(manager), manager.capacity, manager.lora_slots, manager.adapter_slots) == (0, 3, 2, 2)
+    manager.add_adapter(model(1))
+    assert len(manager) == 1
+    manager.remove_adapter(1)
+    assert len(manager) == 0
+
+
+def test_a_mapping_gives_the_rows_of_one_call_their_slots_and_ends_with_it() -> None:
+    manager, layers = plain(slots=2)
+    for number in (1, 2, 3):
+        manager.add_adapter(model(number))
+    manager.activate_adapter(2)
+    manager.activate_adapter(3)
+    with manager.set_adapter_mapping([{3: 0.5}, {}, {2: 1.0, 3: 2.0}, {1: 0.0}]):
+        assert layers.mapped == [[[SlotUse(1, 0.5)], [], [SlotUse(0, 1.0), SlotUse(1, 2.0)], []]]
+    assert layers.mapped[1:] == [None]
+    with pytest.raises(ValueError, match=r"adapter 1 is in no slot, there are: \[2, 3\]"):
+        manager.set_adapter_mapping([{1: 1.0}])
+
+
+def test_a_dummy_is_of_the_rank_that_is_asked_for_and_a_warm_up_asks_for_none_that_does_not_fit() -> None:
+    manager, _ = plain()
+    dummy = manager.create_dummy_lora(-1, rank=3)
+    assert (dummy.id, dummy.adapter.rank) == (-1, 3)
+    assert [manager.get_dummy_lora_warmup_rank(rank) for rank in (2, 4, 8)] == [2, 4, 4]
 
 
 # --- least recently used --------------------------------------------------------------------------------------------------

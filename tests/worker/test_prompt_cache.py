@@ -52,6 +52,18 @@ def test_a_second_identical_prompt_calls_no_text_encoder_and_gives_the_same_bits
     assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (2, 2)
 
 
+def test_a_cleared_prompt_cache_encodes_again_and_its_counts_go_on(rig: RunnerRig) -> None:
+    spec = request("a", prompt="a red digit nine", guidance_scale=1.0)
+    rig.run(spec)
+    before = counts(rig)
+    assert before.keys() == {"size", "max_size", "hits", "misses", "bypassed"}
+    rig.runner.clear_prompt_embed_cache()
+    assert counts(rig) == before | {"size": 0}
+    rig.run(spec)
+    assert encoder_rows(rig) == [1, 1]
+    assert counts(rig) == before | {"misses": before["misses"] + 2}
+
+
 def test_requests_that_ask_the_same_at_the_same_time_share_one_call_of_one_row(rig: RunnerRig) -> None:
     rig.run(*(request(name, prompt="a red digit two", guidance_scale=1.0) for name in "abc"))
     assert encoder_rows(rig) == [1, 1]

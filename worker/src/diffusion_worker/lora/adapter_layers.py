@@ -92,6 +92,11 @@ class AdapterLayers:
         return bool(self._wrapped)
 
     @property
+    def max_rank(self) -> int:
+        """The largest rank that fits into a slot."""
+        return self._max_rank
+
+    @property
     def nbytes(self) -> int:
         """Memory of all slots on the device."""
         return sum(segment.nbytes for segment in self._segments)
@@ -119,6 +124,46 @@ class AdapterLayers:
         inside = {id(part) for region in regions for part in region.modules()}
         if not self._envelope.targets:
             self._wrap(layer for _, layer in self._model if id(layer.base) in inside)
+
+    def register_module(self, name: str) -> bool:
+        """Give the layer `component.path` its slots now, not when the first adapter names it; False if it has them.
+
+        Raises:
+            ValueError: there is no such layer, or none that may have adapters.
+        """
+        layers = [piece.layer for piece in self._model.find(name).pieces]
+        if not layers or not all(map(self._envelope.allows, layers)):
+            raise ValueError(f"{name}: expected a layer that may have adapters, found {self._model.kind_of(name) or 'nothing'}")
+        new = [layer for layer in layers if layer not in self._wrapped]
+        self._wrap(new)
+        return bool(new)
+
+    def unregister_modules(self) -> None:
+        """Put every layer back in the place of its wrapper, and give the memory of all slots back. No call runs."""
+        for layer in self._wrapped:
+            for parent, child in layer.places:
+                setattr(parent, child, layer.base)
+        for segment in self._segments:
+            segment.release()
+        self._wrapped, self._segments = {}, []
+        self._active.clear()
+        self._calls.clear()
+        self._holder.folding.clear()
+
+    def dummy(self, rank: int) -> HostAdapter:
+        """Make an adapter of zeros for every layer that has slots.
+
+        Raises:
+            ValueError: no layer has slots, or the rank is over the largest one.
+        """
+        if not self._wrapped or not 0 < rank <= self._max_rank:
+            raise ValueError(f"expected layers with slots and a rank up to {self._max_rank}, found {len(self._wrapped)} and rank {rank}")
+        bound = [
+            Bound(layer, part, segment, own, *_zeros(own, rank, segment.rows.dtype), 1.0)
+            for layer, segment, columns in self._wrapped.values()
+            for part, own in enumerate(columns)
+        ]
+        return lay_out(bound, frozenset(self._components))
 
     def pack(self, checkpoint: LoRACheckpoint, *, name: str) -> HostAdapter:
         """An adapter as it is kept on the host; `name` is for messages. Nothing of the checkpoint is kept.
@@ -266,6 +311,12 @@ class AdapterLayers:
         for parent, child in layer.places:
             setattr(parent, child, wrapped)
         self._wrapped[layer] = wrapped, segment, columns
+
+
+def _zeros(columns: Columns, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An A and a B that fill these columns."""
+    a, b = columns.a.stop - columns.a.start, columns.b.stop - columns.b.start
+    return torch.zeros(rank, a, dtype=dtype), torch.zeros(b, rank, dtype=dtype)
 
 
 def _flat(factor: torch.Tensor) -> torch.Tensor:

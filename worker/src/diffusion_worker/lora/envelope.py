@@ -21,9 +21,13 @@ class Envelope:
         self.layers = list(dict.fromkeys(layer for target in self.targets for layer in _matching(target, model)))
         self._inside = set(self.layers)
 
+    def allows(self, layer: ModelLayer) -> bool:
+        """Return whether adapters may change a layer."""
+        return not self.targets or layer in self._inside
+
     def require(self, adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
         """Raises ModulesOutsideEnvelope."""
-        outside = [name for name, piece, _ in found if self.targets and piece.layer not in self._inside]
+        outside = [name for name, piece, _ in found if not self.allows(piece.layer)]
         if outside:
             names = ", ".join(outside[:MOST_NAMES])
             message = f"{len(outside)} modules are outside of {OPTION} ({', '.join(self.targets)}): {names}: add them to the option"

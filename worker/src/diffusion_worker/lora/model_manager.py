@@ -7,7 +7,7 @@ that ranks can agree before any of them makes room for an adapter (`register`).
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_layers import AdapterLayers, Delta, HostAdapter, SlotUse
+from diffusion_worker.lora.adapter_layers import AdapterLayers, Delta, HostAdapter
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.model_layers import can_be_wrapped
@@ -76,7 +76,6 @@ class DiffusionLoRAManager:
         """
         self._components = dict(components)
         self._model = Model(self._components, denoiser, convert)
-        self._slots = slots
         self._cached = cached
         self._in_use = in_use
         self._layers = AdapterLayers(
@@ -99,9 +98,24 @@ class DiffusionLoRAManager:
         """The layers that adapters change."""
         return self._layers
 
+    def register_module(self, name: str) -> bool:
+        """Give the layer `component.path` its slots now, not when the first adapter names it; False if it has them.
+
+        Raises:
+            ValueError: there is no such layer, or none that may have adapters; or adapters are off.
+        """
+        if not self._copies.lora_slots:
+            raise ValueError(f"{name}: adapters are off, --max-loras is 0")
+        return self._copies.register_module(name)
+
+    def unregister_modules(self) -> None:
+        """Forget every adapter, and have the model's layers as they were before the first. No request runs."""
+        self.remove_all_adapters()
+        self._layers.unregister_modules()
+
     def make_static(self, regions: Iterable[nn.Module]) -> None:
         """Have the layers inside of these ready for every adapter before they are compiled."""
-        if self._slots:
+        if self._copies.lora_slots:
             self._layers.make_static(regions)
 
     def add_adapter(self, request: LoRARequest, options: LoadOptions = PLAIN) -> LoadedLoRA:
@@ -123,7 +137,7 @@ class DiffusionLoRAManager:
         if known is not None and known.request != request:
             message = f"adapter {name!r}: its id {request.lora_int_id} is that of {known.request.lora_name!r}"
             raise RequestError(ErrorCode.CONFLICT, message)
-        if not self._slots:
+        if not self._copies.lora_slots:
             raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {name!r}: adapters are off, --max-loras is 0")
         if not any(can_be_wrapped(part) for module in self._components.values() for part in module.modules()):
             found = ", ".join(type(module).__name__ for module in self._components.values()) or "no component"
@@ -165,6 +179,12 @@ class DiffusionLoRAManager:
             del self._effects[known.copy]
         return True
 
+    def remove_all_adapters(self) -> None:
+        """Forget every adapter."""
+        self._copies.remove_all_adapters()
+        self._known.clear()
+        self._effects.clear()
+
     def list_adapters(self) -> list[int]:
         """Ids of the registered adapters."""
         return sorted(self._known)
@@ -172,13 +192,12 @@ class DiffusionLoRAManager:
     @property
     def host_bytes(self) -> int:
         """What the registered adapters take in host memory; those that share a copy count once."""
-        return sum(model.adapter.nbytes for model in self._copies.list_adapters().values() if model.adapter is not None)
+        return sum(model.adapter.nbytes for model in self._copies.list_adapters().values())
 
     def release(self, *, forget: bool) -> None:
         """Give the memory of all slots back, and with `forget` every adapter. None of them is in use."""
         if forget:
-            for lora_int_id in self.list_adapters():
-                self.remove_adapter(lora_int_id)
+            self.remove_all_adapters()
         self._copies.deactivate_all()
         self._layers.release()
 
@@ -191,7 +210,7 @@ class DiffusionLoRAManager:
         found = {}
         for lora_int_id, known in self._known.items():
             model = self._copies.get_adapter(known.copy)
-            if model is not None and model.adapter is not None:
+            if model is not None:
                 found[lora_int_id] = known.loaded.digest, [run.values for run in model.adapter.runs]
         return found
 
@@ -201,11 +220,11 @@ class DiffusionLoRAManager:
 
         The most recently used ones, as many as there are slots for: those are what requests most likely want next.
         """
-        wrong = set()
-        for copy, model in list(self._copies.list_adapters().items())[-self._slots :] if self._slots else ():
+        wrong, slots = set(), self._copies.lora_slots
+        for copy, model in list(self._copies.list_adapters().items())[-slots:] if slots else ():
             self._copies.activate_adapter(copy)
             slot = self._copies.slot_of(copy)
-            if slot is None or (model.adapter is not None and not self._layers.holds(slot, model.adapter)):
+            if slot is None or not self._layers.holds(slot, model.adapter):
                 wrong |= self._ids_of(copy)
         return wrong
 
@@ -249,24 +268,22 @@ class DiffusionLoRAManager:
         slot = self._copies.slot_of(self._copy_of(use))
         return None if slot is None else self._layers.deltas(slot, component)
 
-    @contextmanager
-    def rows(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> Iterator[None]:
-        """While a call of a component runs: the adapters of each of its rows, which are active.
+    def set_adapter_mapping(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> AbstractContextManager[None]:
+        """Have each row of a call of a component use adapters, which are active; for the call inside of the `with` alone.
 
         Raises:
             RequestError: AdapterNotLoaded.
         """
-        with self._layers.rows([self._slots_of(component, row) for row in uses]):
-            yield
+        return self._copies.set_adapter_mapping([self._copies_of(component, row) for row in uses])
 
     @contextmanager
     def dummy_adapters(self, count: int) -> Iterator[list[int]]:
         """Ids of adapters that change nothing, for a warm-up; as many as there are slots for, none where no layer has any."""
-        made = list(range(0, -min(count, self._slots), -1)) if self._layers.any_wrapped else []
+        made = list(range(0, -min(count, self._copies.lora_slots), -1)) if self._layers.any_wrapped else []
         nothing = LoRARequest(lora_name="dummy", lora_int_id=0, lora_path="")
         for number in made:
             self._copies.capacity += 1
-            self._copies.add_adapter(LoRAModel(number, nothing.lora_name))
+            self._copies.add_adapter(self._copies.create_dummy_lora(number, self._copies.get_dummy_lora_warmup_rank()))
             self._effects[number] = nothing.lora_name
             self._known[number] = _Known(nothing, number, LoadedLoRA(digest="", rank=0, modules=0, size_bytes=0))
         try:
@@ -287,24 +304,24 @@ class DiffusionLoRAManager:
             copies = [copy for copy in named if copy in free and self._ids_of(copy) <= set(evict)]
             # A new version beside an old one.
             most = self._cached + 1
-        count = len(self._copies.list_adapters())
+        count = len(self._copies)
         going = copies[: max(0, count + 1 - self._cached)]
         if count + 1 - len(going) > most:
             message = f"adapter {candidate.request.lora_name!r}: {count} adapters are in memory, and too few of them can go"
             raise RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
         return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
 
-    def _slots_of(self, component: str, uses: Sequence[LoRAUse]) -> list[SlotUse]:
-        """The slots of one row. What shares a slot counts together; what changes nothing of the component is left out."""
+    def _copies_of(self, component: str, uses: Sequence[LoRAUse]) -> dict[int, float]:
+        """The copies of one row. What shares one counts together; what changes nothing of the component is left out."""
         scales: dict[int, float] = {}
         for use in uses:
             copy = self._copy_of(use)
-            slot = self._copies.slot_of(copy)
-            if slot is None and use.scale:
+            active = self._copies.slot_of(copy) is not None
+            if use.scale and not active:
                 raise _not_loaded(use)
-            if slot is not None and component in self._components_of(copy):
-                scales[slot] = scales.get(slot, 0.0) + use.scale
-        return [SlotUse(slot, scale) for slot, scale in scales.items() if scale]
+            if active and component in self._components_of(copy):
+                scales[copy] = scales.get(copy, 0.0) + use.scale
+        return scales
 
     def _copies_in_use(self) -> Collection[int]:
         return {known.copy for use in self._in_use() if (known := self._known.get(use.lora_int_id))}
@@ -319,8 +336,7 @@ class DiffusionLoRAManager:
 
     def _components_of(self, copy: int) -> frozenset[str]:
         model = self._copies.get_adapter(copy)
-        # A dummy is in the place of adapters of any kind.
-        return frozenset(self._components) if model is None or model.adapter is None else model.adapter.components
+        return frozenset() if model is None else model.adapter.components
 
 
 def _effect_of(checkpoint: LoRACheckpoint) -> str:

@@ -5,17 +5,31 @@ The plain manager refuses what finds no room; the other one makes room by lettin
 known here by numbers only. What they hold, and who asks for them, is `model_manager`'s.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_layers import HostAdapter
+from diffusion_worker.lora.adapter_layers import HostAdapter, SlotUse
+
+# Rank of the adapters that a warm-up makes: real ones mostly have as many or more.
+DUMMY_RANK = 8
 
 
 class Slots(Protocol):
     """What adapters are active in: `AdapterLayers`."""
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that fits."""
+
+    def register_module(self, name: str) -> bool:
+        """Give a layer its slots."""
+
+    def dummy(self, rank: int) -> HostAdapter:
+        """Make an adapter of zeros."""
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
         """Put an adapter into a slot."""
@@ -23,13 +37,16 @@ class Slots(Protocol):
     def clear(self, slot: int) -> None:
         """Empty a slot."""
 
+    def rows(self, uses: Sequence[Sequence[SlotUse]]) -> AbstractContextManager[None]:
+        """Have the rows of a call use slots."""
+
 
 class LoRAModel(msgspec.Struct, frozen=True):
-    """An adapter that can be registered; one without weights is a dummy that changes nothing."""
+    """An adapter that can be registered."""
 
     id: int
     name: str
-    adapter: HostAdapter | None = None
+    adapter: HostAdapter
 
 
 class LoRAModelManager:
@@ -39,12 +56,50 @@ class LoRAModelManager:
         """Raises ValueError for a capacity below the number of slots: what is active is registered."""
         if capacity < slots:
             raise ValueError(f"a capacity of {capacity} adapters is less than {slots} slots")
-        self.slots = slots
+        self.lora_slots = slots
         self.capacity = capacity
         self._layers = layers
         # Both from the least to the most recently used.
         self._registered: dict[int, LoRAModel] = {}
         self._active: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Return how many adapters are registered."""
+        return len(self._registered)
+
+    @property
+    def adapter_slots(self) -> int:
+        """How many adapters can be active at once: `lora_slots`, by the name that managers of any kind of adapter have."""
+        return self.lora_slots
+
+    def register_module(self, name: str) -> bool:
+        """Give the layer `component.path` its slots now, not when the first adapter names it; False if it has them.
+
+        Raises:
+            ValueError: there is no such layer, or none that may have adapters.
+        """
+        return self._layers.register_module(name)
+
+    def create_dummy_lora(self, lora_int_id: int, rank: int = DUMMY_RANK) -> LoRAModel:
+        """Make an adapter of zeros for every layer that has slots: it is computed like any other, and changes nothing.
+
+        Raises:
+            ValueError: no layer has slots, or the rank is over the largest one.
+        """
+        return LoRAModel(lora_int_id, "dummy", self._layers.dummy(rank))
+
+    def get_dummy_lora_warmup_rank(self, default_rank: int = DUMMY_RANK) -> int:
+        """Return the rank for an adapter of a warm-up: the default, or the largest that fits where that is less."""
+        return min(default_rank, self._layers.max_rank)
+
+    def set_adapter_mapping(self, mapping: Sequence[Mapping[int, float]]) -> AbstractContextManager[None]:
+        """Have each row of a call use adapters, given by row as id and strength; for the call inside of the `with` alone.
+
+        Raises:
+            ValueError: one of them is in no slot.
+        """
+        rows = [[SlotUse(self._slot(lora_int_id), scale) for lora_int_id, scale in row.items() if scale] for row in mapping]
+        return self._layers.rows(rows)
 
     def add_adapter(self, model: LoRAModel) -> bool:
         """Register an adapter; False if one of its id is there.
@@ -54,7 +109,7 @@ class LoRAModelManager:
         """
         if model.id in self._registered:
             return False
-        if len(self._registered) >= self.capacity:
+        if len(self) >= self.capacity:
             raise _no_room(f"adapter {model.name!r}", f"{self.capacity} are in memory")
         self._registered[model.id] = model
         return True
@@ -68,13 +123,10 @@ class LoRAModelManager:
         model = self._require(lora_int_id)
         if lora_int_id in self._active:
             return False
-        free = sorted(set(range(self.slots)) - set(self._active.values()))
+        free = sorted(set(range(self.lora_slots)) - set(self._active.values()))
         if not free:
-            raise _no_room(f"adapter {model.name!r}", f"all {self.slots} slots are in use")
-        if model.adapter is None:
-            self._layers.clear(free[0])
-        else:
-            self._layers.write(free[0], model.adapter)
+            raise _no_room(f"adapter {model.name!r}", f"all {self.lora_slots} slots are in use")
+        self._layers.write(free[0], model.adapter)
         self._active[lora_int_id] = free[0]
         return True
 
@@ -117,6 +169,12 @@ class LoRAModelManager:
         """The slot an adapter is active in."""
         return self._active.get(lora_int_id)
 
+    def _slot(self, lora_int_id: int) -> int:
+        slot = self.slot_of(lora_int_id)
+        if slot is None:
+            raise ValueError(f"adapter {lora_int_id} is in no slot, there are: {sorted(self._active) or 'none'}")
+        return slot
+
     def _require(self, lora_int_id: int) -> LoRAModel:
         if lora_int_id not in self._registered:
             raise ValueError(f"adapter {lora_int_id} is not registered, there are: {sorted(self._registered) or 'none'}")
@@ -140,7 +198,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         if model.id in self._registered:
             self.touch(model.id)
             return False
-        if len(self._registered) >= self.capacity:
+        if len(self) >= self.capacity:
             self.remove_oldest_adapter()
         return super().add_adapter(model)
 
@@ -148,7 +206,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         """Put an adapter into a slot, in the place of another one where none is free; False if it is in one."""
         self._require(lora_int_id)
         self.touch(lora_int_id)
-        if lora_int_id not in self._active and len(self._active) >= self.slots:
+        if lora_int_id not in self._active and len(self._active) >= self.lora_slots:
             busy = self._kept_active | set(self._in_use())
             if (oldest := next((known for known in self._active if known not in busy), None)) is not None:
                 self.deactivate_adapter(oldest)

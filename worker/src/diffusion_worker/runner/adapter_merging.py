@@ -73,7 +73,8 @@ class AdapterMerging:
         Raises:
             RequestError: AdapterNotLoaded. RankFault: the weights cannot be made their own again.
         """
-        with self._loras.rows(component, uses) if component not in self._denoisers else self._denoising(component, uses, shape, plain):
+        own = self._loras.set_adapter_mapping(component, uses) if component not in self._denoisers else None
+        with self._denoising(component, uses, shape, plain) if own is None else own:
             yield
 
     def restore(self) -> None:
@@ -105,7 +106,7 @@ class AdapterMerging:
             if wanted is not None and use is not None:
                 self._merge(wanted, use)
         began = self._clock()
-        with contextlib.nullcontext() if self.merged is not None else self._loras.rows(component, uses):
+        with contextlib.nullcontext() if self.merged is not None else self._loras.set_adapter_mapping(component, uses):
             yield
         if concerned:
             self._policy.took(self._clock() - began)

@@ -28,7 +28,7 @@ def adapted_components(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]
     return denoisers | encoders
 
 
-def make_lora_manager(
+def create_lora_manager(
     config: WorkerConfig,
     modules: Mapping[str, nn.Module],
     device: torch.device,

@@ -25,6 +25,7 @@ from diffusion_worker.messages import (
     MemoryReport,
     MemoryTag,
     ModelInfo,
+    RequestSpec,
     SleepLevel,
     SleepTask,
     TaskAck,
@@ -35,6 +36,7 @@ from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportPro
 from diffusion_worker.runner.offloading import check_device
 from diffusion_worker.runner.parallel import Parallel
 from diffusion_worker.runner.pipeline import device_of
+from diffusion_worker.runner.pixels import Pixels
 from diffusion_worker.runner.profiler import RankProfiler
 from diffusion_worker.runner.task_acks import TaskAcks
 from diffusion_worker.runner.weight_loading import read_weights
@@ -99,6 +101,16 @@ class DiffusionWorker:
         free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes, resident_bytes=resident)
         return msgspec.structs.replace(model, free_bytes=free)
 
+    def init_lora_manager(self) -> None:
+        """Build the manager of the pipeline's adapters, with none in it; nothing while no pipeline is loaded.
+
+        Every load does. Called later, on all ranks alike, it forgets every adapter and gives the memory of their slots back.
+
+        Raises:
+            RequestError: Busy while requests run; Asleep.
+        """
+        self.model_runner.init_lora_manager()
+
     def warm_up(self) -> dict[str, str]:
         """Run requests of few steps, of which nothing is left; returns what became of the options. Raises RequestError."""
         features = self.model_runner.warm_up()
@@ -108,6 +120,23 @@ class DiffusionWorker:
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
         """Advance every active request by one step; `frames` are those that `tick.frames` counts."""
         return self.model_runner.execute_stepwise(tick, frames)
+
+    def execute_model(self, request: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
+        """Run one request from its begin to its end, with its adapters, on all ranks together; requests that run already wait.
+
+        For a worker's extension and scripts, which have no server that sends ticks. `frames` are the request's images.
+
+        Returns:
+            uint8 [height, width, 3], or with frames before that.
+
+        Raises:
+            RequestError: InvalidRequest without a prompt; AdapterNotLoaded; whatever the request fails with.
+        """
+        return self.model_runner.execute_model(request, frames)
+
+    def generate(self, request: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
+        """Do as `execute_model`; the reference has both names."""
+        return self.execute_model(request, frames)
 
     def add_lora(self, *, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
         """Register an adapter from its folder or file, in host memory; requests that use it put it into a slot."""
@@ -154,7 +183,7 @@ class DiffusionWorker:
 
     def handle_sleep_task(self, *, task: SleepTask) -> TaskAck:
         """`sleep` with an answer whatever happens that the rank survives; one that succeeded is not done again."""
-        return self._acks.acknowledge(task, lambda: self.model_runner.release(task.level))
+        return self._acks.acknowledge(task, lambda: self.sleep(task.level))
 
     def handle_wake_task(self, *, task: WakeTask) -> TaskAck:
         """`wake_up` with an answer whatever happens that the rank survives; one that succeeded is not done again."""

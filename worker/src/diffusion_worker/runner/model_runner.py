@@ -31,7 +31,7 @@ from diffusion_worker.messages import (
     Tick,
 )
 from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
-from diffusion_worker.runner.adapters import TEXT_ENCODER, add_on_all_ranks, make_lora_manager
+from diffusion_worker.runner.adapters import TEXT_ENCODER, add_on_all_ranks, create_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.compilation import Compilation
@@ -54,7 +54,7 @@ from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.rank_memory import RankMemory
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
-from diffusion_worker.runner.step_cache.cache import make_step_cache
+from diffusion_worker.runner.step_cache.cache import StepCache, make_step_cache
 from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
 from diffusion_worker.runner.tasks import TaskPipelines
 from diffusion_worker.runner.tick_meter import TickMeter
@@ -91,6 +91,8 @@ class DiffusionModelRunner:
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
         self._merging: AdapterMerging | None = None
+        self._cache: StepCache | None = None
+        self._kinds: ParallelKinds | None = None
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
     def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
@@ -115,10 +117,11 @@ class DiffusionModelRunner:
     ) -> ModelInfo:
         """Serve a pipeline that is in host memory, but for what `unread` says is still in files, where it stays if `asleep`."""
         self.pipeline = pipeline
+        self.loras = self._merging = None
         self.weights = ModelWeights(home_of(self._config.offload, self._device), asleep=asleep)
         modules = modules_of(pipeline)
         total = sum(map(weights_bytes, modules.values()))
-        kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
+        self._kinds = kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
         self._tasks = TaskPipelines(pipeline)
         info = self._tasks.describe(kinds.describe(describe(pipeline, dtype, total)))
         progress = LoadingProgress(total, report)
@@ -127,7 +130,9 @@ class DiffusionModelRunner:
             module.eval().requires_grad_(False)
             kinds.place(name, self.weights, checkpoint_folder(self._config, name), unread=unread, report=progress.add)
         progress.finish()
-        self._model = info = self._accelerate(pipeline, modules, kinds, info, asleep=asleep)
+        self._model = info = msgspec.structs.replace(info, features=info.features | self._accelerate(pipeline, modules))
+        self._memory.begin(asleep=asleep)
+        self.init_lora_manager()
         self._measure_weights()
         self.clear_prompt_embed_cache()
         return info
@@ -135,40 +140,58 @@ class DiffusionModelRunner:
     def _measure_weights(self) -> None:
         self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
-    def _accelerate(
-        self, pipeline: Any, modules: dict[str, torch.nn.Module], kinds: ParallelKinds, info: ModelInfo, *, asleep: bool
-    ) -> ModelInfo:
-        """Put what the options ask for on modules whose weights are in place; returns what is known of the model with it."""
+    def _accelerate(self, pipeline: Any, modules: dict[str, torch.nn.Module]) -> dict[str, str]:
+        """Put what the options ask for on modules whose weights are in place; returns what became of it."""
         self._offloading = Offloading(self._config.offload, self._device)
         self._offloading.manage(modules)
         if self._config.offload is not Offload.NONE and self._tasks is not None:
             for task in self._tasks.served:
                 compute_on(self._tasks.pipeline_of(task), self._device)
-        self.loras = make_lora_manager(
-            self._config,
-            modules,
-            self._device,
-            part_of=kinds.part_of,
-            in_use=self._adapters_in_use,
-            convert=converter_of(pipeline),
-            asleep=asleep,
-        )
-        self._memory.serve(self.weights, self.loras, asleep=asleep)
         self._compilation = Compilation(self._config.compile, modules)
-        self.loras.make_static(self._compilation.regions)
         # After what compiles layers: its hooks stay outside of what is compiled.
-        cache = make_step_cache(self._config.step_cache, pipeline, modules, self._parallel)
+        self._cache = make_step_cache(self._config.step_cache, pipeline, modules, self._parallel)
         features = self._compilation.features | self._offloading.features
-        if cache is not None:
+        if self._cache is not None:
             features["step_cache"] = str(self._config.step_cache)
         if self._config.quantization is not Quantization.NONE:
             features["quantization"] = str(self._config.quantization)
         if self._config.lora_merge:
-            why = why_no_merging(self._config, self._device, dtype_of(self._config.dtype, self._device))
-            self._merging = AdapterMerging(self.loras, self.weights, modules) if why is None else None
+            why = self._why_no_merging()
             features["lora_merge"] = "by measurement" if why is None else f"none: {why}"
-        self._stepper.serve(modules, self.loras, cache=cache, merging=self._merging, compute=self._compute)
-        return msgspec.structs.replace(info, features=info.features | features)
+        return features
+
+    def init_lora_manager(self) -> None:
+        """Build the manager of the pipeline's adapters and give it to all that use it; nothing while no pipeline is loaded.
+
+        Every load ends with it. Called again, it forgets every adapter, and the layers are the model's own until the next one.
+
+        Raises:
+            ConfigError: the options do not go together. RequestError: Busy while requests run; Asleep.
+        """
+        if self.pipeline is None or self._kinds is None:
+            return
+        if self.loras is not None:
+            self._have_own_weights("no other manager of adapters")
+            self.loras.unregister_modules()
+            forget_copies()
+        modules = modules_of(self.pipeline)
+        self.loras = create_lora_manager(
+            self._config,
+            modules,
+            self._device,
+            part_of=self._kinds.part_of,
+            in_use=self._adapters_in_use,
+            convert=converter_of(self.pipeline),
+            asleep=bool(self._memory.asleep),
+        )
+        self._memory.serve(self.weights, self.loras)
+        self.loras.make_static(self._compilation.regions)
+        if self._config.lora_merge and self._why_no_merging() is None:
+            self._merging = AdapterMerging(self.loras, self.weights, modules)
+        self._stepper.serve(modules, self.loras, cache=self._cache, merging=self._merging, compute=self._compute)
+
+    def _why_no_merging(self) -> str | None:
+        return why_no_merging(self._config, self._device, dtype_of(self._config.dtype, self._device))
 
     def warm_up(self) -> dict[str, str]:
         """Run requests of few steps, of which nothing is left; returns what became of the options, as `ModelInfo.features`.
@@ -278,7 +301,7 @@ class DiffusionModelRunner:
         self.drop_all()
         self.clear_prompt_embed_cache()
         forget_copies()
-        self.pipeline = self.loras = self._tasks = self._merging = None
+        self.pipeline = self.loras = self._tasks = self._merging = self._cache = self._kinds = None
         self._stepper.serve({}, None)
         self._offloading = Offloading(Offload.NONE, self._device)
         self._compilation = Compilation(Compile.NONE, {})
@@ -342,8 +365,8 @@ class DiffusionModelRunner:
         for request_id in output.errors:
             self._drop(request_id)
 
-    def execute_model(self, spec: RequestSpec) -> Pixels:
-        """Run one request from its begin to its end, while no other runs.
+    def execute_model(self, spec: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
+        """Run one request from its begin to its end, with its adapters; requests that run already wait. `frames` are its images.
 
         Raises:
             RequestError: InvalidRequest without a prompt; whatever the request fails with; EngineFailed where the pipeline
@@ -353,7 +376,8 @@ class DiffusionModelRunner:
             raise RequestError(ErrorCode.INVALID_REQUEST, "prompt: expected some text, found none", details={"field": "prompt"})
         join = [spec]
         for number in itertools.count(1):
-            output = self.execute_stepwise(Tick(number, join, advance=[spec.request_id]))
+            tick = Tick(number, join, advance=[spec.request_id], frames=[len(frames)] * len(join) if frames else [])
+            output = self.execute_stepwise(tick, frames if join else ())
             join = []
             if (error := output.errors.get(spec.request_id)) is not None:
                 raise RequestError(ErrorCode(error.code), error.message)

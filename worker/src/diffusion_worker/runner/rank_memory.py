@@ -33,11 +33,14 @@ class RankMemory:
         self.asleep: list[MemoryTag] = []
         self.level: SleepLevel | None = None
 
-    def serve(self, weights: ModelWeights, loras: DiffusionLoRAManager, *, asleep: bool) -> None:
-        """From now on these are the model's; `asleep` is as after a sleep that discards."""
-        self._weights, self._loras = weights, loras
+    def begin(self, *, asleep: bool) -> None:
+        """Begin with a new model; `asleep` is as after a sleep that discards."""
         self.asleep = list(MemoryTag) if asleep else []
         self.level = SleepLevel.DISCARD if asleep else None
+
+    def serve(self, weights: ModelWeights, loras: DiffusionLoRAManager) -> None:
+        """From now on these are the model's."""
+        self._weights, self._loras = weights, loras
 
     def require_awake(self, what: str) -> None:
         """Raises RequestError, Asleep, while the memory of some tag is given back."""

@@ -229,7 +229,7 @@ class Stepper:
         """What a call runs in, so that each of its rows has its adapters."""
         if self._merging is not None:
             return self._merging.rows(call.component, uses, call.shape, plain=plain)
-        return contextlib.nullcontext() if self._loras is None or not any(uses) else self._loras.rows(call.component, uses)
+        return contextlib.nullcontext() if self._loras is None or not any(uses) else self._loras.set_adapter_mapping(call.component, uses)
 
     def _remember(self, batch: InputBatch, parts: list[Any]) -> None:
         for item, part in zip(batch.items, parts, strict=True):

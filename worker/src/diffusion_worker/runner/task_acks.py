@@ -23,7 +23,7 @@ class TaskAcks:
         self._free_memory = free_memory
         self._done: dict[tuple[type, str], TaskAck] = {}
 
-    def acknowledge(self, task: SleepTask | WakeTask, work: Callable[[], None]) -> TaskAck:
+    def acknowledge(self, task: SleepTask | WakeTask, work: Callable[[], object]) -> TaskAck:
         """Do the work of a task, unless one of its kind and id succeeded before: what failed may be tried again under its id.
 
         Raises:
@@ -49,7 +49,7 @@ class TaskAcks:
             del self._done[next(iter(self._done))]
 
 
-def _failure_of(work: Callable[[], None]) -> ErrorReport | None:
+def _failure_of(work: Callable[[], object]) -> ErrorReport | None:
     """What the server is told if it fails; its exception, which holds whatever failed, is gone by then. Raises RankFault."""
     try:
         work()
