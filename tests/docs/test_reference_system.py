@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of the reference system's surface: what it says is here is here and tested, and what is not has a reason."""
+"""The page of the reference system's surface is true: each name that it has here exists and has a test, each dash has a reason."""
 
 import importlib
 import inspect
@@ -21,7 +21,7 @@ HOMES = {
 }
 # Attributes that only an instance has.
 SET_BY_CONSTRUCTOR = {"capacity", "lora_slots"}
-# What issue 17 asks for by name, by class of the reference.
+# Names that have to exist here.
 ASKED = {
     "load_model", "load_weights", "execute_model", "execute_stepwise", "supports_step_mode", "clear_prompt_embed_cache",
     "get_prompt_embed_cache_stats", "init_device", "init_lora_manager", "generate", "add_lora", "remove_lora", "list_loras", "pin_lora",
@@ -34,7 +34,7 @@ EXPLAINED = ("memory_pool_context_fn", "kv_transfer_manager", "wake_event", "sta
 
 
 class Row(NamedTuple):
-    """One row of the page."""
+    """A row of the page."""
 
     reference: str
     here: str
@@ -81,5 +81,5 @@ def test_what_is_not_here_has_a_reason_and_no_test(row: Row) -> None:
 def test_every_name_that_was_asked_for_is_here() -> None:
     names = {row.reference.strip("`") for row in PRESENT}
     assert ASKED - names == set()
-    told = " ".join(row.reference for row in ABSENT)
-    assert [name for name in EXPLAINED if name not in told] == []
+    explained = " ".join(row.reference for row in ABSENT)
+    assert [name for name in EXPLAINED if name not in explained] == []

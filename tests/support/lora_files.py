@@ -113,7 +113,7 @@ def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = Fals
 
 
 def model_of(pipeline: Any) -> Model:
-    """The names of a pipeline that an adapter is read for."""
+    """Return what a runner knows of its pipeline when it reads an adapter."""
     components = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module) and name != "vae"}
     return Model(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
 

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all of it": {"use_rslora": True, "rank_pattern": {"^transformer_blocks.0.attn.to_q": 2}, "alpha_pattern": {r"\d\.attn\.to_v": 9}},
     "targets by a pattern": {"target_modules": r".*\.attn\.to_[qv]"},
 }
-# One ten-thousandth of the largest output: the order of sums in float32 is another one.
+# A ten-thousandth of the largest output: the order of sums in float32 is another one.
 TOLERANCE = 1e-4
 
 
@@ -47,7 +47,7 @@ def config(**options: Any) -> peft.LoraConfig:
 
 
 def output_of(transformer: Any) -> torch.Tensor:
-    """What the tiny transformer of SD3 makes of one input."""
+    """Run the tiny transformer of SD3 on one input."""
     inputs = {"encoder_hidden_states": seeded(2, 1, 8, 32), "pooled_projections": seeded(3, 1, 32), "timestep": torch.tensor([500.0])}
     with torch.inference_mode():
         result: torch.Tensor = transformer.eval()(hidden_states=seeded(1, 1, 4, 16, 16), **inputs, return_dict=False)[0]
@@ -57,7 +57,7 @@ def output_of(transformer: Any) -> torch.Tensor:
 def ours(
     path: Path, pipeline: Any, run: Callable[[Any], torch.Tensor] = output_of, component: str = "transformer", **options: Any
 ) -> torch.Tensor:
-    """What our layers make of an adapter's file, on a pipeline that is changed by it."""
+    """Run a component with an adapter in our layers; the pipeline is changed by it."""
     model = model_of(pipeline)
     layers = AdapterLayers(model.components, slots=1, max_rank=8, device=torch.device("cpu"))
     layers.write(0, layers.pack(read_checkpoint(str(path), model=model, options=LoadOptions(**options)), name="style"))
@@ -66,7 +66,7 @@ def ours(
 
 
 def assert_same_output(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> None:
-    """Alike, where the adapter's effect is large."""
+    """Require equal outputs, and that the adapter changes much."""
     largest = float(expected.abs().max())
     assert float((expected - base).abs().max()) > 0.05 * largest
     assert float((found - expected).abs().max()) <= TOLERANCE * largest

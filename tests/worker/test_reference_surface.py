@@ -55,7 +55,7 @@ def one_worker(**config: Any) -> Iterator[DiffusionWorker]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         made = DiffusionWorker(given, rank=0, rendezvous=Rendezvous(host, port, generation=1), listener=listener)
-    # As in other tests; two of a busy machine's cores are slower than one.
+    # Two threads on a busy machine wait for each other longer than they compute.
     torch.set_num_threads(1)
     try:
         yield made
@@ -80,7 +80,7 @@ def fresh(worker: DiffusionWorker) -> DiffusionWorker:
 
 
 def wrapped(worker: DiffusionWorker) -> int:
-    """How many layers of the denoiser have slots."""
+    """Return the number of layers of the denoiser that have slots."""
     return sum(isinstance(part, LoRALayer) for part in worker.model_runner.pipeline.transformer.modules())
 
 

@@ -312,7 +312,7 @@ class DiffusionLoRAManager:
         return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
 
     def _copies_of(self, component: str, uses: Sequence[LoRAUse]) -> dict[int, float]:
-        """The copies of one row. What shares one counts together; what changes nothing of the component is left out."""
+        """The copies of one row. Ids that share a copy count together; copies that do not change the component are left out."""
         scales: dict[int, float] = {}
         for use in uses:
             copy = self._copy_of(use)

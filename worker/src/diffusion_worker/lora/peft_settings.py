@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What peft's configuration says of an adapter: its scaling, module by module, and whether it is a plain LoRA at all.
 
-It is `adapter_config.json` of a peft folder, or what diffusers writes into a file's metadata: `pipeline.save_lora_weights` with
-each component's name before a field, `model.save_lora_adapter` without. The rules are those of `peft.LoraConfig` 0.21: a pattern
-is a regular expression for the end of a module's name, the first that fits counts. A field that is not known here refuses the
-adapter: nobody can tell if it changes the scaling.
+It is `adapter_config.json` of a peft folder, or what diffusers writes into a file's metadata. There,
+`pipeline.save_lora_weights` puts a component's name before each field, and `model.save_lora_adapter` puts none.
+The rules are those of `peft.LoraConfig` 0.21: a pattern is a regular expression for the end of a module's name, the first that
+fits counts. A field that is not known here refuses the adapter: nobody can tell if it changes the scaling.
 """
 
 import functools
@@ -109,8 +109,8 @@ def read_settings(path: Path, label: str) -> PeftSettings:
 def settings_in_metadata(metadata: Mapping[str, str], label: str, *, denoiser: str) -> dict[str, PeftSettings]:
     """By component, what diffusers wrote beside the tensors; empty where it wrote nothing.
 
-    Fields without a component's name are the denoiser's: `save_lora_adapter` writes the adapter of one model, and diffusers
-    has that method on denoisers alone.
+    Fields without a component's name are the denoiser's: `save_lora_adapter` writes the adapter of a single model, and only
+    denoisers have that method.
 
     Raises:
         RequestError: InvalidAdapter, or UnsupportedFormat for what is no plain LoRA, or is not understood.

@@ -69,7 +69,7 @@ class LoRAModelManager:
 
     @property
     def adapter_slots(self) -> int:
-        """How many adapters can be active at once: `lora_slots`, by the name that managers of any kind of adapter have."""
+        """Return how many adapters can be active at once: `lora_slots`, under the name that managers of any adapters have."""
         return self.lora_slots
 
     def register_module(self, name: str) -> bool:
@@ -96,7 +96,7 @@ class LoRAModelManager:
         """Have each row of a call use adapters, given by row as id and strength; for the call inside of the `with` alone.
 
         Raises:
-            ValueError: one of them is in no slot.
+            ValueError: an adapter is in no slot.
         """
         rows = [[SlotUse(self._slot(lora_int_id), scale) for lora_int_id, scale in row.items() if scale] for row in mapping]
         return self._layers.rows(rows)
