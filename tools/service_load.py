@@ -57,7 +57,7 @@ def _ask(url: str, wanted: Found, began: float, told: Found) -> None:
             for line in answer:
                 _note(line, time.monotonic() - asked, told)
     except urllib.error.HTTPError as error:
-        told |= {"status": error.code, "code": json.loads(error.read()).get("code")}
+        told |= {"status": error.code, "code": json.loads(error.read()).get("error", {}).get("code")}
     except (OSError, ValueError) as error:
         told |= {"status": 0, "code": repr(error)}
     told["seconds"] = time.monotonic() - asked

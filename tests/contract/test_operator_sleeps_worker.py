@@ -114,7 +114,7 @@ async def test_under_another_policy_a_request_is_refused_and_nothing_wakes(
     await driver.sleep(policy=policy)
     await driver.wait_for(WorkerPhase.ASLEEP)
     answer = await ask(web)
-    assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Asleep")
     assert (await driver.state()).state is WorkerPhase.ASLEEP
 
 
@@ -186,7 +186,7 @@ async def test_an_aborted_request_gets_a_code_that_may_be_tried_again(driver: Dr
     await driver.sleep(DrainMode.ABORT)
     await driver.wait_for(WorkerPhase.ASLEEP)
     answer = await request
-    assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Asleep")
 
 
 async def test_another_sleep_during_a_sleep_is_the_same_and_a_repeated_call_too(driver: Driver, web: httpx2.AsyncClient) -> None:

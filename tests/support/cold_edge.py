@@ -40,7 +40,7 @@ async def fall_asleep(edge: Edge) -> None:
 
 
 def code(answer: httpx2.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["code"]
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 class Client:

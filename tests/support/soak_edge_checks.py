@@ -15,6 +15,8 @@ from PIL import Image
 # Why a worker may refuse for now; see docs/troubleshooting.md.
 REFUSALS = {"Starting", "Asleep", "Busy", "Terminating", "AdapterNotLoaded", "SecretMissing"}
 
+DATA_ROUTES = ("/v1/images/", "/v1/models", "/v1/requests/", "/v1/status", "/readyz", "/healthz", "/metrics")
+
 # What any call of the control port is done in here.
 SHORT_S = 60.0
 
@@ -47,6 +49,16 @@ NO_IMAGES = [IMAGES[0][:60], IMAGES[0][:-20], _bomb(), b"", b"GIF89a", b"\x89PNG
 schemathesis.openapi.format("binary", strategies.sampled_from(IMAGES * 3 + NO_IMAGES) | strategies.binary(max_size=64))
 
 
+def _is_data(case: Any) -> bool:
+    """Whether the route is one of the data port."""
+    return bool(case.path.startswith(DATA_ROUTES))
+
+
+def _problem(response: Any, case: Any) -> Any:
+    """The error of an answer, in the form of its port."""
+    return response.json()["error"] if _is_data(case) else response.json()
+
+
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Nobody else is asked for adapters: a source elsewhere is looked for on this machine, where nobody listens."""
@@ -63,14 +75,14 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
 def a_502_is_of_a_source(ctx: Any, response: Any, case: Any) -> None:
     """The worker itself is no gateway: only where an adapter comes from can fail so."""
     if response.status_code == 502:
-        assert response.json()["code"] in ("NetworkError", "SourceUnauthorized") and case.path.startswith("/v1/"), response.text
+        assert _problem(response, case)["code"] in ("NetworkError", "SourceUnauthorized") and case.path.startswith("/v1/"), response.text
 
 
 @schemathesis.check
 def a_503_has_a_documented_code(ctx: Any, response: Any, case: Any) -> None:
     """No other error of a server's is documented, and this one can be tried again."""
     if response.status_code == 503:
-        problem = response.json()
+        problem = _problem(response, case)
         assert problem["code"] in REFUSALS and problem["retryable"], f"undocumented refusal: {problem}"
 
 
@@ -78,7 +90,7 @@ def a_503_has_a_documented_code(ctx: Any, response: Any, case: Any) -> None:
 def a_504_is_for_who_gave_too_little_time(ctx: Any, response: Any, case: Any) -> None:
     """The deadline of a control call is the caller's own."""
     if response.status_code == 504:
-        problem = response.json()
+        problem = _problem(response, case)
         assert problem["code"] == "Timeout" and case.body["deadlineSeconds"] < SHORT_S, f"undocumented timeout: {problem}"
 
 
@@ -86,8 +98,9 @@ def a_504_is_for_who_gave_too_little_time(ctx: Any, response: Any, case: Any) ->
 def an_error_names_what_was_wrong(ctx: Any, response: Any, case: Any) -> None:
     """One form for all errors; what is wrong with a request is never without words."""
     if response.status_code >= 400:
-        problem = response.json()
-        assert set(problem) == {"code", "message", "retryable", "retryAfterSeconds", "details"}, problem
+        problem = _problem(response, case)
+        fields = {"type", "param", "retry_after_seconds"} if _is_data(case) else {"retryAfterSeconds"}
+        assert set(problem) == {"code", "message", "retryable", "details", *fields}, problem
         assert problem["message"], problem
 
 

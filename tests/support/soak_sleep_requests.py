@@ -157,7 +157,7 @@ class Asking:
             asked.code = "no answer"
         except httpx2.TransportError:
             asked.code = "no connection"
-        asked.code = asked.code or str(asked.document.get("code", ""))
+        asked.code = asked.code or str(asked.document.get("error", {}).get("code", ""))
         asked.ended = time.monotonic()
 
     def _listen(self, asked: Asked, url: str, body: dict[str, Any], timeout: Any) -> None:
@@ -173,7 +173,7 @@ class Asking:
             asked.status, asked.document = 200, {"data": [last]}
         else:
             # An error after the stream began; its status has gone out already.
-            asked.status, asked.document = 500, last.get("error", last)
+            asked.status, asked.document = 500, last
 
 
 @dataclass
@@ -228,5 +228,5 @@ class Judge:
         return {spell.content for spell in self.spells[name] if spell.ends >= asked.begun and spell.begins <= asked.ended}
 
     def _told(self, asked: Asked) -> str:
-        found = asked.document.get("message", "")
+        found = asked.document.get("error", {}).get("message", "")
         return f"body {asked.body} {asked.names}: expected {asked.expected}, found {asked.status} {asked.code} {found}"

@@ -84,8 +84,8 @@ def image_of(answer: httpx2.Response) -> Image.Image:
 def refusal(answer: httpx2.Response, field: str) -> str:
     """The message of a refusal that names this field."""
     assert answer.status_code == 400, answer.text
-    problem = answer.json()
-    assert (problem["code"], problem["details"]) == ("InvalidRequest", {"field": field})
+    problem = answer.json()["error"]
+    assert (problem["code"], problem["param"]) == ("InvalidRequest", field)
     assert field in problem["message"] or (field == "body" and "the body" in problem["message"])
     assert len(answer.text) < 600
     return str(problem["message"])
@@ -163,10 +163,10 @@ async def test_wrong_adapters_of_an_edit_are_refused_by_name(edge: Edge, field: 
 async def test_an_edit_by_an_adapter_that_is_not_there_is_never_the_bases(edge: Edge) -> None:
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
     await edge.put_adapter("broken", "/loras/broken")
-    for name, expected in (("nobody", (404, "NotFound")), ("broken", (503, "AdapterNotLoaded"))):
+    for name, expected in (("nobody", (404, "NotFound")), ("broken", (422, "AdapterNotLoaded"))):
         for fields in ({"model": name}, {"lora": json.dumps({"name": name})}, {"model": name, "stream": "true"}):
             answer = await edit(edge, **fields)
-            assert (answer.status_code, answer.json()["code"]) == expected, fields
+            assert (answer.status_code, answer.json()["error"]["code"]) == expected, fields
 
 
 async def test_adapters_that_an_sdk_took_apart_into_fields_are_refused_with_what_to_do(edge: Edge) -> None:
@@ -339,7 +339,7 @@ async def test_a_body_over_the_limit_of_the_route_is_refused_unread(edge: Edge) 
     answer = await edge.data.post(
         "/v1/images/edits", content=b"", headers={"content-type": "multipart/form-data; boundary=x", "content-length": "100000000"}
     )
-    assert (answer.status_code, answer.json()["details"]) == (413, {"field": "body"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,11 @@ def test_a_side_that_a_format_cannot_have_is_refused_by_name_and_a_png_takes_it(
 async def test_a_size_that_the_format_cannot_have_is_refused_before_the_image_is_made() -> None:
     async with serving_edge() as edge:
         answer = await edge.request_images(prompt="p", size="16384x64", output_format="webp")
-        assert (answer.status_code, answer.json()["code"], answer.json()["details"]) == (400, "InvalidRequest", {"field": "output_format"})
+        assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["param"]) == (
+            400,
+            "InvalidRequest",
+            "output_format",
+        )
         assert edge.engine.stats.ticks == 0
 
 

@@ -153,7 +153,7 @@ async def test_requests_of_a_restart_are_held_up_to_the_limit_and_those_with_the
         held = asyncio.create_task(edge.request_images(prompt="p"))
         await edge.wait_held(1)
         answer = await edge.request_images(prompt="p")
-        assert (code(answer), answer.json()["retryable"]) == ((429, "Overloaded"), True)
+        assert (code(answer), answer.json()["error"]["retryable"]) == ((429, "Overloaded"), True)
         assert float(answer.headers["retry-after"]) >= 1
         edge.ranks.loading.set()
         edge.ranks.stepping.set()
@@ -166,8 +166,8 @@ async def test_requests_of_a_restart_are_held_up_to_the_limit_and_those_with_the
 async def test_a_held_request_that_waits_too_long_has_the_code_of_the_state_and_a_time_to_come_back(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path, holdTimeoutSeconds=0.05) as edge:
         answer = await edge.request_images(prompt="p")
-        assert (code(answer), answer.json()["retryable"]) == ((503, "Busy"), True)
-        assert float(answer.headers["retry-after"]) >= 1 and "0.05 s" in answer.json()["message"]
+        assert (code(answer), answer.json()["error"]["retryable"]) == ((503, "Busy"), True)
+        assert float(answer.headers["retry-after"]) >= 1 and "0.05 s" in answer.json()["error"]["message"]
         await edge.wait_held(0)
         edge.ranks.calling.set()
 
@@ -207,7 +207,7 @@ async def test_a_held_request_can_be_cancelled_by_its_id(tmp_path: Path) -> None
         held = asyncio.create_task(edge.data.post("/v1/images/generations", json={"prompt": "p"}, headers={"X-Request-ID": "mine"}))
         await edge.wait_held(1)
         assert (await edge.data.delete("/v1/requests/mine")).status_code == 204
-        assert (await held).json()["code"] == "Cancelled"
+        assert (await held).json()["error"]["code"] == "Cancelled"
         await edge.wait_held(0)
 
 
@@ -272,7 +272,7 @@ async def test_a_request_for_an_adapter_of_a_sleeping_model_is_held_and_one_for_
         edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
         await edge.put_adapter("broken", "/loras/broken")
         await fall_asleep(edge)
-        assert code(await edge.request_images(prompt="p", model="broken")) == (503, "AdapterNotLoaded")
+        assert code(await edge.request_images(prompt="p", model="broken")) == (422, "AdapterNotLoaded")
         held = asyncio.create_task(edge.request_images(prompt="p", model="stripes"))
         await edge.wait_held(1)
         edge.ranks.calling.set()

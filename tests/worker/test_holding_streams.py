@@ -61,7 +61,7 @@ async def test_a_held_stream_that_waits_too_long_ends_with_an_error_event(tmp_pa
         while (event := await client.event())["type"] != "error":
             assert event["type"] == "image_generation.held"
         assert (event["error"]["code"], event["error"]["retryable"]) == ("Busy", True)
-        assert event["error"]["retryAfterSeconds"] > 0
+        assert event["error"]["retry_after_seconds"] > 0
         edge.ranks.calling.set()
 
 

@@ -168,7 +168,7 @@ def test_an_image_of_no_numbers_is_the_error_of_its_own_request_and_the_others_o
     wire = Wire(Tick(1), Shutdown())
     loop(wire, FakeWorker({1: lambda: both}))
     (done,) = wire.said
-    assert [(failed.request_id, failed.error.code) for failed in done.failed] == [("bad", ErrorCode.ENGINE_FAILED)]
+    assert [(failed.request_id, failed.error.code) for failed in done.failed] == [("bad", ErrorCode.REQUEST_FAILED)]
     assert "no numbers" in done.failed[0].error.message
     assert [(item.request_id, item.frame) for item in done.finished] == [("good", 0)]
 

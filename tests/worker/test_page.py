@@ -83,7 +83,7 @@ async def test_without_the_page_there_is_neither_it_nor_its_status() -> None:
     async with serving_edge(ui=False) as edge:
         for path in [*FILES, "/v1/status"]:
             answer = await edge.data.get(path)
-            assert (answer.status_code, answer.json()["code"]) == (404, "NotFound")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NotFound")
         assert "/v1/status" not in (await edge.data.get("/openapi.json")).json()["paths"]
 
 

@@ -102,7 +102,7 @@ def test_a_request_that_its_pipeline_calls_whole_runs_by_itself_and_is_never_mix
 def test_what_a_pipeline_raises_when_it_is_asked_about_a_request_is_that_requests_error(rig_of: Any) -> None:
     _, errors = rig_of("Wrong").run(request("refused", steps=4), request("failed", steps=3))
     assert (errors["refused"].code, errors["refused"].message) == ("InvalidRequest", "steps: expected 3")
-    assert (errors["failed"].code, errors["failed"].message) == ("EngineFailed", "Wrong.worker_runs_whole: KeyError: 'no such argument'")
+    assert (errors["failed"].code, errors["failed"].message) == ("RequestFailed", "Wrong.worker_runs_whole: KeyError: 'no such argument'")
 
 
 def test_a_class_that_passes_its_arguments_on_takes_what_the_class_takes_that_it_extends(rig_of: Any) -> None:

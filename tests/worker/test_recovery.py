@@ -62,8 +62,8 @@ async def test_a_request_is_begun_again_twice_and_then_fails_with_a_code(edge: E
         await restarted(edge, generation, inFlight=1)
     edge.ranks.die(KILLED)
     answer = await task
-    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (500, "RankFailed", True)
-    assert KILLED in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (500, "RankFailed", True)
+    assert KILLED in answer.json()["error"]["message"]
     await restarted(edge, 4)
     edge.ranks.stepping.set()
     assert (await edge.request_images(prompt="p")).status_code == 200
@@ -176,7 +176,7 @@ async def test_an_adapter_whose_bytes_changed_is_failed_after_a_restart_and_its_
     edge.ranks.adapter_errors["/loras/style"] = ErrorReport(ErrorCode.DIGEST_MISMATCH, "expected one, found another")
     edge.ranks.die(KILLED)
     answer = await task
-    assert (answer.status_code, answer.json()["code"]) == (503, "AdapterNotLoaded")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "AdapterNotLoaded")
     document = await restarted(edge)
     assert (document["adapters"][0]["state"], document["adapters"][0]["error"]["code"]) == ("Failed", "DigestMismatch")
     edge.ranks.stepping.set()
@@ -226,7 +226,7 @@ async def test_a_group_that_is_lost_asleep_goes_back_to_sleep_and_refuses_all_th
     edge.ranks.loading.clear()
     edge.ranks.die(KILLED)
     await edge.wait_state(state="restarting")
-    assert (await edge.request_images(prompt="p")).json()["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p")).json()["error"]["code"] == "Asleep"
     edge.ranks.loading.set()
     document = await edge.wait_state(generation=2, state="asleep")
     assert [rank["memory"]["weightsResidentBytes"] for rank in document["ranks"]] == [0, 0]
@@ -282,7 +282,7 @@ async def test_a_model_that_cannot_be_loaded_again_fails_the_engine_with_the_rea
         reason = await edge.engine.run_until_failure()
     assert str(error) in reason and KILLED in reason
     answer = await task
-    assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "EngineFailed")
     assert (edge.engine.state, (await edge.data.get("/readyz")).status_code) == (EngineState.FAILED, 503)
 
 

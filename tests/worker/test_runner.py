@@ -94,7 +94,7 @@ def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: Run
     finally:
         rig.parallel.before = lambda call: None
     assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
-    assert errors["poisoned"].code == "EngineFailed"
+    assert errors["poisoned"].code == "RequestFailed"
     assert "no kernel" in errors["poisoned"].message
 
 

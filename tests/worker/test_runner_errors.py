@@ -91,7 +91,7 @@ def test_an_image_that_is_not_finite_is_an_error_and_no_black_image(rig: RunnerR
     poison = torch.full((1, 4, 16, 16), float("nan"))
     rig.runner.join(request("poisoned"), make_body(rig.runner.pipeline, request("poisoned"), conditioning={"latents": poison}))
     images, errors = rig.run(good, running=1)
-    assert errors["poisoned"].code == ErrorCode.ENGINE_FAILED
+    assert errors["poisoned"].code == ErrorCode.REQUEST_FAILED
     assert "no numbers" in errors["poisoned"].message
     assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
 
@@ -101,7 +101,7 @@ def test_a_scheduler_that_fails_ends_its_request_only(rig: RunnerRig, plain: Any
     body = make_body(rig.runner.pipeline, request("bad"), conditioning={"sigmas": [1.0, 0.5], "callback_on_step_end": _raising})
     rig.runner.join(request("bad"), body)
     images, errors = rig.run(good, running=1)
-    assert errors["bad"].code == ErrorCode.ENGINE_FAILED
+    assert errors["bad"].code == ErrorCode.REQUEST_FAILED
     assert "after the step" in errors["bad"].message
     assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
 
@@ -130,7 +130,7 @@ def test_a_request_that_cannot_even_be_prepared_fails_alone(rig: RunnerRig, monk
 
     monkeypatch.setattr("diffusion_worker.runner.tasks.make_body", prepare)
     images, errors = rig.run(request("odd"), request("good"))
-    assert errors["odd"].code == ErrorCode.ENGINE_FAILED
+    assert errors["odd"].code == ErrorCode.REQUEST_FAILED
     assert list(images) == ["good"]
 
 
@@ -152,6 +152,6 @@ def test_a_request_that_fails_on_one_rank_fails_on_all_with_its_code_and_the_oth
     assert first["errors"] == {
         "between calls": ["InvalidRequest", "rank 1 does not like it"],
         "in a call": ["CapacityExceeded", "rank 1 has no room"],
-        "broken": ["EngineFailed", "RuntimeError: rank 1 broke"],
+        "broken": ["RequestFailed", "RuntimeError: rank 1 broke"],
     }
     assert first["images"] == ["good"]

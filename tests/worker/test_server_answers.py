@@ -78,8 +78,8 @@ async def test_less_compression_makes_larger_files(edge: Edge, output_format: st
 )
 async def test_what_cannot_be_answered_is_refused_by_name(edge: Edge, body: dict[str, Any], field: str, says: str) -> None:
     answer = await edge.request_images(prompt="p", **body)
-    assert (answer.status_code, answer.json()["code"], answer.json()["details"]) == (400, "InvalidRequest", {"field": field})
-    assert says in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["param"]) == (400, "InvalidRequest", field)
+    assert says in answer.json()["error"]["message"]
 
 
 async def test_a_file_is_the_image_itself(edge: Edge) -> None:
@@ -179,8 +179,8 @@ async def test_fields_that_ask_for_nothing_that_could_be_missed_are_accepted(edg
 )
 async def test_fields_that_mean_nothing_here_are_refused_with_what_is_possible(edge: Edge, field: str, value: object) -> None:
     answer = await edge.request_images(prompt="p", **{field: value})
-    assert (answer.status_code, answer.json()["details"]) == (400, {"field": field})
-    assert REFUSED[field] in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert REFUSED[field] in answer.json()["error"]["message"]
 
 
 def test_no_field_of_the_sdk_is_unknown_here() -> None:
@@ -194,7 +194,7 @@ def test_no_field_of_the_sdk_is_unknown_here() -> None:
 async def test_half_of_a_surrogate_pair_is_no_text(edge: Edge, field: str) -> None:
     content = json.dumps({"prompt": "p"} | {field: "\ud800"})
     answer = await edge.data.post("/v1/images/generations", content=content, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["details"]) == (400, {"field": field})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 # Defaults and limits of the worker's options
@@ -225,8 +225,8 @@ async def test_a_request_over_a_limit_of_the_options_is_refused_with_the_limit(b
     async with serving_edge(limits=limits) as edge:
         refused = await edge.request_images(**{"prompt": "p", **body})
         fits = await edge.request_images(prompt="p" * 10, n=2, num_inference_steps=5, size="64x64")
-    assert (refused.status_code, refused.json()["details"]) == (400, {"field": field})
-    assert limit in refused.json()["message"]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert limit in refused.json()["error"]["message"]
     assert fits.status_code == 200
 
 
@@ -250,7 +250,7 @@ async def test_a_recipe_of_more_steps_than_the_limit_is_refused() -> None:
     await edge.engine.start()
     await edge.put_adapter("stripes", "/loras/stripes")
     refused = await edge.request_images(prompt="p", model="stripes")
-    assert (refused.status_code, refused.json()["details"]) == (400, {"field": "num_inference_steps"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "num_inference_steps")
     await edge.engine.terminate()
 
 

@@ -31,9 +31,9 @@ async def test_the_api_is_closed_without_the_key_and_says_so(key_path: Path, hea
         for method, path in GUARDED:
             headers = {} if header is None else {"authorization": header}
             answer = await edge.data.request(method, path, headers=headers, content=b"not even JSON")
-            assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (401, "Unauthorized", False)
+            assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (401, "Unauthorized", False)
             assert answer.headers["www-authenticate"] == "Bearer" and answer.headers["x-request-id"]
-            assert "the API key" in answer.json()["message"] and "sk-right" not in answer.text
+            assert "the API key" in answer.json()["error"]["message"] and "sk-right" not in answer.text
         assert 'code="Unauthorized"' in (await edge.data.get("/metrics")).text
 
 

@@ -182,7 +182,7 @@ async def test_sleep_waits_for_a_running_request_and_refuses_new_ones(edge: Edge
     await edge.wait_state(inFlight=1)
     await edge.operate("sleep", mode="Wait")
     await edge.wait_state(state="draining")
-    assert (await edge.request_images(prompt="p")).json()["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p")).json()["error"]["code"] == "Asleep"
     edge.ranks.stepping.set()
     assert (await running).status_code == 200
     await edge.wait_state(state="asleep")
@@ -194,7 +194,7 @@ async def test_sleep_with_abort_ends_a_running_request_with_a_code(edge: Edge) -
     await edge.wait_state(inFlight=1)
     await edge.operate("sleep", mode="Abort")
     answer = await running
-    assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Asleep")
     edge.ranks.stepping.set()
     await edge.wait_state(state="asleep")
 
@@ -212,7 +212,7 @@ async def test_a_wake_of_some_tags_serves_nothing_until_the_last_one_is_there(ed
     await edge.operate("wake", tags=["weights", "caches"])
     document = await edge.wait_state(operation=None)
     assert (document["state"], [rank["memory"]["asleep"] for rank in document["ranks"]]) == ("asleep", [["adapters"], ["adapters"]])
-    assert (await edge.request_images(prompt="p")).json()["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p")).json()["error"]["code"] == "Asleep"
     await edge.operate("wake", tags=["adapters"])
     await edge.wait_state(state="ready")
     assert (await edge.request_images(prompt="p")).status_code == 200
@@ -459,7 +459,7 @@ async def test_a_delete_ends_requests_that_outlast_the_drain(edge: Edge) -> None
     await edge.wait_state(inFlight=1)
     assert (await edge.delete_adapter("style", drainSeconds=0)).status_code == 200
     answer = await running
-    assert (answer.status_code, answer.json()["code"]) == (410, "AdapterRemoved")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (410, "AdapterRemoved")
 
 
 async def test_adapter_calls_for_another_boot_are_refused(edge: Edge) -> None:

@@ -178,7 +178,7 @@ def test_a_stream_is_finished_before_a_terminated_worker_ends() -> None:
 async def test_a_body_that_stops_is_refused_after_its_time() -> None:
     answers = await _answers_to_slow_body([b"x" * 10], grace_s=0.05)
     assert answers[0]["status"] == 408
-    problem = json.loads(answers[1]["body"])
+    problem = json.loads(answers[1]["body"])["error"]
     assert (problem["code"], problem["retryable"]) == ("Timeout", True)
     assert str(SLOWEST_BYTES_PER_S) in problem["message"] and "found 10 bytes" in problem["message"]
 

@@ -94,9 +94,9 @@ async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
 async def test_a_wrong_field_is_refused_by_name(edge: Edge, body: dict[str, Any], field: str, says: str) -> None:
     answer = await edge.request_images(**body)
     assert answer.status_code == 400
-    problem = answer.json()
-    assert (problem["code"], problem["retryable"], problem["retryAfterSeconds"]) == ("InvalidRequest", False, None)
-    assert problem["details"] == {"field": field}
+    problem = answer.json()["error"]
+    assert (problem["code"], problem["retryable"], problem["retry_after_seconds"]) == ("InvalidRequest", False, None)
+    assert (problem["type"], problem["param"], problem["details"]) == ("invalid_request_error", field, {})
     assert field in problem["message"] and says in problem["message"]
     assert SECRET not in answer.text and len(answer.text) < 600
 
@@ -107,7 +107,7 @@ async def test_numbers_that_are_none_are_refused(edge: Edge, number: str) -> Non
         "/v1/images/generations", content=f'{{"prompt": "p", "guidance_scale": {number}}}', headers={"content-type": "application/json"}
     )
     assert answer.status_code == 400
-    assert answer.json()["details"] == {"field": "guidance_scale"}
+    assert answer.json()["error"]["param"] == "guidance_scale"
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ async def test_numbers_that_are_none_are_refused(edge: Edge, number: str) -> Non
 )
 async def test_a_body_that_is_no_json_object_is_refused(edge: Edge, content: bytes) -> None:
     answer = await edge.data.post("/v1/images/generations", content=content, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["code"]) == (400, "InvalidRequest")
-    assert "body" in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "InvalidRequest")
+    assert "body" in answer.json()["error"]["message"]
 
 
 async def test_a_form_is_refused_with_what_is_expected(edge: Edge) -> None:
     answer = await edge.data.post("/v1/images/generations", data={"prompt": "p"})
     assert answer.status_code == 400
-    assert "application/json" in answer.json()["message"]
+    assert "application/json" in answer.json()["error"]["message"]
 
 
 async def test_a_body_over_the_limit_is_refused_whether_its_length_is_declared_or_not(edge: Edge) -> None:
@@ -135,14 +135,14 @@ async def test_a_body_over_the_limit_is_refused_whether_its_length_is_declared_o
     headers = {"content-type": "application/json"}
     for body in (content, chunks()):
         answer = await edge.data.post("/v1/images/generations", content=body, headers=headers)
-        assert (answer.status_code, answer.json()["code"]) == (413, "InvalidRequest")
-        assert str(MAX_BODY_BYTES) in answer.json()["message"]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "InvalidRequest")
+        assert str(MAX_BODY_BYTES) in answer.json()["error"]["message"]
 
 
 async def test_an_unknown_model_is_not_found_and_never_the_base(edge: Edge) -> None:
     answer = await edge.request_images(prompt="p", model="nobody")
-    assert (answer.status_code, answer.json()["code"]) == (404, "NotFound")
-    assert "'nobody'" in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NotFound")
+    assert "'nobody'" in answer.json()["error"]["message"]
 
 
 async def test_an_adapter_is_served_under_its_name_and_listed(edge: Edge) -> None:
@@ -167,8 +167,8 @@ async def test_an_adapter_that_failed_to_load_is_refused_with_the_reason(edge: E
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json")
     await edge.put_adapter("broken", "/loras/broken")
     answer = await edge.request_images(prompt="p", model="broken")
-    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "AdapterNotLoaded", True)
-    assert "no adapter_config.json" in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (422, "AdapterNotLoaded", False)
+    assert "no adapter_config.json" in answer.json()["error"]["message"]
     assert (await edge.request_images(prompt="p")).status_code == 200
 
 
@@ -180,20 +180,20 @@ async def test_a_worker_that_loads_is_not_ready_for_the_kubelet_and_keeps_its_re
     await edge.wait_held(1)
     assert (await edge.data.get("/healthz")).status_code == 200
     ready = await edge.data.get("/readyz")
-    assert (ready.status_code, ready.json()["code"]) == (503, "Starting")
+    assert (ready.status_code, ready.json()["error"]["code"]) == (503, "Starting")
     edge.ranks.loading.set()
     await starting
     assert (await edge.data.get("/readyz")).status_code == 200
     assert (await early).status_code == 200
     await edge.engine.terminate()
-    assert (await edge.data.get("/readyz")).json()["code"] == "Terminating"
+    assert (await edge.data.get("/readyz")).json()["error"]["code"] == "Terminating"
 
 
 async def test_a_sleeping_model_refuses_requests_but_stays_ready_for_the_kubelet(edge: Edge) -> None:
     await edge.operate("sleep")
     await edge.wait_state(state="asleep")
     answer = await edge.request_images(prompt="p")
-    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Asleep", True)
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (503, "Asleep", True)
     assert (await edge.data.get("/readyz")).status_code == 200
     await edge.operate("wake")
     await edge.wait_state(state="ready")
@@ -208,8 +208,8 @@ async def test_a_group_that_is_lost_for_good_fails_the_requests_that_wait_for_it
         await edge.wait_state(inFlight=1)
         edge.ranks.die("rank 0 was ended by SIGKILL")
         answer = await request
-        assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
-        assert "SIGKILL" in answer.json()["message"]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "EngineFailed")
+        assert "SIGKILL" in answer.json()["error"]["message"]
         assert "SIGKILL" in await watching
         assert (await edge.request_images(prompt="p")).status_code == 500
         assert (await edge.data.get("/readyz")).status_code == 503
@@ -256,8 +256,8 @@ async def test_every_answer_has_a_request_id_and_a_harmless_one_of_the_client_is
 )
 async def test_a_wrong_route_is_answered_in_the_same_form(edge: Edge, method: str, path: str, status: int, code: str) -> None:
     answer = await edge.data.request(method, path)
-    assert (answer.status_code, answer.json()["code"]) == (status, code)
-    assert path in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert path in answer.json()["error"]["message"]
 
 
 async def test_a_fault_of_ours_is_an_engine_failure_without_its_details(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ async def test_a_fault_of_ours_is_an_engine_failure_without_its_details(edge: Ed
 
     monkeypatch.setattr(edge.engine, "generate", broken)
     answer = await edge.request_images(prompt="p")
-    assert (answer.status_code, answer.json()["code"]) == (500, "EngineFailed")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "EngineFailed")
     assert SECRET not in answer.text
 
 

@@ -44,7 +44,7 @@ def test_both_ports_answer_while_the_ranks_load() -> None:
         # Half a second on an idle core; the machine of a test is not idle.
         assert listening_s < 10
         worker.send_signal(signal.SIGTERM)
-        assert (held.result(5).status_code, held.result().json()["code"]) == (503, "Terminating")
+        assert (held.result(5).status_code, held.result().json()["error"]["code"]) == (503, "Terminating")
         assert held.result().headers["retry-after"]
         assert worker.wait_exit() == 0
 
@@ -57,7 +57,7 @@ def test_a_terminated_worker_finishes_its_request_and_exits_with_0() -> None:
         worker.send_signal(signal.SIGTERM)
         worker.wait_for(lambda: worker.get("/readyz").status_code == 503, what="draining")
         refused = worker.request_images(prompt="q")
-        assert (refused.status_code, refused.json()["code"]) == (503, "Terminating")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "Terminating")
         assert running.result(30).status_code == 200
         assert worker.wait_exit() == 0
         assert worker.termination_log.read_text() == ""
@@ -72,7 +72,7 @@ def test_a_request_that_outlasts_the_drain_is_ended_with_a_code() -> None:
         running = threads.submit(worker.images, prompt="p", num_inference_steps=200)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         assert worker.terminate() == 0
-        assert (running.result(10).status_code, running.result().json()["code"]) == (503, "Terminating")
+        assert (running.result(10).status_code, running.result().json()["error"]["code"]) == (503, "Terminating")
 
 
 def test_a_worker_that_still_loads_can_be_terminated() -> None:
@@ -87,7 +87,7 @@ def test_a_group_lost_for_good_answers_what_waits_and_ends_the_worker_with_70_an
     ):
         worker.wait_ready()
         answer = threads.submit(worker.images, prompt="p", num_inference_steps=200).result(30)
-        assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (500, "EngineFailed", True)
+        assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (500, "EngineFailed", True)
         assert worker.wait_exit() == 70
         assert "rank 0 was ended by SIGKILL" in worker.termination_log.read_text()
         assert "rank 0 was ended by SIGKILL" in worker.output

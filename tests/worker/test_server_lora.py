@@ -44,8 +44,8 @@ async def image(edge: Edge, **body: Any) -> tuple[bytes, list[dict[str, Any]]]:
 
 
 def refusal(answer: httpx2.Response) -> tuple[int, str, str | None]:
-    problem = answer.json()
-    return answer.status_code, problem["code"], problem["details"].get("field")
+    problem = answer.json()["error"]
+    return answer.status_code, problem["code"], problem["param"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ async def test_a_wrong_form_is_refused_with_the_place_of_what_is_wrong(edge: Edg
 
 async def test_a_path_that_is_not_the_adapters_own_is_refused_without_naming_that_and_nothing_is_read(edge: Edge) -> None:
     answer = await edge.request_images(**REQUEST, lora={"name": "stripes", "path": "/etc/shadow"})
-    assert answer.json()["message"] == ("lora[0].path: expected none, or where adapter 'stripes' came from, found '/etc/shadow'")
+    assert answer.json()["error"]["message"] == ("lora[0].path: expected none, or where adapter 'stripes' came from, found '/etc/shadow'")
     assert edge.ranks.calls.count("add_lora") == 2
 
 
@@ -151,7 +151,7 @@ async def test_a_lora_scale_that_is_not_for_exactly_one_adapter_is_refused(edge:
 async def test_an_unknown_adapter_is_not_found_never_the_base(edge: Edge, body: dict[str, Any]) -> None:
     answer = await edge.request_images(**REQUEST, **body)
     assert refusal(answer)[:2] == (404, "NotFound")
-    assert "'nobody'" in answer.json()["message"]
+    assert "'nobody'" in answer.json()["error"]["message"]
 
 
 async def test_an_adapter_that_failed_to_load_is_not_loaded_never_the_base(edge: Edge) -> None:
@@ -159,9 +159,9 @@ async def test_an_adapter_that_failed_to_load_is_not_loaded_never_the_base(edge:
     await edge.put_adapter("broken", "/loras/broken")
     for body in ({"lora": {"name": "broken"}}, {"model": "broken"}, {"lora": [{"name": "stripes"}, {"name": "broken"}]}):
         answer = await edge.request_images(**REQUEST, **body)
-        assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
+        assert refusal(answer)[:2] == (422, "AdapterNotLoaded")
         answer = await edge.request_images(**REQUEST, **body, stream=True)
-        assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
+        assert refusal(answer)[:2] == (422, "AdapterNotLoaded")
 
 
 # An adapter that went from memory, or is loaded when it is first asked for
@@ -228,8 +228,8 @@ async def test_a_failed_load_ends_the_request_that_waits_for_it_with_the_reason(
     edge.ranks.adapter_errors["/loras/rare"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "layer x has no such tensor")
     await edge.put_adapter("rare", "/loras/rare", residency="OnDemand")
     answer = await edge.request_images(**REQUEST, model="rare")
-    assert refusal(answer)[:2] == (503, "AdapterNotLoaded")
-    assert "layer x has no such tensor" in answer.json()["message"]
+    assert refusal(answer)[:2] == (422, "AdapterNotLoaded")
+    assert "layer x has no such tensor" in answer.json()["error"]["message"]
 
 
 # What is said of them
@@ -270,7 +270,7 @@ async def test_a_request_that_contradicts_a_recipe_is_refused_by_name(edge: Edge
     edge.ranks.adapter_recipes["/loras/fast"] = RECIPE
     await edge.put_adapter("fast", "/loras/fast")
     answer = await edge.request_images(**REQUEST, model="fast", **{field: value})
-    assert refusal(answer) == (400, "InvalidRequest", field) and "'fast'" in answer.json()["message"]
+    assert refusal(answer) == (400, "InvalidRequest", field) and "'fast'" in answer.json()["error"]["message"]
 
 
 async def test_a_model_that_a_request_would_not_get_is_the_same_error(edge: Edge) -> None:

@@ -139,8 +139,8 @@ async def test_an_adapter_has_a_card_with_its_parent_and_its_content(edge: Edge)
 
 async def test_a_model_that_is_not_here_is_not_found_by_name(edge: Edge) -> None:
     answer = await edge.data.get("/v1/models/nobody")
-    assert (answer.status_code, answer.json()["code"]) == (404, "NotFound")
-    assert "digits" in answer.json()["message"] and "'nobody'" in answer.json()["message"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NotFound")
+    assert "digits" in answer.json()["error"]["message"] and "'nobody'" in answer.json()["error"]["message"]
 
 
 async def test_while_the_model_loads_its_card_says_only_what_is_known() -> None:

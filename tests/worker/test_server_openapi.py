@@ -34,11 +34,11 @@ async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: E
     body = document["components"]["schemas"]["ImagesRequest"]
     assert (body["required"], body["additionalProperties"]) == (["prompt"], False)
     assert set(body["properties"]) >= {"prompt", "model", "n", "size", "seed", "num_inference_steps", "guidance_scale", "response_format"}
-    error = document["components"]["schemas"]["ErrorBody"]
-    assert sorted(error["properties"]) == ["code", "details", "message", "retryAfterSeconds", "retryable"]
+    error = document["components"]["schemas"]["ErrorObject"]
+    assert list(error["properties"]) == ["message", "type", "param", "code", "retryable", "retry_after_seconds", "details"]
     for route in ("generations", "edits"):
         answers = document["paths"][f"/v1/images/{route}"]["post"]["responses"]
-        assert answers["default"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+        assert answers["default"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorEnvelope"}
         forms = {"application/json", "text/event-stream", "image/png", "image/jpeg", "image/webp", "application/zip"}
         assert set(answers["200"]["content"]) == forms
 

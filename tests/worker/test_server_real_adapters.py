@@ -46,16 +46,16 @@ def test_a_broken_adapter_of_the_command_line_is_failed_with_the_reason_and_the_
     assert (broken["state"], broken["error"]["code"]) == ("Failed", "InvalidAdapter")
     assert "adapter_config.json" in broken["error"]["message"]
     answer = worker.request_images(**REQUEST, model="broken")
-    assert (answer.status_code, answer.json()["code"]) == (503, "AdapterNotLoaded")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "AdapterNotLoaded")
 
 
 def test_an_adapter_is_put_used_and_deleted_while_the_worker_serves(worker: WorkerProcess) -> None:
-    assert worker.request_images(**REQUEST, model="put").json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "NotFound"
     answer = worker.put_adapter("put", STRIPES, digest=digest_of(STRIPES))
     assert (answer.status_code, answer.json()["state"], answer.json()["ranksLoaded"]) == (200, "Loaded", 1)
     assert worker.image(**REQUEST, model="put").tobytes() == worker.image(**REQUEST, model="stripes").tobytes()
     assert worker.delete_adapter("put").status_code == 200
-    assert worker.request_images(**REQUEST, model="put").json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "NotFound"
     assert worker.delete_adapter("put").status_code == 404
 
 
@@ -112,7 +112,7 @@ def test_a_lora_that_is_none_or_does_not_match_is_refused_and_changes_nothing(
     status = 404 if code == "SourceNotFound" else 400
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (status, code, False), answer.text
     assert says in answer.json()["message"]
-    assert worker.request_images(**REQUEST, model="bad").json()["code"] == "AdapterNotLoaded"
+    assert worker.request_images(**REQUEST, model="bad").json()["error"]["code"] == "AdapterNotLoaded"
     assert before == (worker.image(**REQUEST).tobytes(), worker.image(**REQUEST, model="stripes").tobytes())
 
 
@@ -161,8 +161,8 @@ def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker:
 
 def test_a_request_for_what_is_no_adapter_here_never_reads_its_path(worker: WorkerProcess) -> None:
     answer = worker.request_images(**REQUEST, lora={"name": "stripes", "path": str(DIGITS / "loras" / "frame")})
-    assert (answer.status_code, answer.json()["details"]) == (400, {"field": "lora[0].path"})
-    assert worker.request_images(**REQUEST, lora={"name": "mine", "path": str(STRIPES)}).json()["code"] == "NotFound"
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora[0].path")
+    assert worker.request_images(**REQUEST, lora={"name": "mine", "path": str(STRIPES)}).json()["error"]["code"] == "NotFound"
 
 
 def test_vllms_routes_load_and_unload(worker: WorkerProcess) -> None:
@@ -173,7 +173,7 @@ def test_vllms_routes_load_and_unload(worker: WorkerProcess) -> None:
     assert worker.control("POST", "/v1/load_lora_adapter", json=told).status_code == 400
     answer = worker.control("POST", "/v1/unload_lora_adapter", json={"lora_name": "put"})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'put' removed successfully.")
-    assert worker.request_images(**REQUEST, model="put").json()["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "NotFound"
 
 
 def test_different_adapters_and_the_base_at_once_equal_each_alone(worker: WorkerProcess) -> None:

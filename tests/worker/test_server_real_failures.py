@@ -40,9 +40,9 @@ def test_a_rank_killed_once_too_often_ends_the_worker_with_70_the_reason_and_an_
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         os.kill(pids[1], signal.SIGKILL)
         answer = running.result(30)
-        assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (500, "EngineFailed", True)
+        assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (500, "EngineFailed", True)
         assert worker.wait_exit(30) == 70
-        for text in (worker.output, worker.termination_log.read_text(), answer.json()["message"]):
+        for text in (worker.output, worker.termination_log.read_text(), answer.json()["error"]["message"]):
             assert f"rank 1 (pid {pids[1]}) was ended by SIGKILL" in text
         wait_until_gone(worker, pids)
 

@@ -76,7 +76,7 @@ def test_a_request_while_the_model_loads_is_held_and_served(of_all: Sleepy) -> N
     assert worker.state()["state"] == "starting"
     # Which sizes the model can make is known when it was loaded; this is known before.
     wrong = worker.request_images(**{**REQUEST, "num_inference_steps": 100_000})
-    assert (wrong.status_code, wrong.json()["code"]) == (400, "InvalidRequest")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "InvalidRequest")
     assert worker.state()["state"] == "starting"
     assert worker.request_images(**REQUEST).status_code == 200
 
@@ -126,7 +126,7 @@ def test_past_max_held_requests_get_429_and_a_client_that_goes_away_frees_its_pl
     with httpx2.Client() as client, client.stream("POST", f"{sleepy.worker.url}/v1/images/generations", json={**REQUEST, "stream": True}):
         sleepy.wait_held(2)
         over = sleepy.worker.request_images(**REQUEST)
-        assert (over.status_code, over.json()["code"], over.json()["retryable"]) == (429, "Overloaded", True)
+        assert (over.status_code, over.json()["error"]["code"], over.json()["error"]["retryable"]) == (429, "Overloaded", True)
         assert int(over.headers["Retry-After"]) >= 1
         wrong = sleepy.worker.request_images(**{**REQUEST, "num_inference_steps": 100_000})
         assert wrong.status_code == 400
@@ -142,7 +142,7 @@ def test_a_request_that_was_held_for_too_long_gets_503_and_when_to_come_back(sle
     sleepy.gates.close("wake")
     begun = time.monotonic()
     answer = sleepy.worker.request_images(**REQUEST)
-    assert (answer.status_code, answer.json()["retryable"]) == (503, True), answer.text
+    assert (answer.status_code, answer.json()["error"]["retryable"]) == (503, True), answer.text
     assert int(answer.headers["Retry-After"]) >= 1
     assert 0.5 <= time.monotonic() - begun < 5.0
     assert sleepy.held() == 0
@@ -152,7 +152,7 @@ def test_cold_requests_are_refused_at_once_where_the_mode_says_so(sleepy: Sleepy
     sleepy.declare(mode="Reject")
     sleepy.gates.close("wake")
     answer = sleepy.worker.request_images(**REQUEST)
-    assert (answer.status_code, answer.json()["retryable"]) == (503, True)
+    assert (answer.status_code, answer.json()["error"]["retryable"]) == (503, True)
     assert int(answer.headers["Retry-After"]) >= 1
 
 
@@ -178,7 +178,7 @@ def test_a_stream_tells_that_it_is_held_and_why_and_ends_with_the_image(
 def test_under_policy_asleep_requests_are_refused_at_once_and_wrong_ones_with_their_own_code(sleepy: Sleepy) -> None:
     sleepy.declare(policy="Asleep")
     answer = sleepy.worker.request_images(**REQUEST)
-    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Asleep", True)
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (503, "Asleep", True)
     assert sleepy.worker.request_images(**{**REQUEST, "size": "33x32"}).status_code == 400
     assert sleepy.worker.request_images(**REQUEST, model="nobody").status_code == 404
     assert sleepy.worker.state()["state"] == "asleep"
@@ -197,7 +197,7 @@ def test_requests_that_are_held_at_the_end_are_told_so_and_the_worker_ends_with_
     assert worker.terminate() == 0
     assert time.monotonic() - begun < 15
     answer = held.result(5)
-    assert (answer.status_code, answer.json()["code"]) == (503, "Terminating")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Terminating")
     assert "Terminating" in stream.result(5).text
     assert [pid for pid in pids if process_exists(pid)] == []
 

@@ -137,7 +137,7 @@ def test_more_requests_than_fit_the_batch_are_all_served(worker: WorkerProcess) 
 )
 def test_a_value_out_of_range_is_refused_by_name(worker: WorkerProcess, change: dict[str, Any], field: str) -> None:
     answer = worker.request_images(**{"prompt": "a red digit seven", **change})
-    assert (answer.status_code, answer.json()["code"], answer.json()["details"]) == (400, "InvalidRequest", {"field": field})
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["param"]) == (400, "InvalidRequest", field)
 
 
 @pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 100])

@@ -41,6 +41,6 @@ def test_a_cancelled_image_leaves_the_ranks_and_the_next_one_is_made(worker: Wor
         running = pool.submit(send, worker, LARGE, "to-cancel")
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="the image runs")
         assert httpx2.delete(f"{worker.url}/v1/requests/to-cancel").status_code == 204
-        assert running.result(30).json()["code"] == "Cancelled"
+        assert running.result(30).json()["error"]["code"] == "Cancelled"
     assert send(worker, SMALL).status_code == 200
     worker.wait_for(lambda: worker.state()["inFlight"] == 0, what="nothing runs")

@@ -47,7 +47,7 @@ def test_sleep_frees_the_weights_and_wake_gives_the_same_images(worker_of_two: W
         assert all(of["mirrorMemoryBytes"] < 0.02 * of["weightsBytes"] for of in memory), memory
 
     answer = worker.request_images(**REQUEST)
-    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Asleep", True)
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (503, "Asleep", True)
     put = worker.put_adapter("put", DIGITS / "loras" / "frame")
     assert (put.status_code, put.json()["state"]) == (200, "Deferred"), put.text
     assert worker.get("/readyz").status_code == 200
@@ -68,7 +68,7 @@ def test_a_model_that_is_awake_in_part_serves_nothing_and_the_last_part_makes_it
         worker.wait_for(lambda: worker.state()["operation"] is None, what="woken in part")
         document = worker.state()
         assert (document["state"], sorted(document["ranks"][0]["memory"]["asleep"])) == ("asleep", left)
-        assert worker.request_images(**REQUEST).json()["code"] == "Asleep"
+        assert worker.request_images(**REQUEST).json()["error"]["code"] == "Asleep"
     assert weights_resident(worker, document)[0] >= document["ranks"][0]["memory"]["weightsBytes"]
     worker.wake(tags=["adapters"])
     assert worker.image(**REQUEST).tobytes() == before
@@ -132,7 +132,7 @@ def test_the_desired_file_names_adapters_and_lets_the_worker_fall_asleep_by_itse
             "stripes": ("Loaded", 0.5),
             "broken": ("Failed", 1.0),
         }
-        assert worker.request_images(**REQUEST).json()["code"] == "Asleep"
+        assert worker.request_images(**REQUEST).json()["error"]["code"] == "Asleep"
         worker.wake()
         assert worker.request_images(**REQUEST, model="stripes").status_code == 200
         assert worker.terminate() == 0

@@ -171,7 +171,7 @@ def test_a_sleep_during_the_load_of_an_adapter_leaves_both_whole(faulty: Faulty)
         assert faulty.begin("/v1/sleep").status_code == 202
         faulty.gates.open("adapter")
         answer = put.result(60)
-    assert answer.status_code == 200 or answer.json()["retryable"], answer.text
+    assert answer.status_code == 200 or answer.json()["error"]["retryable"], answer.text
     faulty.wait_over("asleep")
     assert faulty.weights_resident() < 0.02
     assert faulty.put_adapter("frame", DIGITS / "loras" / "frame").status_code == 200
@@ -222,7 +222,7 @@ def test_a_worker_terminated_while_it_drains_gives_what_runs_its_time_and_ends_w
         faulty.wait_state("draining")
         check_end(faulty)
         answer = running.result(5)
-        assert answer.status_code == 200 or answer.json()["code"] == "Terminating", answer.text
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "Terminating", answer.text
     faulty.start()
     faulty.wait_ready()
 

@@ -31,7 +31,7 @@ async def test_a_running_request_is_cancelled_by_its_id_and_its_rows_are_free_by
     answer = await edge.data.delete("/v1/requests/mine")
     assert (answer.status_code, answer.content) == (204, b"")
     cancelled = await running
-    assert (cancelled.status_code, cancelled.json()["code"], cancelled.json()["retryable"]) == (499, "Cancelled", False)
+    assert (cancelled.status_code, cancelled.json()["error"]["code"], cancelled.json()["error"]["retryable"]) == (499, "Cancelled", False)
     assert cancelled.headers["x-request-id"] == "mine"
     edge.ranks.stepping.set()
     assert (await waiting).status_code == 200
@@ -45,7 +45,7 @@ async def test_a_waiting_request_is_cancelled_at_once_without_a_step(edge: Edge)
     waiting = ask(edge, "b")
     await edge.wait_state(queued=1)
     assert (await edge.data.delete("/v1/requests/b")).status_code == 204
-    assert (await waiting).json()["code"] == "Cancelled"
+    assert (await waiting).json()["error"]["code"] == "Cancelled"
     await edge.wait_state(queued=0, inFlight=2)
     edge.ranks.stepping.set()
     assert (await running).status_code == 200
@@ -55,7 +55,7 @@ async def test_a_request_that_is_unknown_or_answered_cannot_be_cancelled(edge: E
     assert (await ask(edge, "done")).status_code == 200
     for request_id in ("done", "never", "a%20b"):
         answer = await edge.data.delete(f"/v1/requests/{request_id}")
-        assert (answer.status_code, answer.json()["code"]) == (404, "NotFound")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NotFound")
 
 
 async def test_requests_of_clients_that_chose_the_same_id_are_cancelled_together(edge: Edge) -> None:
@@ -85,10 +85,10 @@ async def test_control_calls_are_answered_while_a_step_does_not_end(edge: Edge) 
 async def test_an_image_that_was_out_of_memory_alone_is_refused_with_its_size_before_it_runs_again(edge: Edge) -> None:
     edge.ranks.out_of_memory_pixels = 512 * 512
     first = await edge.request_images(prompt="p", size="512x512")
-    assert (first.status_code, first.json()["code"]) == (507, "InsufficientMemory")
+    assert (first.status_code, first.json()["error"]["code"]) == (507, "InsufficientMemory")
     ticks = edge.engine.stats.ticks
     again = await edge.request_images(prompt="p", size="512x1024")
-    assert (again.status_code, again.json()["code"]) == (400, "InvalidRequest")
-    assert "found 512x1024" in again.json()["message"] and again.json()["details"] == {"field": "size"}
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "InvalidRequest")
+    assert "found 512x1024" in again.json()["error"]["message"] and again.json()["error"]["param"] == "size"
     assert edge.engine.stats.ticks == ticks
     assert (await edge.request_images(prompt="p", size="256x256")).status_code == 200

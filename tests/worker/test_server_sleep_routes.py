@@ -80,7 +80,7 @@ async def test_running_requests_are_ended_or_waited_for_by_the_mode(edge: Edge, 
     await edge.wait_state(state="draining")
     edge.ranks.stepping.set()
     answer = await running
-    assert (answer.status_code, answer.json().get("code")) == outcome
+    assert (answer.status_code, answer.json().get("error", {}).get("code")) == outcome
     assert (await sleeping).status_code == 200
 
 

@@ -143,7 +143,7 @@ async def test_a_request_that_is_refused_is_answered_with_its_status_and_no_stre
     edge: Edge, body: dict[str, Any], status: int, code: str
 ) -> None:
     answer = await edge.request_images(**{"prompt": "p", "stream": True, **body})
-    assert (answer.status_code, answer.headers["content-type"], answer.json()["code"]) == (status, "application/json", code)
+    assert (answer.status_code, answer.headers["content-type"], answer.json()["error"]["code"]) == (status, "application/json", code)
 
 
 async def test_an_error_in_a_stream_is_its_last_event_with_the_body_of_all_errors(edge: Edge) -> None:
@@ -160,10 +160,12 @@ async def test_an_error_in_a_stream_is_its_last_event_with_the_body_of_all_error
         rest += message["body"].decode()
     [error] = [event for event in events_of(rest + message["body"].decode()) if event["type"] == "error"]
     assert error["error"] == {
-        "code": "Cancelled",
         "message": "the request was cancelled",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "Cancelled",
         "retryable": False,
-        "retryAfterSeconds": None,
+        "retry_after_seconds": None,
         "details": {},
     }
     await asking.end()

@@ -43,6 +43,7 @@ class ErrorCode(enum.StrEnum):
     INSUFFICIENT_MEMORY = "InsufficientMemory"
     RANK_FAILED = "RankFailed"
     ENGINE_FAILED = "EngineFailed"
+    REQUEST_FAILED = "RequestFailed"
     TIMEOUT = "Timeout"
     CANCELLED = "Cancelled"
     OVERLOADED = "Overloaded"
@@ -80,6 +81,8 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.INSUFFICIENT_MEMORY: 507,
     ErrorCode.RANK_FAILED: 500,
     ErrorCode.ENGINE_FAILED: 500,
+    # The model broke on this one request, and would again: clients repeat every 5xx.
+    ErrorCode.REQUEST_FAILED: 422,
     ErrorCode.TIMEOUT: 504,
     # nginx's number for a request that its client closed; no other says that nobody failed.
     ErrorCode.CANCELLED: 499,
@@ -145,10 +148,22 @@ class LoadTimeout(GroupFailed):
 
 
 class RequestError(WorkerError):
-    """Raised when one call cannot be served; the HTTP edge answers it as `{code, message, …}`."""
+    """Raised when one call cannot be served; the HTTP edge answers it with its code and message.
 
-    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: float | None = None, details: dict[str, Any] | None = None) -> None:
+    A `lasting` one has a code that mostly passes, for a reason that does not.
+    """
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        details: dict[str, Any] | None = None,
+        lasting: bool = False,
+    ) -> None:
         super().__init__(message)
+        self._lasting = lasting
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
@@ -162,7 +177,7 @@ class RequestError(WorkerError):
     @property
     def retryable(self) -> bool:
         """Whether the same call may succeed later."""
-        return self.code in RETRYABLE
+        return self.code in RETRYABLE and not self._lasting
 
 
 def refused(field: str, expected: str, found: object) -> RequestError:

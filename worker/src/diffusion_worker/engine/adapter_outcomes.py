@@ -26,6 +26,11 @@ Abort = Callable[[list[str], ErrorCode, str], None]
 InBackground = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
+def passes(problem: Problem | RequestError) -> bool:
+    """Whether a load that failed so may succeed without a change of its file or its call."""
+    return problem.retryable or problem.code == ErrorCode.CAPACITY_EXCEEDED
+
+
 class AdapterOutcomes:
     """Ends loads and adapters, and keeps the table right about both."""
 
@@ -96,8 +101,7 @@ class AdapterOutcomes:
                 current.error = problem
             return
         adapter.error = problem
-        passes = problem.retryable or problem.code == ErrorCode.CAPACITY_EXCEEDED
-        if passes and (adapter.loaded is not None or not load.asked):
+        if passes(problem) and (adapter.loaded is not None or not load.asked):
             adapter.state = AdapterState.CACHED
         else:
             self.mark_failed(adapter, problem)

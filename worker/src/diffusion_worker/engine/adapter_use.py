@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from diffusion_worker.config import OnMissing, WorkerConfig
 from diffusion_worker.engine.adapter_loading import AdapterLoader
+from diffusion_worker.engine.adapter_outcomes import passes
 from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapters import LOADING, Adapter
 from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
@@ -107,9 +108,10 @@ class AdapterUse:
         if adapter.state in THERE or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
             return adapter
         why = f": {_told(adapter, adapter.error)}" if adapter.error else ""
-        retry_after_s = None if adapter.state is AdapterState.FAILED else RETRY_AFTER_S
+        failed = adapter.state is AdapterState.FAILED
+        lasting = failed and adapter.error is not None and not passes(adapter.error)
         message = f"adapter {name!r} is {adapter.state.value}, not Loaded{why}"
-        raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=retry_after_s)
+        raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=None if failed else RETRY_AFTER_S, lasting=lasting)
 
     def require_known(self, choices: Sequence[AdapterChoice]) -> None:
         """Raises RequestError (NotFound, AdapterNotLoaded) for adapters that no wait and no wake will bring."""
@@ -187,8 +189,10 @@ class AdapterUse:
                 raise
             if loads[0].superseded is None:
                 message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
-                details = {"code": error.code}
-                raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details) from None
+                details, lasting = {"code": error.code}, not passes(error)
+                raise RequestError(
+                    ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details, lasting=lasting
+                ) from None
 
     async def _unless_cold(self, moved: Awaitable[None]) -> None:
         """Awaits something; raises NoLongerServing where the model stops to serve before."""

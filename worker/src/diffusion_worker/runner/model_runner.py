@@ -389,7 +389,7 @@ class DiffusionModelRunner:
         if isinstance(image, np.ndarray) and image.dtype == np.uint8:
             return image
         found = f"{type(self.pipeline).__name__} returned {type(image).__name__}"
-        raise RequestError(ErrorCode.ENGINE_FAILED, f"{found}, expected an image of uint8")
+        raise RequestError(ErrorCode.REQUEST_FAILED, f"{found}, expected an image of uint8")
 
     def supports_step_mode(self) -> bool:
         """Whether requests advance by scheduler steps; what has none runs whole, a model call a tick. False while nothing is loaded."""

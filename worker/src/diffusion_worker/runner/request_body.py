@@ -224,7 +224,7 @@ def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
         raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
     except Exception as error:
         message = f"{type(pipeline).__name__}.{method}: {type(error).__name__}: {error}"
-        raise RequestError(ErrorCode.ENGINE_FAILED, message) from error
+        raise RequestError(ErrorCode.REQUEST_FAILED, message) from error
 
 
 def _attention_processors(pipeline: Any) -> dict[Any, dict[str, Any]]:

@@ -306,7 +306,10 @@ def _without_frames(error: Failure) -> Failure:
 
 
 def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
-    """What the caller is told. Before its first model call (`asked`) a pipeline only checks its inputs: a ValueError is the caller's."""
+    """The error that the caller gets. Any but those of memory would come again, as it came of this request alone.
+
+    Before its first model call (`asked`) a pipeline only checks its inputs: a ValueError is the caller's.
+    """
     require_usable_rank(error)
     refusal = error.refusal if isinstance(error, CallFailed) else error
     if isinstance(refusal, RequestError):
@@ -314,7 +317,7 @@ def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
     if isinstance(error, ValueError) and not asked:
         return ErrorReport(ErrorCode.INVALID_REQUEST, str(error))
     words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
-    code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.ENGINE_FAILED
+    code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.REQUEST_FAILED
     # As text: a record that held the exception would hold the tensors of its frames.
     log.error("a request failed:\n%s", "".join(traceback.format_exception(error)))
     _without_frames(error)

@@ -30,7 +30,7 @@ def data_app(engine: Engine) -> FastAPI:
     Raises:
         ConfigError: the file of the API key is missing or empty.
     """
-    app = _app(engine, title="diffusion-worker")
+    app = _app(engine, title="diffusion-worker", flat_errors=False)
     app.state.encoding = EncodingThreads()
     app.state.metrics = Metrics(engine, app.state.encoding)
     app.state.started_at = int(time.time())
@@ -54,7 +54,7 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     Raises:
         ConfigError: the token file is missing or empty.
     """
-    app = _app(engine, title="diffusion-worker control")
+    app = _app(engine, title="diffusion-worker control", flat_errors=True)
     secured = []
     if token_path is not None:
         # The API's description is no secret.
@@ -76,7 +76,7 @@ def _is_api(path: str) -> bool:
     return path.startswith("/v1/")
 
 
-def _app(engine: Engine, *, title: str) -> FastAPI:
+def _app(engine: Engine, *, title: str, flat_errors: bool) -> FastAPI:
     app = FastAPI(
         title=title,
         # The interactive pages load scripts from other hosts.
@@ -87,5 +87,5 @@ def _app(engine: Engine, *, title: str) -> FastAPI:
     )
     app.state.engine = engine
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, larger=LARGER_BODIES)
-    install_error_answers(app)
+    install_error_answers(app, flat=flat_errors)
     return app

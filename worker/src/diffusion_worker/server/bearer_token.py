@@ -76,4 +76,4 @@ class RequireToken:
             return
         found = "another one" if authorization else "none"
         error = RequestError(ErrorCode.UNAUTHORIZED, f"expected {self._what} as 'Authorization: Bearer …', found {found}")
-        await error_answer(error, request=request, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        await error_answer(error, request, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

@@ -41,7 +41,7 @@ class BodyLimit:
         # The HTTP parser lets nothing but digits through.
         if int(Headers(scope=scope).get("content-length", "0")) > max_bytes:
             error = RequestError(ErrorCode.INVALID_REQUEST, _too_large(max_bytes), details={"field": "body"})
-            await error_answer(error, request=Request(scope), status=PAYLOAD_TOO_LARGE)(scope, receive, send)
+            await error_answer(error, Request(scope), status=PAYLOAD_TOO_LARGE)(scope, receive, send)
             return
         await self._app(scope, _Body(receive, max_bytes, self._grace_s).receive, send)
 

@@ -23,11 +23,10 @@ from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.generation import answer_generation
-from diffusion_worker.server.image_schemas import IMAGE_ANSWERS, Finite, ImageRequest
+from diffusion_worker.server.image_schemas import ERRORS, IMAGE_ANSWERS, Finite, ImageRequest
 from diffusion_worker.server.input_images import MAX_FILE_BYTES, DecodedImage, decode
 from diffusion_worker.server.lora_schemas import LoRAText, require_own_paths
 from diffusion_worker.server.problems import shortened
-from diffusion_worker.server.schemas import ERRORS
 
 # As many images as OpenAI takes, and a mask.
 MAX_FILES = 17

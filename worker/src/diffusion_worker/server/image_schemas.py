@@ -206,6 +206,30 @@ class ImagesAnswer(BaseModel):
     data: list[ImageData]
 
 
+ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+
+
+class ErrorObject(BaseModel):
+    """What is wrong, in OpenAI's fields and some of ours. `param` is the field of the request that is at fault, if one is."""
+
+    message: str
+    type: ErrorType
+    param: str | None
+    code: str
+    retryable: Annotated[bool, Field(description="The same request may succeed later; x-should-retry says the same.")]
+    retry_after_seconds: float | None
+    details: dict[str, object]
+
+
+class ErrorEnvelope(BaseModel):
+    """Every answer of the data port that is an error, and the data of an event `error`."""
+
+    error: ErrorObject
+
+
+# For `responses` of every route of the data port.
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorEnvelope, "description": "Any error."}}
+
 # With `stream`: one of the events. OpenAPI 3.1 has no way to say that there are many.
 EVENT = {
     "type": "object",

@@ -6,11 +6,10 @@ from starlette.responses import Response
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.generation import answer_generation
-from diffusion_worker.server.image_schemas import IMAGE_ANSWERS, ImagesRequest
+from diffusion_worker.server.image_schemas import ERRORS, IMAGE_ANSWERS, ImagesRequest
 from diffusion_worker.server.lora_schemas import require_own_paths
 from diffusion_worker.server.model_cards import ModelCard, ModelList, model_card, model_cards
 from diffusion_worker.server.running_requests import RunningRequests
-from diffusion_worker.server.schemas import ERRORS
 
 router = APIRouter()
 

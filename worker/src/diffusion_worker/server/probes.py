@@ -7,7 +7,7 @@ from starlette.responses import Response
 from diffusion_worker.engine.documents import EngineState
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.server.schemas import ERRORS
+from diffusion_worker.server.image_schemas import ERRORS
 
 router = APIRouter()
 READY_RETRY_S = 1.0

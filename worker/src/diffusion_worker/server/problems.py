@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error as the one body of the API: `{code, message, retryable, retryAfterSeconds, details}`.
+"""Every error as the one body of its port.
+
+The data port answers as OpenAI does: `{"error": {message, type, param, code, …}}`, by a status that is right by itself. Clients
+repeat 408, 409, 429 and every 5xx (OpenAI's SDKs where `x-should-retry` does not say otherwise, Vercel's by the status alone).
+So no other error has one of these. The control port's body is flat: `{code, message, retryable, retryAfterSeconds, details}`.
 
 Messages name the field, what was expected and what was found. Prompts are never repeated, other values shortened.
 """
@@ -15,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from diffusion_worker.errors import RETRYABLE, ErrorCode, GroupFailed, RequestError
-from diffusion_worker.server.image_schemas import REFUSED, SIZE_PATTERN
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.server.image_schemas import REFUSED, SIZE_PATTERN, ErrorType
 from diffusion_worker.server.schemas import ADAPTER_NAME_PATTERN, COMPONENT_PATTERN
 from diffusion_worker.server.source_schemas import SOURCE_FORMS
 
@@ -25,6 +29,7 @@ PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
 # nginx's number for a client that went away; nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
+REQUEST_ID = "X-Request-ID"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # Errors of the framework and of the body's arrival; all others are InvalidRequest.
 HTTP_CODES: dict[int, ErrorCode] = {HTTPStatus.NOT_FOUND: ErrorCode.NOT_FOUND, HTTPStatus.REQUEST_TIMEOUT: ErrorCode.TIMEOUT}
@@ -37,8 +42,9 @@ FORMS = {
 }
 
 
-def install_error_answers(app: FastAPI) -> None:
-    """Answer every error that leaves a route, and those of routing itself, in the one form."""
+def install_error_answers(app: FastAPI, *, flat: bool) -> None:
+    """Answer every error that leaves a route, and those of routing itself, in the port's one form: `flat`, or as OpenAI does."""
+    app.state.flat_errors = flat
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(GroupFailed, _group_failed)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -46,17 +52,26 @@ def install_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-def error_answer(
-    error: RequestError, *, request: Request | None = None, status: int | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """The answer to `error`; leaves its code with the request for log and metrics."""
-    if request is not None:
-        request.state.error_code = error.code
-    retry_after_s = error.retry_after_s if error.retryable else None
+def error_answer(error: RequestError, request: Request, *, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer to `error` in the form of the request's port; leaves its code with the request for log and metrics."""
+    request.state.error_code = error.code
     sent = dict(headers or {})
-    if retry_after_s is not None:
-        sent["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
-    return JSONResponse(error_body(error), status or error.status, sent)
+    if error.retryable and error.retry_after_s is not None:
+        sent["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    status = status or error.status
+    if request.app.state.flat_errors:
+        return JSONResponse(flat_body(error), status, sent)
+    status = settled_status(status, retryable=error.retryable)
+    sent["x-should-retry"] = "true" if error.retryable else "false"
+    # An unexpected error is answered outside of the middleware that adds it.
+    sent[REQUEST_ID] = getattr(request.state, "request_id", "")
+    return JSONResponse(error_envelope(error, status), status, sent)
+
+
+def settled_status(status: int, *, retryable: bool) -> int:
+    """The status of the data port's answer: 422 where clients would repeat what cannot succeed."""
+    repeated = status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS) or status >= 500
+    return HTTPStatus.UNPROCESSABLE_ENTITY if repeated and not retryable else status
 
 
 def client_gone(request: Request) -> Response:
@@ -65,15 +80,37 @@ def client_gone(request: Request) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def error_body(error: RequestError) -> dict[str, object]:
-    """`schemas.ErrorBody` of an error."""
+def flat_body(error: RequestError) -> dict[str, object]:
+    """`schemas.ErrorBody` of an error, as the control port answers it."""
     return {
         "code": error.code,
         "message": error.message,
-        "retryable": error.code in RETRYABLE,
+        "retryable": error.retryable,
         "retryAfterSeconds": error.retry_after_s if error.retryable else None,
         "details": error.details,
     }
+
+
+def error_envelope(error: RequestError, status: int) -> dict[str, object]:
+    """`image_schemas.ErrorEnvelope` of an error that is answered by `status`."""
+    content = {
+        "message": error.message,
+        "type": _openai_type(status),
+        "param": error.details.get("field"),
+        "code": error.code,
+        "retryable": error.retryable,
+        "retry_after_seconds": error.retry_after_s if error.retryable else None,
+        "details": {name: value for name, value in error.details.items() if name != "field"},
+    }
+    return {"error": content}
+
+
+def _openai_type(status: int) -> ErrorType:
+    """OpenAI's word for errors of a status, as its guide to error codes has it."""
+    if status >= 500:
+        return "server_error"
+    types: dict[int, ErrorType] = {HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
+    return types.get(status, "invalid_request_error")
 
 
 def lost_ranks(error: GroupFailed) -> RequestError:
@@ -138,19 +175,19 @@ def shortened(text: str) -> str:
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)  # starlette's handlers are typed for any exception
-    return error_answer(error, request=request)
+    return error_answer(error, request)
 
 
 async def _group_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, GroupFailed)
-    return error_answer(lost_ranks(error), request=request)
+    return error_answer(lost_ranks(error), request)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found = [describe_validation(problem) for problem in error.errors()[:5]]
     message = "; ".join(message for _, message in found)
-    return error_answer(RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": found[0][0]}), request=request)
+    return error_answer(RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": found[0][0]}), request)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -168,7 +205,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(_allowed_methods(request))
     problem = RequestError(code, messages.get(error.status_code, error.detail))
-    return error_answer(problem, request=request, status=error.status_code, headers=headers)
+    return error_answer(problem, request, status=error.status_code, headers=headers)
 
 
 def _allowed_methods(request: Request) -> list[str]:
@@ -179,4 +216,4 @@ def _allowed_methods(request: Request) -> list[str]:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     """Answer for an unexpected error in our code; the server logs the error that it re-raises."""
-    return error_answer(unexpected_error(error), request=request)
+    return error_answer(unexpected_error(error), request)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.server.metrics import ROUTES, Metrics
+from diffusion_worker.server.problems import REQUEST_ID
 
 # A client's own id is kept if it is harmless in a header and in a log.
 CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -36,7 +37,7 @@ class RequestLog:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
         started = time.monotonic()

@@ -44,7 +44,7 @@ ComponentName = Annotated[str, Field(pattern=COMPONENT_PATTERN, max_length=64)]
 
 
 class ErrorBody(BaseModel):
-    """Every answer that is an error, on both ports."""
+    """Every answer of the control port that is an error."""
 
     code: str
     message: str
@@ -53,7 +53,7 @@ class ErrorBody(BaseModel):
     details: dict[str, object]
 
 
-# For `responses` of every route: one form for all errors, and no mention of the framework's own.
+# For `responses` of every route of that port: one form for all errors, and no mention of the framework's own.
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Any error."}}
 
 

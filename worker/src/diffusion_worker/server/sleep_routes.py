@@ -212,4 +212,4 @@ def _cannot_sleep(engine: Engine, request: Request) -> Response | None:
     if option is None:
         return None
     error = RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with {option}")
-    return error_answer(error, request=request, status=NOT_IMPLEMENTED)
+    return error_answer(error, request, status=NOT_IMPLEMENTED)

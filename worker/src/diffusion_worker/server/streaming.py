@@ -20,7 +20,7 @@ from diffusion_worker.errors import GroupFailed, RequestError
 from diffusion_worker.server.answers import AnswerOptions, completed_event, held_event, preview_event, progress_event, server_sent
 from diffusion_worker.server.encoding_threads import EncodingThreads
 from diffusion_worker.server.pieces import Pieces, send_piece
-from diffusion_worker.server.problems import client_gone, error_body, lost_ranks, unexpected_error
+from diffusion_worker.server.problems import client_gone, error_envelope, lost_ranks, settled_status, unexpected_error
 from diffusion_worker.server.running_requests import ClientGone, unless_unwanted
 
 # A refusal comes at once. Past this the stream begins, so that whoever is in the queue sees that it was taken.
@@ -111,7 +111,8 @@ class EventStream(Response):
         """The last event of a stream that ends with an error. Its form is what makes the SDK raise."""
         self._request.state.error_code = error.code
         try:
-            await self._send(send, server_sent("error", {"error": error_body(error)}), more=False)
+            status = settled_status(error.status, retryable=error.retryable)
+            await self._send(send, server_sent("error", error_envelope(error, status)), more=False)
         except ClientGone:
             log.debug("nobody reads the error of this stream any more")
 

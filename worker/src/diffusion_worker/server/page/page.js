@@ -55,6 +55,7 @@ const ADVICE = {
   InsufficientMemory: "Choose a smaller size, or try again when less is going on.",
   RankFailed: "The processes that compute were lost too often while this was made. Try again; if it happens again, the worker's log says why.",
   EngineFailed: "The worker is about to restart. " + AGAIN,
+  RequestFailed: "The model broke on exactly this. Try another size or other options; the worker's log has the error.",
   Timeout: "It took too long. Try again with fewer steps or a smaller size.",
   Cancelled: "Somebody cancelled this request.",
   Unreachable: "Is the worker still running, and your connection to it? " + AGAIN,
@@ -63,10 +64,10 @@ const TITLES = { InvalidRequest: "This cannot be made", Unauthorized: "A key is 
 
 /** An error as the API tells it. */
 class Problem extends Error {
-  constructor({ code, message, details }) {
+  constructor({ code, message, param }) {
     super(message);
     this.code = code;
-    this.field = details?.field;
+    this.field = param;
   }
 }
 
@@ -86,7 +87,8 @@ async function call(path, options = {}) {
   const answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
   if (answer.ok) return answer;
   if (answer.status === 401) byId("key-section").hidden = false;
-  throw new Problem(await answer.json().catch(() => ({ code: `HTTP ${answer.status}`, message: answer.statusText })));
+  const told = await answer.json().catch(() => null);
+  throw new Problem(told?.error ?? { code: `HTTP ${answer.status}`, message: answer.statusText });
 }
 
 /** The events of a server-sent stream, as [type, data]. */
@@ -152,7 +154,7 @@ function wantedAdapter(row, index) {
 }
 
 function refused(field, message) {
-  return new Problem({ code: "InvalidRequest", message, details: { field } });
+  return new Problem({ code: "InvalidRequest", message, param: field });
 }
 
 async function make() {
