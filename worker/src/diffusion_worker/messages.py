@@ -225,6 +225,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     # has sides of `token_pixels`.
     token_pixels: int = 1
     tokens_multiple: int = 1
+    # The longest sides that the model has positions for; None where it computes them for any size.
+    max_height: int | None = None
+    max_width: int | None = None
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load"):

@@ -105,7 +105,8 @@ def size_of_edit(image: InputImage, limits: RequestLimits, model: ModelInfo) -> 
     """Height and width of what is made of an image: its own, scaled down to the limit, and down to what the model can make."""
     # So that any number of such parts is a number of tokens that the ranks can share.
     step = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
-    scale = min(1.0, math.sqrt(limits.max_pixels / (image.height * image.width)))
+    longest = min((model.max_height or image.height) / image.height, (model.max_width or image.width) / image.width)
+    scale = min(1.0, longest, math.sqrt(limits.max_pixels / (image.height * image.width)))
     height = max(step, int(image.height * scale) // step * step)
     width = max(step, int(image.width * scale) // step * step)
     # A strip that had to become wider may be too long now.
@@ -186,6 +187,8 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
         raise refused("size", f"at least {model.size_multiple}x{model.size_multiple}", size)
     if params.width % model.size_multiple or params.height % model.size_multiple:
         raise refused("size", f"width and height that are multiples of {model.size_multiple}", size)
+    if (model.max_width or params.width) < params.width or (model.max_height or params.height) < params.height:
+        raise refused("size", f"at most {model.max_width}x{model.max_height}, for which the model has positions", size)
     tokens = (params.width // model.token_pixels) * (params.height // model.token_pixels)
     if tokens % model.tokens_multiple:
         raise refused(

@@ -14,6 +14,7 @@ import torch
 
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo
+from diffusion_worker.runner.longest_sides import longest_sides
 from diffusion_worker.runner.pipeline_view import DENOISERS, modules_of
 from diffusion_worker.runner.request_body import FRAMES, default_guidance, inputs_of
 from diffusion_worker.runner.step_support import inner_classes, source_of, why_impossible
@@ -61,6 +62,7 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")
     takes = inputs_of(pipeline)
     side = _written_side(pipeline, takes) or _default_side(pipeline)
+    longest = longest_sides(denoiser_of(pipeline), _first_number(pipeline, SPATIAL) or 8)
     return ModelInfo(
         pipeline=type(pipeline).__name__,
         dtype=str(dtype).removeprefix("torch."),
@@ -73,6 +75,8 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
         default_frames=next((number for name in FRAMES if (number := _number(takes.get(name)))), None),
         default_steps=_number(takes.get("num_inference_steps")),
         default_guidance_scale=default_guidance(pipeline),
+        max_height=longest and longest[0],
+        max_width=longest and longest[1],
     )
 
 

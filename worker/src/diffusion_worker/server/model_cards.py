@@ -23,6 +23,8 @@ class LimitsCard(BaseModel):
     max_adapters: int
     max_input_images: int | None = None
     size_multiple: int | None = None
+    max_width: int | None = None
+    max_height: int | None = None
 
 
 class DefaultsCard(BaseModel):
@@ -125,6 +127,8 @@ def _limits(engine: Engine, model: ModelInfo | None) -> LimitsCard:
         max_adapters=min(engine.config.max_loras_per_request, engine.config.max_loras),
         max_input_images=model.max_input_images if model else None,
         size_multiple=model.size_multiple if model else None,
+        max_width=model.max_width if model else None,
+        max_height=model.max_height if model else None,
     )
 
 

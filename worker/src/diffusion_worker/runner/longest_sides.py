@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest image that a denoiser has positions for. Pure; found at load, so that a larger one is refused before a rank sees it.
+
+Most models compute positions for any size. Those that read them from a table fail on a longer side, or wrap around in it and
+make a wrong image, as AuraFlow does.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# NextDiT has no table: LuminaPipeline computes one of so many patches a side for every request.
+LUMINA_PATCHES = 384
+
+Patches = tuple[int, int]
+
+
+def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | None:
+    """Height and width in pixels, where a latent stands for `latent` of them a side; None where any size has positions."""
+    config = getattr(denoiser, "config", {})
+    found = [*_of_modules(denoiser), *_of_config(config, type(denoiser).__name__)]
+    if not found:
+        return None
+    patch = _patch(config)
+    height, width = (min(sides) * patch * latent for sides in zip(*found, strict=True))
+    return height, width
+
+
+def _of_modules(denoiser: torch.nn.Module) -> Iterator[Patches]:
+    """Squares of learned or stored positions: cropped from the middle (SD3, OmniGen, AuraFlow) or from a corner (CogView3 Plus)."""
+    for part in denoiser.modules():
+        if size := getattr(part, "pos_embed_max_size", None):
+            # AuraFlow says the area of its square.
+            side = math.isqrt(size) if type(part).__name__ == "AuraFlowPatchEmbed" else size
+            yield side, side
+        elif type(part).__name__ == "CosmosLearnablePositionalEmbed":
+            yield part.max_size[1], part.max_size[2]
+
+
+def _of_config(config: Any, name: str) -> Iterator[Patches]:
+    """Tables of rotary positions, which are no modules in every model."""
+    lengths = config.get("axes_lens")
+    if isinstance(lengths, list | tuple) and len(lengths) == 3:
+        # Z-Image and Lumina 2: of the text, of height and of width.
+        yield int(lengths[1]), int(lengths[2])
+    if name == "LuminaNextDiT2DModel":
+        yield LUMINA_PATCHES, LUMINA_PATCHES
+    if name == "CosmosTransformer3DModel":
+        # Of time, height and width, in latents. All axes share one table, as long as the longest of them.
+        longest = max(size // patch for size, patch in zip(config["max_size"], config["patch_size"], strict=True))
+        yield longest, longest
+
+
+def _patch(config: Any) -> int:
+    size = config.get("patch_size") or config.get("all_patch_size") or 1
+    return int(max(size) if isinstance(size, list | tuple) else size)
