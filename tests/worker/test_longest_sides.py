@@ -65,7 +65,9 @@ def test_an_edit_without_a_size_is_scaled_down_to_the_longest_sides() -> None:
 
 
 def test_most_models_have_positions_for_every_size() -> None:
-    unbounded = [describe(NAMED[name].build(), torch.float32, 1) for name in ("FluxPipeline", "QwenImagePipeline", "StableDiffusionPipeline")]
+    unbounded = [
+        describe(NAMED[name].build(), torch.float32, 1) for name in ("FluxPipeline", "QwenImagePipeline", "StableDiffusionPipeline")
+    ]
     assert [(model.max_height, model.max_width) for model in unbounded] == [(None, None)] * 3
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from diffusion_worker import withheld
 from diffusion_worker.compatibility import check_together, why_awake
 from diffusion_worker.config import (
     CLAIMS_DIR,
@@ -203,6 +204,9 @@ def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    withheld.install()
+    # Nothing that this process loads has to be explained by a library.
+    withheld.withhold()
     # Late, so that a wrong option is answered at once.
     from diffusion_worker.ranks.executor import RankExecutor
     from diffusion_worker.server.serve import Listen, run

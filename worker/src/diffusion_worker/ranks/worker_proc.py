@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
+from diffusion_worker import withheld
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
@@ -97,6 +98,7 @@ class WorkerProc:
         _live_with_the_server(arguments.folders)
         _keep_no_named_locks()
         logging.basicConfig(level=arguments.log_level, format=f"%(asctime)s %(levelname)s rank={arguments.rank} %(message)s", force=True)
+        withheld.install()
         with RankEnd(arguments.endpoints) as wire:
             code = _run(arguments, wire, listener)
         # Past interpreter shutdown: a process group that lost a rank must not be waited for.
@@ -111,6 +113,7 @@ class WorkerProc:
             self._output.send(LoadProgress(self._rank, done, total))
 
         model = self.worker.load_model(report, asleep=asleep)
+        withheld.withhold()
         self._output.send(Ready(self._rank, os.getpid(), model, self.worker.memory()))
 
     def worker_busy_loop(self) -> None:
@@ -223,7 +226,7 @@ def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None
     except Exception as error:
         log.exception("rank failed")
         fault = classify(error)
-        words = f"{type(error).__name__}: {error}"
+        words = withheld.words_of(error)
         output.last_words(Fatal(arguments.rank, words, fault=Fault.DEFECT if fault is Fault.REQUEST else fault))
     return EXIT_FAULT
 

@@ -30,13 +30,14 @@ def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | N
 
 def _of_modules(denoiser: torch.nn.Module) -> Iterator[Patches]:
     """Squares of learned or stored positions: cropped from the middle (SD3, OmniGen, AuraFlow) or from a corner (CogView3 Plus)."""
+    part: Any
     for part in denoiser.modules():
         if size := getattr(part, "pos_embed_max_size", None):
             # AuraFlow says the area of its square.
             side = math.isqrt(size) if type(part).__name__ == "AuraFlowPatchEmbed" else size
             yield side, side
         elif type(part).__name__ == "CosmosLearnablePositionalEmbed":
-            yield part.max_size[1], part.max_size[2]
+            yield int(part.max_size[1]), int(part.max_size[2])
 
 
 def _of_config(config: Any, name: str) -> Iterator[Patches]:

@@ -31,6 +31,7 @@ from diffusion_worker.runner.request_state import Broken, DiffusionRequestState,
 from diffusion_worker.runner.stage_clock import StageClock, stage_of
 from diffusion_worker.runner.step_cache.cache import Divided, Plan, StepCache
 from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.withheld import traceback_of
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class Stepper:
                 "a call of %s with %d requests failed:\n%s",
                 batch.items[0].call.component,
                 len(batch.items),
-                traceback.format_exc(),
+                traceback_of(error),
             )
             failure = _without_frames(error)
         else:
@@ -319,6 +320,6 @@ def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
     words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
     code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.REQUEST_FAILED
     # As text: a record that held the exception would hold the tensors of its frames.
-    log.error("a request failed:\n%s", "".join(traceback.format_exception(error)))
+    log.error("a request failed:\n%s", traceback_of(error))
     _without_frames(error)
     return ErrorReport(code, words)
