@@ -50,7 +50,7 @@ schemathesis.openapi.format("binary", strategies.sampled_from(IMAGES * 3 + NO_IM
 
 
 def _is_data(case: Any) -> bool:
-    """Whether the route is one of the data port."""
+    """Tell routes of the data port from those of the control port."""
     return bool(case.path.startswith(DATA_ROUTES))
 
 

@@ -40,7 +40,7 @@ def asked(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def shortened(seed: int, steps: int, guidance: float) -> Arguments:
-    """As long as the tiny Lumina 2 has positions for."""
+    """Ask with few tokens; the tiny Lumina 2 has positions for no more."""
     return asked(seed, steps, guidance) | {"max_sequence_length": 16}
 
 
@@ -57,22 +57,22 @@ def with_words(make: Callable[[], Any], encoder: Callable[[], Any], length: int 
 
 
 def clip() -> Any:
-    """As in Stable Diffusion."""
+    """Make the encoder of Stable Diffusion."""
     return transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1))
 
 
 def gemma2() -> Any:
-    """As in Lumina 2."""
+    """Make the encoder of Lumina 2."""
     return transformers.Gemma2Model(transformers.Gemma2Config(**GROUPED))
 
 
 def llama() -> Any:
-    """As in HiDream."""
+    """Make the encoder of HiDream."""
     return transformers.LlamaModel(transformers.LlamaConfig(**GROUPED))
 
 
 def umt5() -> Any:
-    """As in AuraFlow."""
+    """Make the encoder of AuraFlow."""
     encoder = tiny_umt5(32)
     encoder.resize_token_embeddings(128)
     return encoder
@@ -102,7 +102,7 @@ def cases() -> list[tuple[str, str, Family]]:
 
 
 def run(family: Family, prompt: str, *, breaks: str | None) -> bool:
-    """Whether the request was served."""
+    """Return True for a request that was served."""
     withheld.withhold(False)
     rig = FamilyRig(family)
     withheld.withhold()

@@ -22,7 +22,7 @@ SECRET = "velvet-armadillo"
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """What every logger of this test writes, as in a process that serves."""
+    """Collect everything that the loggers of this test write, as in a process that serves."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     names = ("diffusers.pipelines.flux", "transformers", "py.warnings", "diffusion_worker.test", "a_custom_class")
@@ -94,12 +94,12 @@ def test_300_words_of_a_prompt_are_in_no_log_of_any_text_encoder_also_where_it_f
     path = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
     command = [sys.executable, str(SUPPORT / "wordy_encoders.py")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": path})
-    told, _, words = run.stdout.partition("\nWORDS ")
+    outcomes, _, words = run.stdout.partition("\nWORDS ")
     assert run.returncode == 0, run.stderr
     assert len(words.split()) == 300
-    written = (told + run.stderr).casefold()
+    written = (outcomes + run.stderr).casefold()
     assert [word for word in words.split() if word in written] == []
-    # They would have told: diffusers warns of each truncation, and each failure is logged.
+    # The words would have been there: diffusers warns of each truncation, and each failure is logged.
     assert written.count("is withheld, as it may quote a request") >= 10, written
     for encoder in ("clip", "t5", "umt5", "gemma2", "llama", "qwen2_5_vl", "omnigen"):
         assert f"served {encoder}" in written and f"failed {encoder}" in written

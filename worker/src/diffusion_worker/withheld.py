@@ -2,8 +2,8 @@
 """Keeps the texts of requests out of every log of a process, whatever library writes it.
 
 diffusers warns of a truncated prompt with its words, and an exception may quote a prompt in its message. From the end of the
-load on, a record of a library says where it was written, and nothing else of it is kept; a traceback has its lines, and the
-messages of exceptions that cannot have seen a text. Before that no request was there, and all is logged as it is.
+load on, a record of a library keeps only the place where it was written. A traceback has its lines, and the messages of those
+exceptions that cannot have seen a text. Before the load ends no request was there, and all is logged as it is.
 """
 
 import logging
@@ -20,7 +20,7 @@ _serving = False
 
 
 class WithheldRecord(logging.LogRecord):
-    """A record without what a request may have said. As a class it serves every logger, also one that does not propagate."""
+    """A record without what a request may have said. A class serves every logger, also one that does not propagate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -27,7 +27,7 @@ InBackground = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 def passes(problem: Problem | RequestError) -> bool:
-    """Whether a load that failed so may succeed without a change of its file or its call."""
+    """Return True where a load that failed so may succeed without a change of its file or its call."""
     return problem.retryable or problem.code == ErrorCode.CAPACITY_EXCEEDED
 
 

@@ -49,7 +49,7 @@ def _of_config(config: Any, name: str) -> Iterator[Patches]:
     if name == "LuminaNextDiT2DModel":
         yield LUMINA_PATCHES, LUMINA_PATCHES
     if name == "CosmosTransformer3DModel":
-        # Of time, height and width, in latents. All axes share one table, as long as the longest of them.
+        # The size is that of time, height and width, in latents. All axes share one table, as long as the longest of them.
         longest = max(size // patch for size, patch in zip(config["max_size"], config["patch_size"], strict=True))
         yield longest, longest
 

@@ -210,7 +210,7 @@ ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit
 
 
 class ErrorObject(BaseModel):
-    """What is wrong, in OpenAI's fields and some of ours. `param` is the field of the request that is at fault, if one is."""
+    """An error in OpenAI's fields and some of this worker. `param` is the field of the request that is at fault, if one is."""
 
     message: str
     type: ErrorType
