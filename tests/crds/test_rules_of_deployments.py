@@ -36,6 +36,10 @@ def http(url: str) -> Document:
     return {"http": {"url": url, "sha256": "a" * 64}}
 
 
+def mig(suffix: str = "", *, ranks: int) -> Document:
+    return dd(resources={"gpuResourceName": f"nvidia.com/mig-1g.5gb{suffix}"}, parallelism={"ranksPerReplica": ranks})
+
+
 def claims(resources: Document | None = None, **claim: str) -> Document:
     return dd(resources={"claims": [{"name": "gpus", **claim}], **(resources or {})})
 
@@ -87,6 +91,12 @@ CREATIONS = [
     ("D16 label", dd("a-b"), dd("a.b"), "DNS label"),
     ("D16 first letter", dd("a3"), dd("3a"), "begins with a letter"),
     ("D18", dd(engine={"env": [{"name": "A", "value": "1"}]}), dd(engine={"env": [{"name": "DIFFUSION_INTERNAL_A"}]}), "reserved"),
+    (
+        "the device follows from the resources",
+        dd(engine={"env": [{"name": "DIFFUSION_WORKER_START_METHOD", "value": "spawn"}]}),
+        dd(engine={"env": [{"name": "DIFFUSION_WORKER_DEVICE", "value": "cpu"}]}),
+        "DIFFUSION_WORKER_DEVICE is reserved",
+    ),
     ("env names are a key", dd(engine={"env": [{"name": "A"}]}), dd(engine={"env": [{"name": "A"}, {"name": "A"}]}), "Duplicate"),
     ("D20 requests", dd(resources={"requests": {"cpu": "1"}}), dd(resources={"requests": {"nvidia.com/gpu": 1}}), "not be requested"),
     ("D20 limits", dd(resources={"limits": {"memory": "1Gi"}}), dd(resources={"limits": {"nvidia.com/gpu": "1"}}), "not be limited"),
@@ -96,6 +106,8 @@ CREATIONS = [
         dd(resources={"gpuResourceName": "example.com/gpu", "limits": {"example.com/gpu": 2}}),
         "named by gpuResourceName",
     ),
+    ("one MIG device", mig(ranks=1), mig(ranks=2), "ranksPerReplica must be 1 with a MIG resource"),
+    ("one shared MIG device", mig(".shared", ranks=1), mig(".shared", ranks=2), "ranksPerReplica must be 1 with a MIG resource"),
     ("gpuResourceName", dd(resources={"gpuResourceName": "none"}), dd(resources={"gpuResourceName": "gpu"}), "gpuResourceName"),
     ("quantities", dd(resources={"requests": {"cpu": "1500m"}}), dd(resources={"requests": {"cpu": "much"}}), "requests"),
     ("sharedMemory", dd(resources={"sharedMemory": "64Mi"}), dd(resources={"sharedMemory": "-1Gi"}), "sharedMemory"),

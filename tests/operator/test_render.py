@@ -263,6 +263,27 @@ def test_the_number_of_gpus_is_the_number_of_ranks() -> None:
     assert worker(resources={"gpuResourceName": "none"})["resources"] == {}
 
 
+@pytest.mark.parametrize(
+    ("resources", "device"),
+    [
+        ({}, "cuda"),
+        ({"gpuResourceName": "amd.com/gpu"}, "cuda"),
+        ({"gpuResourceName": "nvidia.com/mig-1g.5gb"}, "cuda"),
+        ({"gpuResourceName": "nvidia.com/gpu.shared"}, "cuda"),
+        ({"claims": [{"name": "gpu", "resourceClaimName": "one-gpu"}]}, "cuda"),
+        ({"gpuResourceName": "none"}, None),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_worker_in_a_pod_with_a_gpu_may_not_serve_on_the_cpu(resources: dict[str, Any], device: str | None) -> None:
+    mine = [{"name": "A", "value": "b"}, {"name": "DIFFUSION_WORKER_DEVICE", "value": "cpu"}]
+    env = worker(resources=resources, engine={"env": mine})["env"]
+    assert [one["value"] for one in env if one["name"] == "DIFFUSION_WORKER_DEVICE"] == ([device] if device else [])
+    assert {"name": "A", "value": "b"} in env
+    # An older container image may be pinned, which ends at an option that it does not know.
+    assert not [one for one in worker(resources=resources)["args"] if one.startswith("--device")]
+
+
 def test_devices_by_claim_take_the_place_of_a_number_of_gpus() -> None:
     claims = [{"name": "gpu", "resourceClaimTemplateName": "one-gpu", "request": "big"}, {"name": "nic", "resourceClaimName": "shared"}]
     spec = rendered_pod(resources={"claims": claims, "limits": {"memory": "1Gi"}})["spec"]
@@ -355,7 +376,9 @@ def test_the_startup_probe_waits_longer_than_the_worker_itself() -> None:
 
 
 def test_the_users_environment_follows_ours_and_cannot_take_a_name_twice() -> None:
-    env = worker(engine={"env": [{"name": "HOME", "value": "/root"}, {"name": "A", "value": "b"}]})["env"]
+    env = worker(resources={"gpuResourceName": "none"}, engine={"env": [{"name": "HOME", "value": "/root"}, {"name": "A", "value": "b"}]})[
+        "env"
+    ]
     assert env == [{"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"}, {"name": "A", "value": "b"}]
 
 

@@ -18,6 +18,7 @@ from diffusion_worker.config import (
     CLAIMS_DIR,
     SECRETS_DIR,
     Compile,
+    Device,
     Dtype,
     LoadFormat,
     Offload,
@@ -25,6 +26,7 @@ from diffusion_worker.config import (
     Quantization,
     RequestDefaults,
     RequestLimits,
+    StartMethod,
     StepCache,
     WorkerConfig,
     read_model_index,
@@ -60,6 +62,8 @@ GUIDANCE_SCALE = NumberRange(0, 100)
 
 # Options that have one of a few values, and those that bound a request, with the fields they set.
 KINDS = {
+    "device": Device,
+    "start_method": StartMethod,
     "dtype": Dtype,
     "load_format": LoadFormat,
     "compile": Compile,
@@ -95,6 +99,24 @@ def cli() -> None:
 )
 @click.option("--desired", "desired_path", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
 @click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice([device.value for device in Device]),
+    default=Device.AUTO.value,
+    show_default=True,
+    envvar="DIFFUSION_WORKER_DEVICE",
+    show_envvar=True,
+    help="With cuda a rank without a GPU is an error; with auto it computes on the CPU.",
+)
+@click.option(
+    "--start-method",
+    type=click.Choice([method.value for method in StartMethod]),
+    default=StartMethod.AUTO.value,
+    show_default=True,
+    envvar="DIFFUSION_WORKER_START_METHOD",
+    show_envvar=True,
+    help="Of rank processes; by default spawn where there is a GPU.",
+)
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
 @click.option("--load-format", type=click.Choice([kind.value for kind in LoadFormat]), default=LoadFormat.DEFAULT.value, show_default=True)
 @click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Images in one batch.")

@@ -25,6 +25,22 @@ class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Device(enum.StrEnum):
+    """The device of the ranks; `auto` is an accelerator where torch finds one. `cuda` stands for AMD's as well, as in torch."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class StartMethod(enum.StrEnum):
+    """The way a rank process comes to be; `auto` is `spawn` for an accelerator and `forkserver` for a CPU."""
+
+    AUTO = "auto"
+    SPAWN = "spawn"
+    FORKSERVER = "forkserver"
+
+
 class LoadFormat(enum.StrEnum):
     """How the model is loaded: as it is in its folder, by a pipeline class of yours, or with random weights."""
 
@@ -109,6 +125,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int = 1
     shard: int = 1
     vae_tiling: bool = False
+    device: Device = Device.AUTO
+    start_method: StartMethod = StartMethod.AUTO
     dtype: Dtype = Dtype.AUTO
     pipeline: str = "auto"
     load_format: LoadFormat = LoadFormat.DEFAULT

@@ -80,7 +80,7 @@ def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
         "image": template.image,
         "imagePullPolicy": spec.engine.pull_policy.value,
         "args": [one.replace("$(", "$$(") for one in worker_arguments(deployment)],  # the kubelet would expand it
-        "env": [*_OWN_ENV, *({"name": one.name, "value": one.value} for one in spec.engine.env if one.name not in _OWN_NAMES)],
+        "env": _environment(spec),
         "ports": [{"name": "http", "containerPort": DATA_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
         "resources": _resources(spec),
         "startupProbe": {
@@ -101,12 +101,27 @@ def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
 
 # The root filesystem is read-only, and libraries insist on writing below a home.
 _OWN_ENV: tuple[dict[str, str], ...] = ({"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"})
-_OWN_NAMES = frozenset(one["name"] for one in _OWN_ENV)
+# Without it a worker whose driver is too old would serve on the CPU. A variable and no option: an older container image, which may be
+# pinned, ignores the one and would end at the other.
+_ON_A_GPU = {"name": "DIFFUSION_WORKER_DEVICE", "value": "cuda"}
+_OWN_NAMES = frozenset(one["name"] for one in (*_OWN_ENV, _ON_A_GPU))
+
+
+def _environment(spec: DeploymentSpec) -> list[dict[str, str]]:
+    """The operator's variables and those of the spec, which cannot replace them."""
+    has_gpu = bool(spec.resources.claims) or _gpu_resource(spec) != NO_GPU_RESOURCE
+    given = ({"name": one.name, "value": one.value} for one in spec.engine.env if one.name not in _OWN_NAMES)
+    return [*_OWN_ENV, *([_ON_A_GPU] if has_gpu else []), *given]
+
+
+def _gpu_resource(spec: DeploymentSpec) -> str:
+    """The extended resource that stands for one GPU, or that there is none."""
+    return spec.resources.gpu_resource_name or (NO_GPU_RESOURCE if spec.resources.claims else DEFAULT_GPU_RESOURCE)
 
 
 def _resources(spec: DeploymentSpec) -> Manifest:
     """The number of GPUs is the number of ranks; an extended resource's request and limit must be equal. Claims bring devices instead."""
-    gpu = spec.resources.gpu_resource_name or (NO_GPU_RESOURCE if spec.resources.claims else DEFAULT_GPU_RESOURCE)
+    gpu = _gpu_resource(spec)
     count = {} if gpu == NO_GPU_RESOURCE else {gpu: str(spec.parallelism.ranks_per_replica)}
     claims = [{"name": one.name} | ({"request": one.request} if one.request is not None else {}) for one in spec.resources.claims]
     parts = {

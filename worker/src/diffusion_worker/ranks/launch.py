@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts rank processes from the fork server: what they inherit, what they are told, where they meet."""
+"""Starts rank processes, from the fork server or by spawn: what they inherit, what they are given, where they meet."""
 
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable
 from multiprocessing import spawn, util
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from diffusion_worker.config import WorkerConfig, read_model_index
+from diffusion_worker.config import StartMethod, WorkerConfig, read_model_index
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.ranks.broadcast import ServerEnd
 from diffusion_worker.ranks.rank_process import RankProcess
+from diffusion_worker.ranks.start_method import start_method_of
 
 RANK_NAME = "diffusion-worker-rank-"
 _preparation_data = spawn.get_preparation_data
@@ -26,13 +29,14 @@ def start_processes(
 ) -> None:
     """Start every rank; `started` hears of each, and stops the rest with False.
 
-    Blocks: the first start waits for the fork server's imports, some seconds; later ones take milliseconds.
+    Blocks: the first start from the fork server waits for its imports, some seconds; others take milliseconds. A spawned rank
+    imports for itself.
 
     Raises:
         ConfigError: nobody can listen where the ranks are to meet.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
+    method = start_method_of(config)
+    context = _context(method)
     _set_environment(config)
     spawn.get_preparation_data = _preparation_without_main
     # Bound here and handed to rank 0, so that nobody else can take the port in between.
@@ -42,7 +46,7 @@ def start_processes(
         for number in range(config.ranks):
             process = context.Process(
                 target=_worker_main,
-                args=(_arguments(config, number, wire, rendezvous, asleep), listener if number == 0 else None),
+                args=(_arguments(config, number, wire, rendezvous, method, asleep), listener if number == 0 else None),
                 name=f"{RANK_NAME}{number}",
                 daemon=True,
             )
@@ -51,6 +55,14 @@ def start_processes(
                 return
     finally:
         listener.close()
+
+
+def _context(method: StartMethod) -> SpawnContext | ForkServerContext:
+    if method is StartMethod.SPAWN:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
+    return context
 
 
 def _preparation_without_main(name: str) -> dict[str, Any]:
@@ -72,19 +84,23 @@ def _listen(host: str, port: int, *, backlog: int) -> socket.socket:
 
 
 def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:
-    """The process entry; torch is imported here and not above, on the rank's side of the fork."""
+    """The process entry; torch is imported here and not above, in the rank and not in the server."""
+    # A spawned rank imports for seconds now: Ctrl-C ends it at once and without a traceback, as it ends the fork server.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import diffusion_worker.ranks.quiet  # noqa: F401
     from diffusion_worker.ranks.worker_proc import WorkerProc
 
     WorkerProc.worker_main(arguments, listener)
 
 
-def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dict[str, object], asleep: bool) -> bytes:
+def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dict[str, object], method: StartMethod, asleep: bool) -> bytes:
     return msgspec.msgpack.encode(
         {
             "config": config,
             "rank": rank,
             "endpoints": wire.endpoints,
             "rendezvous": rendezvous,
+            "start_method": method,
             "asleep": asleep,
             # What a server that is killed cannot remove: the folders of its sockets and of the fork server's.
             "folders": [str(wire.folder), util.get_temp_dir()],
@@ -95,7 +111,7 @@ def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dic
 
 
 def _set_environment(config: WorkerConfig) -> None:
-    """What the fork server and its children inherit; it is frozen when the fork server starts."""
+    """What ranks inherit; for those of the fork server it is frozen when that starts."""
     index = read_model_index(config.model)
     classes = [f"diffusers:{index['_class_name']}"]
     classes += [f"{value[0]}:{value[1]}" for value in index.values() if isinstance(value, list) and len(value) == 2 and value[0]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported once by the fork server, so that every rank starts with torch, diffusers and the model's classes in memory.
+"""Imported once by the fork server, so that every rank on a CPU starts with torch, diffusers and the model's classes in memory.
 
 Imports only: a tensor operation here would start OpenMP threads, and a rank forked after that hangs in its first one
 (`parallel.md` 7).
@@ -7,16 +7,13 @@ Imports only: a tensor operation here would start OpenMP threads, and a rank for
 
 import contextlib
 import importlib
-import logging
 import os
 import signal
 
 # Ctrl-C while this imports ends the fork server at once and without a traceback; it ignores the signal once it serves.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# diffusers imports both quantisers, which say what they lack, and torch what it thinks of one of them; nobody asked.
-for _noisy in ("bitsandbytes", "diffusers.quantizers", "torch.utils._pytree"):
-    logging.getLogger(_noisy).setLevel(logging.ERROR)
+import diffusion_worker.ranks.quiet  # noqa: E402, I001
 
 import torch  # noqa: E402, F401
 

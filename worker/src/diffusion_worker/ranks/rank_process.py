@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from diffusion_worker.engine.documents import RankDocument, RankState
@@ -18,7 +18,7 @@ COLLECT_S = 2.0
 class RankProcess:
     """What the server knows of one rank process; made when the process was started."""
 
-    def __init__(self, number: int, process: ForkServerProcess) -> None:
+    def __init__(self, number: int, process: BaseProcess) -> None:
         assert process.pid is not None
         self.number = number
         self.pid = process.pid
@@ -69,7 +69,7 @@ class RankProcess:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        # The fork server collects it a moment after the pidfd told of its end; without that its descriptors stay open.
+        # The fork server collects a rank a moment after the pidfd told of its end; without that its descriptors stay open.
         # Not by a join in a thread: at the end of an interpreter there are no more threads.
         collected = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -17,7 +17,7 @@ import msgspec
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from diffusion_worker import withheld
-from diffusion_worker.config import WorkerConfig
+from diffusion_worker.config import StartMethod, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import (
@@ -40,6 +40,7 @@ from diffusion_worker.ranks.broadcast import Endpoints, RankEnd
 from diffusion_worker.ranks.extension import extended_worker
 from diffusion_worker.ranks.finished_images import ImageReport
 from diffusion_worker.ranks.output import Output
+from diffusion_worker.ranks.start_check import check_start
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
 
@@ -73,6 +74,7 @@ class RankArguments(msgspec.Struct, frozen=True):
     endpoints: Endpoints
     rendezvous: Rendezvous
     folders: list[str]
+    start_method: StartMethod
     # Hold no weights until the first wake.
     asleep: bool = False
     log_level: int = logging.INFO
@@ -210,6 +212,7 @@ class WorkerProc:
 def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> int:
     output = Output(wire.send)
     try:
+        check_start(arguments.config.device, arguments.rank, arguments.start_method)
         worker_class, extension = extended_worker(arguments.config.worker_extension)
         worker = worker_class(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)
         proc = WorkerProc(arguments.rank, output, wire, worker, extension)

@@ -32,10 +32,10 @@ from diffusion_worker.messages import (
     Tick,
     WakeTask,
 )
+from diffusion_worker.runner.device import device_of
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
 from diffusion_worker.runner.offloading import check_device
 from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pipeline import device_of
 from diffusion_worker.runner.pixels import Pixels
 from diffusion_worker.runner.profiler import RankProfiler
 from diffusion_worker.runner.task_acks import TaskAcks
@@ -66,7 +66,7 @@ class DiffusionWorker:
     def init_device(self) -> None:
         """Choose the device, share the cores between the ranks, and join the process group."""
         torch.set_num_threads(max(1, usable_cores() // self._config.ranks))
-        self.device = device_of(self._rank)
+        self.device = device_of(self._config.device, self._rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.parallel = Parallel(

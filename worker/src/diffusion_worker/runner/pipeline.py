@@ -6,11 +6,11 @@ view of it, `request_body` calls that.
 """
 
 from diffusion_worker.runner.pipeline_description import denoiser_of, describe
-from diffusion_worker.runner.pipeline_loading import check_pipeline_class, checkpoint_folder, device_of, dtype_of, load_pipeline
+from diffusion_worker.runner.pipeline_loading import check_pipeline_class, checkpoint_folder, dtype_of, load_pipeline
 from diffusion_worker.runner.pipeline_view import modules_of, view_of
 from diffusion_worker.runner.request_body import call_view, make_body
 
 __all__ = [
-    "call_view", "check_pipeline_class", "checkpoint_folder", "denoiser_of", "describe", "device_of", "dtype_of",
-    "load_pipeline", "make_body", "modules_of", "view_of",
+    "call_view", "check_pipeline_class", "checkpoint_folder", "denoiser_of", "describe", "dtype_of", "load_pipeline",
+    "make_body", "modules_of", "view_of",
 ]  # fmt: skip

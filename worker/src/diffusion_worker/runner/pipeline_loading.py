@@ -24,15 +24,6 @@ from diffusion_worker.runner.quantization import quantization_options, require_q
 from diffusion_worker.runner.step_support import missing_libraries
 
 
-def device_of(local_rank: int) -> torch.device:
-    """The rank's device: the accelerator with its number, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"--ranks: rank {local_rank} has no GPU of its own, found {torch.cuda.device_count()}")
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
 def dtype_of(dtype: Dtype, device: torch.device) -> torch.dtype:
     """The torch dtype of an option; `auto` depends on the device."""
     if dtype is Dtype.AUTO:

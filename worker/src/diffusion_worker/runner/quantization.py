@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diffusion_worker.config import Quantization, WorkerConfig
+from diffusion_worker.config import Device, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.runner.pipeline_view import DENOISERS
 
@@ -28,7 +28,7 @@ def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtyp
     import diffusers
 
     if kind is Quantization.NF4:
-        if nf4_is_refused():
+        if config.device is Device.CPU or nf4_is_refused():
             raise ConfigError("--quantization nf4: needs a GPU, diffusers' quantizer for it refuses a CPU; int8 and fp8 run on both")
         four_bits = diffusers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
         return {"quantization_config": four_bits}

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device of a rank, and torch's own words where there is none."""
+
+import torch
+
+from diffusion_worker.config import Device
+from diffusion_worker.errors import ConfigError
+
+
+def device_of(wanted: Device, local_rank: int) -> torch.device:
+    """The device that a rank computes on: the accelerator with its number, or the CPU.
+
+    Raises:
+        ConfigError: there is no accelerator and `cuda` is asked for, or there are fewer than ranks.
+    """
+    if wanted is Device.CPU:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if wanted is Device.CUDA:
+            raise ConfigError(f"--device cuda: expected a GPU that torch can use, found none: {why_no_accelerator()}")
+        return torch.device("cpu")
+    if local_rank >= (found := torch.cuda.device_count()):
+        raise ConfigError(f"--ranks: rank {local_rank} has no GPU of its own, found {found}")
+    return torch.device("cuda", local_rank)
+
+
+def why_no_accelerator() -> str:
+    """The words with which torch refuses to use an accelerator, as of a driver that is missing or too old."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        # AssertionError: a build of torch for CPUs alone.
+        return " ".join(str(error).split())
+    return f"torch {torch.__version__} counts {torch.cuda.device_count()}"
