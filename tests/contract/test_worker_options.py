@@ -129,6 +129,14 @@ def test_every_place_that_the_arguments_name_is_mounted_in_the_pod() -> None:
     assert [place for place in places if not any(f"{one}/".startswith(f"{place}/") or place.startswith(f"{one}/") for one in mounts)] == []
 
 
+def test_the_worker_reads_the_device_from_the_environment_of_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = deployment_of({})
+    container = pod(deployment, template_of(deployment, default_image="i"), index=0, incarnation=0)["spec"]["containers"][0]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    assert config_of_arguments(container["args"]).device is config.Device.CUDA
+
+
 def test_a_pipeline_of_ones_own_is_named_by_its_import_path() -> None:
     found = config_of({"model": {"pipeline": "my.package:Pipeline"}, "engine": {"loadFormat": "CustomPipeline"}})
     assert (found.pipeline, found.load_format) == ("my.package:Pipeline", config.LoadFormat.CUSTOM_PIPELINE)

@@ -79,6 +79,14 @@ def test_the_images_run_as_a_user_without_rights(image: str) -> None:
     assert "USER 65532:65532" in lines[-3:]
 
 
+def test_the_workers_image_asks_for_no_gpu_by_itself() -> None:
+    """With `NVIDIA_VISIBLE_DEVICES` in it, every pod on a node with GPUs would see them all, also one that asked for none."""
+    lines = (REPOSITORY / "Dockerfile.worker").read_text().splitlines()
+    assert [line for line in lines if "NVIDIA_" in line or "CUDA_VISIBLE" in line] == []
+    # A base image of CUDA's own sets it, so the base has to be one without.
+    assert "ARG BASE_IMAGE=python:3.11-slim-bookworm" in lines
+
+
 def test_docker_builds_with_its_own_base_image() -> None:
     assert images.docker_build_command("worker", "localhost/diffusion-worker:0123") == [
         *("docker", "build", "--file", "Dockerfile.worker", "--tag", "localhost/diffusion-worker:0123", "."),

@@ -31,6 +31,12 @@ def test_every_code_of_a_worker_is_explained() -> None:
     assert [code for code in ErrorCode if f"`{code}`" not in section] == []
 
 
+def test_the_oldest_driver_is_told_for_the_cuda_that_torch_is_built_for() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    version, cuda = pins["torch"], pins["nvidia-cuda-runtime"].rpartition(".")[0]
+    assert f"torch {version} is built for CUDA {cuda}" in (ROOT / "docs" / "install.md").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     targets = [target for target in LINK.findall(CODE.sub("", page.read_text())) if "//" not in target]

@@ -376,9 +376,8 @@ def test_the_startup_probe_waits_longer_than_the_worker_itself() -> None:
 
 
 def test_the_users_environment_follows_ours_and_cannot_take_a_name_twice() -> None:
-    env = worker(resources={"gpuResourceName": "none"}, engine={"env": [{"name": "HOME", "value": "/root"}, {"name": "A", "value": "b"}]})[
-        "env"
-    ]
+    given = [{"name": "HOME", "value": "/root"}, {"name": "A", "value": "b"}]
+    env = worker(resources={"gpuResourceName": "none"}, engine={"env": given})["env"]
     assert env == [{"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"}, {"name": "A", "value": "b"}]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker import cli
-from diffusion_worker.config import OnMissing, RequestDefaults, RequestLimits, WorkerConfig
+from diffusion_worker.config import Device, OnMissing, RequestDefaults, RequestLimits, StartMethod, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from worker_process import DIGITS, DIGITS_MODEL
 
@@ -45,6 +45,8 @@ def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> WorkerConfig:
         (["--port=65536"], "--port"),
         (["--control-port=-1"], "--control-port"),
         (["--dtype=int8"], "--dtype"),
+        (["--device=gpu"], "--device"),
+        (["--start-method=fork"], "--start-method"),
         (["--load-format=peft"], "--load-format"),
         (["--load-format=custom-pipeline"], "--load-format custom-pipeline: expected --pipeline with an import path"),
         (["--pipeline=my.module:Pipeline"], "--pipeline 'my.module:Pipeline': expected a class of diffusers"),
@@ -202,6 +204,23 @@ def test_the_command_line_and_the_server_import_nothing_heavy() -> None:
         f"print(sorted({heavy!r} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_device_and_the_start_of_ranks_are_options_or_variables_and_the_option_wins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"--model={DIGITS_MODEL}"
+    usual = config_of(monkeypatch, model)
+    assert (usual.device, usual.start_method) == (Device.AUTO, StartMethod.AUTO)
+    monkeypatch.setenv("DIFFUSION_WORKER_DEVICE", "cuda")
+    monkeypatch.setenv("DIFFUSION_WORKER_START_METHOD", "forkserver")
+    told = config_of(monkeypatch, model)
+    assert (told.device, told.start_method) == (Device.CUDA, StartMethod.FORKSERVER)
+    given = config_of(monkeypatch, model, "--device=cpu", "--start-method=spawn")
+    assert (given.device, given.start_method) == (Device.CPU, StartMethod.SPAWN)
+    monkeypatch.setenv("DIFFUSION_WORKER_DEVICE", "gpu")
+    said = refusal(monkeypatch, capsys, model)
+    assert "DIFFUSION_WORKER_DEVICE" in said and "'gpu' is not one of 'auto', 'cuda', 'cpu'" in said
 
 
 def test_options_of_the_ranks_reach_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion_worker.config import Quantization, WorkerConfig
+from diffusion_worker.config import Device, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
@@ -99,6 +99,13 @@ def test_adapters_apply_to_a_quantized_model(quantized: RunnerRig) -> None:
     for image in images(quantized, loras=[LoRAUse(1, 1.0)]):
         assert has_style(Image.fromarray(image), "stripes")
     quantized.runner.loras.remove_adapter(1)
+
+
+def test_nf4_is_refused_for_a_rank_on_the_cpu_also_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "nf4_is_refused", lambda: False)
+    config = WorkerConfig(model="m", served_name="m", quantization=Quantization.NF4, device=Device.CPU)
+    with pytest.raises(ConfigError, match="--quantization nf4: needs a GPU"):
+        quantization.quantization_options(config, "transformer", torch.float32)
 
 
 def test_the_state_document_says_what_the_weights_are(quantized: RunnerRig) -> None:
