@@ -39,6 +39,9 @@ def test_a_replica_waits_for_gpus_that_nobody_has_and_starts_when_they_appear(ri
         rig.wait("dd/wants-gpus", Wanted("Scheduled", "True"), deadline_s=120)
         (pod,) = rig.pods("wants-gpus")
         assert pod["spec"]["containers"][0]["resources"]["limits"][FAKE_GPU] == "2"
+        # Nothing is behind that resource, and a pod with a GPU never serves on the CPU instead.
+        rig.wait("dd/wants-gpus", Wanted("Ready", "False", ["ModelError"]), deadline_s=120)
+        assert "--device cuda: expected a GPU that torch can use" in rig.condition("dd/wants-gpus", "Ready")["message"]
     finally:
         rig.kubectl.text("delete", "dd/wants-gpus", deadline_s=10)
         cluster.patch_node_resource(FAKE_GPU, 0)

@@ -31,7 +31,7 @@ def test_every_code_of_a_worker_is_explained() -> None:
     assert [code for code in ErrorCode if f"`{code}`" not in section] == []
 
 
-def test_the_oldest_driver_is_told_for_the_cuda_that_torch_is_built_for() -> None:
+def test_the_oldest_driver_is_named_for_the_cuda_that_torch_is_built_for() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     version, cuda = pins["torch"], pins["nvidia-cuda-runtime"].rpartition(".")[0]
     assert f"torch {version} is built for CUDA {cuda}" in (ROOT / "docs" / "install.md").read_text()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 METHODS = [StartMethod.FORKSERVER, StartMethod.SPAWN]
 LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 100}
 STARTED = re.compile(r"rank=(\d) rank starts start_method=(\w+) device=(\w+) bad_fork=(\w+)")
-# As a user writes it: without a guard, so that a child that imports it would start ranks of its own.
+# A user writes it without a guard, so a child that imports it would start ranks of its own.
 SCRIPT = """
 import sys
 from diffusion_worker import DiffusionEngine

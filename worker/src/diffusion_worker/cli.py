@@ -115,7 +115,7 @@ def cli() -> None:
     show_default=True,
     envvar="DIFFUSION_WORKER_START_METHOD",
     show_envvar=True,
-    help="Of rank processes; by default spawn where there is a GPU.",
+    help="Start of rank processes; by default spawn where there is a GPU.",
 )
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
 @click.option("--load-format", type=click.Choice([kind.value for kind in LoadFormat]), default=LoadFormat.DEFAULT.value, show_default=True)

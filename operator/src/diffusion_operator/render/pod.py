@@ -108,14 +108,14 @@ _OWN_NAMES = frozenset(one["name"] for one in (*_OWN_ENV, _ON_A_GPU))
 
 
 def _environment(spec: DeploymentSpec) -> list[dict[str, str]]:
-    """The operator's variables and those of the spec, which cannot replace them."""
+    """List the operator's variables and those of the spec, which cannot replace them."""
     has_gpu = bool(spec.resources.claims) or _gpu_resource(spec) != NO_GPU_RESOURCE
     given = ({"name": one.name, "value": one.value} for one in spec.engine.env if one.name not in _OWN_NAMES)
     return [*_OWN_ENV, *([_ON_A_GPU] if has_gpu else []), *given]
 
 
 def _gpu_resource(spec: DeploymentSpec) -> str:
-    """The extended resource that stands for one GPU, or that there is none."""
+    """Name the extended resource that stands for one GPU, or `none`."""
     return spec.resources.gpu_resource_name or (NO_GPU_RESOURCE if spec.resources.claims else DEFAULT_GPU_RESOURCE)
 
 

@@ -111,7 +111,7 @@ def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dic
 
 
 def _set_environment(config: WorkerConfig) -> None:
-    """What ranks inherit; for those of the fork server it is frozen when that starts."""
+    """Set the environment that ranks inherit; for those of the fork server it is frozen when that starts."""
     index = read_model_index(config.model)
     classes = [f"diffusers:{index['_class_name']}"]
     classes += [f"{value[0]}:{value[1]}" for value in index.values() if isinstance(value, list) and len(value) == 2 and value[0]]

@@ -42,6 +42,6 @@ def require_usable_process(method: StartMethod, *, accelerator: bool, bad_fork: 
 
 
 def _warn_of_unused(node: Path | None, wanted: Device, device: torch.device) -> None:
-    """Nobody serves on a CPU beside a GPU without being told."""
+    """Warn where a rank computes on the CPU beside a GPU that torch cannot use, so that it is not in silence."""
     if node is not None and wanted is Device.AUTO and device.type == "cpu":
         log.warning("this rank computes on the CPU although %s is there: %s", node, why_no_accelerator())

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from diffusion_worker.config import Device, StartMethod, WorkerConfig
 
-# Of NVIDIA's and AMD's drivers. A container has them only where a device was given to it.
+# Files of NVIDIA's and AMD's drivers. A container has them only where a device was given to it.
 ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 def accelerator_node(nodes: Sequence[Path] = ACCELERATOR_NODES) -> Path | None:
-    """The file of an accelerator's driver; None where there is none."""
+    """Find the file of an accelerator's driver; None where there is none."""
     return next((node for node in nodes if node.exists()), None)
 
 
 def start_method_of(config: WorkerConfig, nodes: Sequence[Path] = ACCELERATOR_NODES) -> StartMethod:
-    """`SPAWN` or `FORKSERVER`: the option where it says so, else by the device that is asked for or seems to be there."""
+    """Choose `SPAWN` or `FORKSERVER`: the option where it says so, else by the device that is asked for or seems to be there."""
     if config.start_method is not StartMethod.AUTO:
         return config.start_method
     expected = config.device is Device.CUDA or (config.device is Device.AUTO and accelerator_node(nodes) is not None)

@@ -8,7 +8,7 @@ from diffusion_worker.errors import ConfigError
 
 
 def device_of(wanted: Device, local_rank: int) -> torch.device:
-    """The device that a rank computes on: the accelerator with its number, or the CPU.
+    """Choose the device of a rank: the accelerator with the rank's number, or the CPU.
 
     Raises:
         ConfigError: there is no accelerator and `cuda` is asked for, or there are fewer than ranks.
@@ -25,7 +25,7 @@ def device_of(wanted: Device, local_rank: int) -> torch.device:
 
 
 def why_no_accelerator() -> str:
-    """The words with which torch refuses to use an accelerator, as of a driver that is missing or too old."""
+    """Return the words with which torch refuses an accelerator, for instance because its driver is missing or too old."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
