@@ -36,7 +36,7 @@ def test_a_rank_killed_once_too_often_ends_the_worker_with_70_the_reason_and_an_
     with WorkerProcess(ranks=2, options=options) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
         worker.wait_ready()
         pids = worker.rank_pids()
-        running = threads.submit(worker.images, **LONG)
+        running = threads.submit(worker.request_images, **LONG)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         os.kill(pids[1], signal.SIGKILL)
         answer = running.result(30)
