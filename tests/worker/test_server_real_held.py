@@ -190,8 +190,8 @@ def test_requests_that_are_held_at_the_end_are_told_so_and_the_worker_ends_with_
     worker = of_all.worker
     worker.sleep()
     of_all.gates.close("wake")
-    held = threads.submit(worker.images, **REQUEST)
-    stream = threads.submit(worker.images, **REQUEST, stream=True)
+    held = threads.submit(worker.request_images, **REQUEST)
+    stream = threads.submit(worker.request_images, **REQUEST, stream=True)
     of_all.wait_held(2)
     pids, begun = worker.rank_pids(), time.monotonic()
     assert worker.terminate() == 0

@@ -94,7 +94,7 @@ def test_sleep_and_wake_many_times_leave_the_image_and_the_memory_as_they_were(w
 def test_sleep_waits_for_the_running_image(worker: WorkerProcess) -> None:
     long = {**REQUEST, "num_inference_steps": 100}
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        running = threads.submit(worker.images, **long)
+        running = threads.submit(worker.request_images, **long)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         worker.sleep(mode="Wait")
         assert running.result(60).status_code == 200
@@ -106,7 +106,7 @@ def test_sleep_that_does_not_wait_any_longer_ends_the_running_image_with_a_code(
     long = {**REQUEST, "num_inference_steps": 200}
     before = worker.image(**REQUEST).tobytes()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        running = threads.submit(worker.images, **long)
+        running = threads.submit(worker.request_images, **long)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         worker.sleep(**call)
         answer = running.result(60)
