@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real rank processes of the digits model behind a `RankExecutor`, in the test's own process and without a server.
 
-The first start imports torch in the fork server; later ones take a second. Nothing of the ranks is left afterwards.
+The first start imports torch in the fork server; later ones take a second, spawned ones as long as the first.
+Nothing of the ranks is left afterwards.
 """
 
 import asyncio
@@ -24,14 +25,14 @@ CALL_S = 60.0
 
 
 @asynccontextmanager
-async def ranks(*, asleep: bool = False, **settings: Any) -> AsyncIterator[RankExecutor]:
+async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) -> AsyncIterator[RankExecutor]:
     """Two ranks of the digits model, or as many as `settings` say, that have started."""
     config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "ranks": 2, "tick_timeout_s": 60.0} | settings)
     with tempfile.TemporaryDirectory() as folder, _temporary_files_in(folder):
         executor = RankExecutor(config)
         pids: list[int] = []
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(limit_s):
                 await executor.start(asleep=asleep)
                 pids = pids_of(executor)
                 yield executor

@@ -61,7 +61,7 @@ def test_a_process_that_cannot_use_its_gpu_is_refused_with_the_cause_and_the_way
         require_usable_process(method, accelerator=accelerator, bad_fork=bad_fork)
     said = str(error.value)
     assert said.startswith(f"--start-method {method}: this rank cannot use a GPU")
-    assert "had already asked torch for one" in said and "use --start-method spawn, or --device cpu" in said
+    assert "had already asked torch for one" in said and "Use --start-method spawn, or --device cpu" in said
 
 
 def test_a_rank_told_to_use_the_cpu_does() -> None:

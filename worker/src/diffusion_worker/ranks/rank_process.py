@@ -69,7 +69,7 @@ class RankProcess:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        # The fork server collects a rank a moment after the pidfd told of its end; without that its descriptors stay open.
+        # The fork server collects a rank a moment after its pidfd reports the end. Without that the descriptors stay open.
         # Not by a join in a thread: at the end of an interpreter there are no more threads.
         collected = asyncio.Event()
         loop = asyncio.get_running_loop()

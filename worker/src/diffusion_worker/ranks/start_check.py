@@ -37,7 +37,7 @@ def require_usable_process(method: StartMethod, *, accelerator: bool, bad_fork: 
         return
     raise ConfigError(
         f"--start-method {method}: this rank cannot use a GPU, because the process that it was forked from had already asked torch "
-        "for one (importing diffusers does): use --start-method spawn, or --device cpu to serve without a GPU"
+        "for one. Importing diffusers is enough to ask. Use --start-method spawn, or --device cpu to serve without a GPU"
     )
 
 
