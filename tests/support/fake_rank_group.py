@@ -29,6 +29,7 @@ from diffusion_worker.messages import (
     Progress,
     PromptCacheStats,
     Recipe,
+    Replay,
     RequestSpec,
     RpcReply,
     SleepLevel,
@@ -46,6 +47,9 @@ from fake_rank import WEIGHTS_BYTES, FakeRank
 
 # What every image is said to have taken.
 FAKE_STAGES = StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, peak_bytes=2_000_000)
+
+# The reason why requests need the model alone, where `changing` says so.
+CHANGE = "calls vae.enable_tiling()"
 
 
 def fake_digest(path: str) -> str:
@@ -81,6 +85,9 @@ class FakeRankGroup:
         # What was called; what every start or every sleep has is counted apart.
         self.calls: list[str] = []
         self.counts = dict.fromkeys(("warm_up", "fingerprint", "synchronize"), 0)
+        # At which of its steps a request needs the model alone; and who joined, with whether it is made so.
+        self.changing: int | None = None
+        self.joined: list[tuple[str, bool]] = []
         # What became of the worker's options, as the ranks say after their warm-up.
         self.features: dict[str, str] = {}
         # What the ranks say of their weights and make of a fixed seed.
@@ -193,6 +200,7 @@ class FakeRankGroup:
         for request_id in tick.leave:
             self._active.pop(request_id, None)
         for spec, count in zip(tick.join, tick.frames or [0] * len(tick.join), strict=True):
+            self.joined.append((spec.request_id, spec.whole))
             self._active[spec.request_id] = (spec, spec.steps or DEFAULT_STEPS)
             self._frames[spec.request_id] = [frames.pop(0) for _ in range(count)]
         active = {use.lora_int_id for spec, _ in self._active.values() for use in spec.loras}
@@ -214,6 +222,10 @@ class FakeRankGroup:
             if any(use.lora_int_id not in self._adapters for use in spec.loras):
                 del self._active[request_id]
                 done.failed.append(Failed(request_id, ErrorReport(ErrorCode.ADAPTER_NOT_LOADED, "rank 0: the adapter is not loaded")))
+                continue
+            if self.changing == (spec.steps or DEFAULT_STEPS) - left + 1 and not spec.whole:
+                del self._active[request_id]
+                done.replays.append(Replay(request_id, CHANGE))
                 continue
             self._progress(spec, left, done, frames)
             if left == 1:

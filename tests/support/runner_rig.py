@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -13,8 +14,10 @@ from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import CallFailed
+from diffusion_worker.runner.pipeline import modules_of
 from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.stepper import report_of
+from module_attributes import attributes_of, changes_of
 from worker_process import DIGITS_MODEL
 
 Images = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
@@ -46,6 +49,8 @@ class RunnerRig:
         self.parallel = OneRank()
         self.config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits"} | config)
         self.runner = DiffusionModelRunner(self.config, torch.device("cpu"), self.parallel)  # type: ignore[arg-type]
+        # Requests of the last run that were made once more as `whole`, with the reason.
+        self.replays: dict[str, str] = {}
         self.progress: list[tuple[int, int]] = []
         self.model: ModelInfo = self.runner.load_model(lambda done, total: self.progress.append((done, total)))
 
@@ -59,23 +64,34 @@ class RunnerRig:
         """Run requests to their end, and with them the `running` ones that joined before.
 
         `joining` says at which tick each joins (all at the first one by default), `frames` has images by the request's id.
+        Those that need the model alone are made once more, as the server does.
+
+        Raises:
+            AssertionError: a module has another attribute than before.
         """
         self.parallel.calls.clear()
+        self.replays.clear()
+        modules = modules_of(self.runner.pipeline)
+        before = attributes_of(modules)
         at = joining or [0] * len(requests)
         images: Images = {}
         errors: dict[str, ErrorReport] = {}
+        join: list[RequestSpec] = []
         for number in range(1000):
-            join = [spec for spec, first in zip(requests, at, strict=True) if first == number]
+            join += [spec for spec, first in zip(requests, at, strict=True) if first == number]
             sent = [(frames or {}).get(spec.request_id, []) for spec in join]
             tick = Tick(number, join, frames=list(map(len, sent)))
             output = self.runner.execute_stepwise(tick, [frame for each in sent for frame in each])
             errors |= output.errors
+            self.replays |= output.replays
+            join = [msgspec.structs.replace(spec, whole=True) for spec in requests if spec.request_id in output.replays]
             for name, returned in output.images.items():
                 try:
                     images[name] = pixels_of(returned)
                 except RequestError as error:  # as the rank's output does
                     errors[name] = report_of(error, asked=True)
             if len(images) + len(errors) == len(requests) + running:
+                assert not (changed := changes_of(before, attributes_of(modules))), changed
                 return images, errors
         raise AssertionError(f"after 1000 ticks only {sorted(images)} are done")
 

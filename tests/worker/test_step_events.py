@@ -6,13 +6,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from diffusion_worker.engine.results import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.engine.step_loop import MAX_REPLAYS, StepLoop
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import RequestSpec
-from fake_rank_group import FakeRankGroup, fake_preview
+from diffusion_worker.messages import RequestSpec, Task
+from fake_images import fake_pixels
+from fake_rank_group import CHANGE, FakeRankGroup, fake_preview
 
 DEADLINE_S = 5.0
 
@@ -94,7 +96,40 @@ async def test_a_request_that_is_made_again_after_a_loss_says_so_by_step_0_and_s
         await outcome
         again.cancel()
         await asyncio.gather(again, return_exceptions=True)
-    assert heard == [*before, *(StepTaken(0, step, 3) for step in range(4))]
+    assert heard == [*before, *(StepTaken(0, step, 3, attempt=2) for step in range(4))]
+
+
+async def test_a_request_that_needs_the_model_alone_starts_over_once_and_those_of_its_task_go_alone_at_once() -> None:
+    ranks = FakeRankGroup()
+    ranks.changing = 2
+    heard: list[RequestEvent] = []
+    async with running(ranks, max_batch_size=1) as loop:
+        first = loop.submit(spec("a", steps=3, previews=1), on_event=heard.append)
+        waiting = loop.submit(spec("b", steps=3))
+        edit = loop.submit(msgspec.structs.replace(spec("c", steps=2), task=Task.EDIT))
+        made, others = await first, await waiting
+        later = await loop.submit(spec("d", steps=3))
+        await edit
+    assert [(event.attempt, event.step) for event in heard if isinstance(event, StepTaken)] == [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+    assert [event.attempt for event in heard if isinstance(event, PreviewMade)] == [1, 2]
+    assert bytes(made.pixels) == fake_pixels(spec("a", steps=3), None, [])
+    assert others.height == later.height == 8
+    assert sorted(ranks.joined) == [("a", False), ("a", True), ("b", True), ("c", False), ("c", True), ("d", True)]
+    assert loop.whole == {Task.GENERATE: CHANGE, Task.EDIT: CHANGE}
+
+
+async def test_a_request_that_was_given_up_is_not_made_alone() -> None:
+    ranks = FakeRankGroup()
+    ranks.changing = 1
+    ranks.stepping.clear()
+    async with running(ranks) as loop:
+        given_up = loop.submit(spec("a"))
+        await turns()
+        loop.forget("a")
+        ranks.stepping.set()
+        await loop.submit(spec("b", steps=2))
+    assert given_up.cancelled()
+    assert [name for name, whole in ranks.joined if name == "a"] == ["a"]
 
 
 async def test_nothing_is_heard_after_the_outcome_nor_of_a_request_that_was_cancelled_or_lost_too_often() -> None:

@@ -11,9 +11,11 @@ import torch
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall, execute
+from diffusion_worker.runner.mended import mend
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pipeline import view_of
+from diffusion_worker.runner.pipeline import modules_of, view_of
 from families.family import Arguments, Family, as_tensor, in_float64
+from module_attributes import attributes_of, changes_of
 from runner_rig import OneRank
 
 
@@ -64,6 +66,8 @@ class FamilyRig:
         self.rank = RecordingRank()
         config = WorkerConfig(model="(in memory)", served_name=family.name)
         self.runner = DiffusionModelRunner(config, torch.device("cpu"), self.rank)  # type: ignore[arg-type]
+        # Requests of the last run, by number, that were made once more as `whole`, with the reason.
+        self.replays: dict[str, str] = {}
         self.runner.adopt(self.pipeline, dtype, lambda done, total: None)
 
     def alone(self, asked: Asked) -> torch.Tensor:
@@ -79,7 +83,8 @@ class FamilyRig:
         """What the engine gives each request, flat; `joining` says at which tick each joins (all at the first by default).
 
         Raises:
-            AssertionError: a request ended with an error, or a model call that was shared failed.
+            AssertionError: a request ended with an error, a model call that was shared failed, or a request left the shared
+                modules with another attribute than before, which `outcome` raises too.
         """
         results, errors = self.outcome(*requests, joining=joining)
         assert not errors, errors
@@ -90,6 +95,9 @@ class FamilyRig:
         """Results and errors by the requests' numbers."""
         self.rank.calls.clear()
         self.rank.failures.clear()
+        self.replays.clear()
+        modules = modules_of(self.pipeline)
+        before = attributes_of(modules)
         joins = joining or (0,) * len(requests)
         results: dict[str, torch.Tensor] = {}
         errors: dict[str, ErrorReport] = {}
@@ -100,7 +108,12 @@ class FamilyRig:
             output = self.runner.execute_stepwise(Tick(tick))
             results |= {name: as_tensor(result) for name, result in output.images.items()}
             errors |= output.errors
+            self.replays |= output.replays
+            for name in output.replays:
+                asked = requests[int(name)]
+                self.runner.join(self._spec(int(name), asked), self._body(asked, whole=True))
             if len(results) + len(errors) == len(requests):
+                assert not (changed := changes_of(before, attributes_of(modules))), changed
                 return results, errors
         raise AssertionError(f"after 200 ticks only {sorted(results)} are done")
 
@@ -123,9 +136,16 @@ class FamilyRig:
     def _spec(self, number: int, asked: Asked) -> RequestSpec:
         return RequestSpec(request_id=str(number), prompt="", seed=asked.seed, steps=asked.steps, exact=asked.exact, loras=asked.loras)
 
-    def _body(self, asked: Asked) -> Callable[[], Any]:
+    def _body(self, asked: Asked, *, whole: bool = False) -> Callable[[], Any]:
         view = view_of(_with_scheduler(self.pipeline, asked.scheduler))
-        return lambda: self.family.call(view, self._arguments(asked))
+        mend(view)
+
+        def body() -> Any:
+            return self.family.call(view, self._arguments(asked))
+
+        # As a `PipelineBody` says of itself.
+        vars(body).update(whole=whole, modules=lambda: modules_of(self.pipeline).values())
+        return body
 
     def _arguments(self, asked: Asked) -> Arguments:
         arguments = self.family.request(asked.seed, asked.steps, asked.guidance) | asked.changes

@@ -41,6 +41,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One image or video to make. None means the pipeline's own default; height and width are in pixels.
 
     `exact` keeps every model call of the request alone: at one rank it is bit-equal to diffusers' own, whoever else runs.
+    `whole` requests run while no other advances, as their pipeline does something with the model that others would see.
     `accelerated` lets the worker's step cache skip work; it has no effect where there is none. `strength` is how far from its
     image an edit may go, 0 to 1. `previews` is how many images of its way the request sends before the last.
     """
@@ -56,6 +57,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float | None = None
     loras: list[LoRAUse] = []
     exact: bool = False
+    whole: bool = False
     accelerated: bool = False
     # The schedule where an adapter's recipe has one: sigmas from 1 down, or the shift of a flow scheduler.
     sigmas: list[float] | None = None
@@ -326,6 +328,13 @@ class Failed(msgspec.Struct, frozen=True):
     error: ErrorReport
 
 
+class Replay(msgspec.Struct, frozen=True):
+    """A request ended before its pipeline did `what` with the shared model; it is to be made once more, `whole`."""
+
+    request_id: str
+    what: str
+
+
 class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     """What one tick brought, from rank 0.
 
@@ -350,6 +359,7 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     features: dict[str, str] | None = None
     # Of `rows`, those of which a step cache skipped most blocks.
     skipped: int = 0
+    replays: list[Replay] = []
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):

@@ -6,7 +6,7 @@ import enum
 import msgspec
 
 from diffusion_worker.errors import Fault
-from diffusion_worker.messages import MemoryReport, MemoryTag, Recipe, SleepLevel
+from diffusion_worker.messages import MemoryReport, MemoryTag, Recipe, SleepLevel, Task
 from diffusion_worker.sources.source import Source
 
 
@@ -144,6 +144,8 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
     size_bytes: int | None
     digest: str | None = None
     revision: str | None = None
+    # By task, what its pipeline was about to do with the shared model: its requests run alone since.
+    runs_whole: dict[Task, str] = {}
 
 
 class RankDocument(msgspec.Struct, frozen=True, rename="camel"):

@@ -204,6 +204,7 @@ class Engine:
                 model.weights_bytes if model else None,
                 self._parts.digest.value,
                 self._parts.model_fetch.revision,
+                self._steps.whole,
             ),
             ranks=self._parts.ranks.documents(),
             adapters=[adapter.document(self.config.ranks) for adapter in self._parts.adapters],

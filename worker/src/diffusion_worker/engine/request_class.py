@@ -69,7 +69,8 @@ def class_of(spec: RequestSpec, defaults: Defaults) -> RequestClass:
         width=spec.width or defaults.width,
         frames=spec.frames or defaults.frames,
         guided=is_guided(spec.guidance_scale),
-        exact=spec.exact,
+        # A request that has the model alone shares no step either.
+        exact=spec.exact or spec.whole,
         accelerated=spec.accelerated,
         references=sum(item.shape[0] * item.shape[1] for item in spec.images) if defaults.references else 0,
     )

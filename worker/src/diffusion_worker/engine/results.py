@@ -7,21 +7,26 @@ from diffusion_worker.messages import Task
 
 
 class StepTaken(msgspec.Struct, frozen=True):
-    """Image `index` of the request has taken `step` of `steps` steps; `steps` is None where nobody knows."""
+    """Image `index` of the request has taken `step` of `steps` steps; `steps` is None where nobody knows.
+
+    `attempt` counts from 1: an image that is begun again, as ranks were lost or it needs the model alone, starts at step 0.
+    """
 
     index: int
     step: int
     steps: int | None
+    attempt: int = 1
 
 
 class PreviewMade(msgspec.Struct, frozen=True):
-    """What image `index` looks like on its way: its preview `number` from 0, rows of RGB bytes."""
+    """What image `index` looks like on its way: preview `number` from 0 of this `attempt` from 1, rows of RGB bytes."""
 
     index: int
     number: int
     pixels: bytes | memoryview
     height: int
     width: int
+    attempt: int = 1
 
 
 class Held(msgspec.Struct, frozen=True):

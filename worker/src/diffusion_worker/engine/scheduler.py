@@ -133,6 +133,20 @@ class StepScheduler:
         self._leaving.clear()
         return [request.spec.request_id for request in running]
 
+    def replay_whole(self, request_id: str) -> RequestSpec:
+        """The ranks ended a request that needs the model alone: it waits again, where it was, to be made so. Returns it.
+
+        All others of its task that wait are made so too: their pipeline is the same.
+        """
+        task = self._requests[request_id].spec.task
+        for request in list(self._requests.values()):
+            own = request.spec.request_id == request_id
+            if own or (request.spec.task == task and not request.joined and not request.spec.whole):
+                self._forget(request)
+                self.add(msgspec.structs.replace(request.spec, whole=True), request.arrived_s)
+                self._requests[request.spec.request_id].number = request.number
+        return self._requests[request_id].spec
+
     def observe(self, done: TickDone, now_s: float) -> None:
         """The oldest tick on its way is done."""
         sent = self._sent.popleft()
@@ -140,7 +154,7 @@ class StepScheduler:
             request.reported += 1
         finished = {outcome.request_id for outcome in done.finished}
         failed = {outcome.request_id: outcome.error.code for outcome in done.failed}
-        self._learn_costs(sent, done, finished | set(failed))
+        self._learn_costs(sent, done, finished | failed.keys() | {replay.request_id for replay in done.replays})
         for request in sent.requests:
             request_id = request.spec.request_id
             if request_id in finished:

@@ -18,7 +18,7 @@ from diffusion_worker.engine.results import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.engine.scheduler import StepScheduler
 from diffusion_worker.engine.wave_limit import wave_limit_s
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ErrorReport, ModelInfo, PromptCacheStats, RequestSpec, StageSeconds, Tick, TickDone
+from diffusion_worker.messages import ErrorReport, ModelInfo, PromptCacheStats, Replay, RequestSpec, StageSeconds, Task, Tick, TickDone
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,15 @@ class Submission(msgspec.Struct, eq=False):
     submitted_s: float
     joined_s: float | None = None
     replays: int = 0
+    # From 1: one more after each loss, and where it needs the model alone.
+    attempt: int = 1
     # What it will take, as last heard.
     steps: int | None = None
+
+    def start_over(self) -> None:
+        """It is made once more from its first step."""
+        self.attempt += 1
+        self.tell(StepTaken(self.index, 0, self.steps, self.attempt))
 
     def tell(self, event: RequestEvent) -> None:
         """Pass an event on, unless the outcome is there or nobody listens."""
@@ -101,6 +108,8 @@ class StepLoop:
         self.stats = StepStats()
         # What the options that speed up or shrink the model are now, by their names.
         self.features: dict[str, str] = {}
+        # Tasks whose requests run alone, with what their pipeline was about to do with the shared model.
+        self.whole: dict[Task, str] = {}
         self._ranks = ranks
         self._tick_timeout_s = tick_timeout_s
         self._broken = broken
@@ -154,6 +163,8 @@ class StepLoop:
         """
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         now_s = self._clock()
+        if spec.task in self.whole:
+            spec = msgspec.structs.replace(spec, whole=True)
         self._requests[spec.request_id] = Submission(outcome, frames, index, on_event, now_s)
         self._scheduler.add(spec, now_s)
         self._idle.clear()
@@ -215,7 +226,7 @@ class StepLoop:
                 self._settle(request_id, ErrorReport(code, message))
             else:
                 self.stats.replayed += 1
-                request.tell(StepTaken(request.index, 0, request.steps))
+                request.start_over()
 
     async def run(self) -> None:
         """Step until cancelled, or until the group or this loop breaks; may be called again after `lost`."""
@@ -273,6 +284,20 @@ class StepLoop:
             self._settle(finished.request_id, Outcome(report.frames[finished.frame], height, width, finished.stages))
         for failed in done.failed:
             self._settle(failed.request_id, failed.error)
+        for replay in done.replays:
+            self._make_alone(replay)
+
+    def _make_alone(self, replay: Replay) -> None:
+        """Queue a request once more, to run while no other does, and remember that for all of its task."""
+        request = self._requests.get(replay.request_id)
+        if request is None:
+            return
+        spec = self._scheduler.replay_whole(replay.request_id)
+        if spec.task not in self.whole:
+            self.whole[spec.task] = replay.what
+            log.warning("requests to %s run alone from now on: the pipeline %s, which others would see", spec.task, replay.what)
+        self.stats.replayed += 1
+        request.start_over()
 
     def _count(self, done: TickDone) -> None:
         stats = self.stats
@@ -298,11 +323,12 @@ class StepLoop:
         for progress in report.done.progress:
             if (request := self._requests.get(progress.request_id)) is not None:
                 request.steps = progress.steps
-                request.tell(StepTaken(request.index, progress.step, progress.steps))
+                request.tell(StepTaken(request.index, progress.step, progress.steps, request.attempt))
         for preview in report.done.previews:
             if (request := self._requests.get(preview.request_id)) is not None:
                 height, width = preview.shape[:2]
-                request.tell(PreviewMade(request.index, preview.number, report.frames[preview.frame], height, width))
+                pixels = report.frames[preview.frame]
+                request.tell(PreviewMade(request.index, preview.number, pixels, height, width, request.attempt))
 
     def _settle(self, request_id: str, result: Outcome | ErrorReport) -> None:
         request = self._requests.get(request_id)

@@ -27,6 +27,7 @@ from diffusion_worker.messages import (
     Fatal,
     LoadProgress,
     Ready,
+    Replay,
     Rpc,
     RpcReply,
     Shutdown,
@@ -190,6 +191,7 @@ class WorkerProc:
         done = TickDone(
             number=tick.number,
             failed=[Failed(name, error) for name, error in output.errors.items()],
+            replays=[Replay(name, what) for name, what in output.replays.items()],
             rows=output.rows,
             calls=output.calls,
             seconds=time.monotonic() - started,

@@ -90,6 +90,8 @@ class Probe:
             for state in self._states.values():
                 state.drop()
             self._states.clear()
+        if output.replays and not spec.whole:
+            return self._image(msgspec.structs.replace(request, spec=msgspec.structs.replace(spec, whole=True)))
         for failure in output.errors.values():
             raise RequestError(ErrorCode(failure.code), failure.message)
         return self._agreed(lambda: pixels_of(output.images[spec.request_id]))

@@ -17,6 +17,17 @@ def mend(view: Any) -> None:
     """Called with each request's view, whose modules are stand-ins that belong to it."""
     if type(view).__name__ == "StableDiffusion3InpaintPipeline":
         _mend_sd3_inpainting(view)
+    if type(view).__name__ == "QwenImage21Pipeline":
+        _let_hook_norm(view)
+
+
+def _let_hook_norm(view: Any) -> None:
+    """Its hook on the text encoder's last layer is the same for every request, keeps nothing, and is gone after the call."""
+    if view.text_encoder is None:
+        return
+    model = view.text_encoder.model
+    norm = getattr(model, "language_model", model).norm
+    vars(norm)["register_forward_hook"] = vars(norm)["_real"].register_forward_hook
 
 
 def _mend_sd3_inpainting(view: Any) -> None:

@@ -378,7 +378,7 @@ class DiffusionModelRunner:
         for number in itertools.count(1):
             tick = Tick(number, join, advance=[spec.request_id], frames=[len(frames)] * len(join) if frames else [])
             output = self.execute_stepwise(tick, frames if join else ())
-            join = []
+            join = [msgspec.structs.replace(spec, whole=True)] if output.replays else []
             if (error := output.errors.get(spec.request_id)) is not None:
                 raise RequestError(ErrorCode(error.code), error.message)
             if spec.request_id in output.images:

@@ -17,7 +17,7 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.mended import mend
-from diffusion_worker.runner.pipeline_view import MAIN_SCHEDULER, guide, guiders_of, hooks_models, view_of
+from diffusion_worker.runner.pipeline_view import MAIN_SCHEDULER, guide, guiders_of, hooks_models, modules_of, view_of
 from diffusion_worker.runner.pixels import RawImage, keep_on_device
 from diffusion_worker.runner.schedule import check_shift, check_sigmas
 from diffusion_worker.runner.step_support import why_exclusive
@@ -39,7 +39,14 @@ class PipelineBody:
     """
 
     def __init__(
-        self, pipeline: Any, arguments: Arguments, *, seed: int, guidance: float | None = None, shift: float | None = None
+        self,
+        pipeline: Any,
+        arguments: Arguments,
+        *,
+        seed: int,
+        guidance: float | None = None,
+        shift: float | None = None,
+        whole: bool = False,
     ) -> None:
         self._pipeline = pipeline
         self._shift = shift
@@ -48,7 +55,8 @@ class PipelineBody:
         self._guidance = guidance
         self.batch_key: Hashable = _ask(pipeline, "worker_batch_key", arguments)
         self.whole = (
-            bool(_ask(pipeline, "worker_runs_whole", arguments))
+            whole
+            or bool(_ask(pipeline, "worker_runs_whole", arguments))
             or why_exclusive(_type(pipeline)) is not None
             or any(map(hooks_models, guiders_of(pipeline).values()))
         )
@@ -61,14 +69,15 @@ class PipelineBody:
             guide(view, self._guidance)
         # The generator is a CPU one: the same seed gives the same noise on every device and rank.
         generator = torch.Generator().manual_seed(self._seed)
-        processors = _attention_processors(self._pipeline) if self.whole else {}
         try:
             return RawImage(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
         finally:
             if self.whole:
                 _unhook(self._pipeline, view)
-                for module, own in processors.items():
-                    module.set_attn_processor(own)
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The shared modules that the pipeline may change if it has them alone."""
+        return list(modules_of(self._pipeline).values())
 
 
 def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
@@ -91,7 +100,7 @@ def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, An
             raise _not_taken(name, pipeline)
     _check_negative_prompt(takes, arguments, pipeline)
     _check_schedule(spec, pipeline)
-    return PipelineBody(pipeline, arguments, seed=spec.seed, guidance=guidance, shift=spec.shift)
+    return PipelineBody(pipeline, arguments, seed=spec.seed, guidance=guidance, shift=spec.shift, whole=spec.whole)
 
 
 def call_view(view: Any, arguments: Arguments) -> Any:
@@ -225,12 +234,6 @@ def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
     except Exception as error:
         message = f"{type(pipeline).__name__}.{method}: {type(error).__name__}: {error}"
         raise RequestError(ErrorCode.REQUEST_FAILED, message) from error
-
-
-def _attention_processors(pipeline: Any) -> dict[Any, dict[str, Any]]:
-    """Those of each model: a class that swaps them puts them back at the end of its call only, not when that fails or is cancelled."""
-    modules: list[Any] = [part for part in pipeline.components.values() if hasattr(part, "set_attn_processor")]
-    return {module: dict(module.attn_processors) for module in modules}
 
 
 def _unhook(pipeline: Any, view: Any) -> None:

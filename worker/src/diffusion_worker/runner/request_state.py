@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request as a fiber: an unmodified pipeline that stops at every shared model call and after every step."""
 
+import contextlib
 import enum
+import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import greenlet
@@ -12,11 +14,18 @@ import msgspec
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.contents import Contents
+from diffusion_worker.runner.module_changes import ModuleChanges
 from diffusion_worker.runner.own_precision import OwnPrecision
 from diffusion_worker.runner.own_randomness import OwnRandomness
+from diffusion_worker.runner.shared_part import NeedsModelAlone
 from diffusion_worker.runner.stage_clock import StageClock
 from diffusion_worker.runner.step_cache.kinds import Branch
 from diffusion_worker.runner.way import Step, Way
+
+log = logging.getLogger(__name__)
+
+# A pipeline that catches everything catches its end too, each time at its next model call.
+MOST_EXITS = 20
 
 
 class StepBoundary(enum.Enum):
@@ -38,7 +47,7 @@ class Broken(msgspec.Struct, frozen=True):
     asked: bool
 
 
-FiberEvent = ModelCall | StepBoundary | Done | Broken
+FiberEvent = ModelCall | StepBoundary | Done | Broken | NeedsModelAlone
 # What a fiber runs: a pipeline on a view of it.
 Body = Callable[[], Any]
 
@@ -47,12 +56,14 @@ class Fiber(greenlet.greenlet):  # type: ignore[misc]
     """What a body runs in; `called` tells whether it called a model since its last step, `steps` how many it will take.
 
     Steps are remembered in its `way`, if it has one. With a `replay` no step is taken: that says what the scheduler returns.
+    `changes` has what it changes of the model if it has that alone; None where others advance beside it.
     """
 
     called = False
     steps: int | None = None
     way: Way | None = None
     replay: Callable[[Any], Any] | None = None
+    changes: ModuleChanges | None = None
 
 
 def take_step(
@@ -116,6 +127,8 @@ class DiffusionRequestState:
         self._precision = OwnPrecision()
         self._fiber = Fiber(self._run)
         self._fiber.way = self.way
+        if self.whole:
+            self._fiber.changes = ModuleChanges(getattr(body, "modules", tuple))
 
     @property
     def begun(self) -> bool:
@@ -141,20 +154,41 @@ class DiffusionRequestState:
         if self.way is not None and self._call is not None:
             self.way.answered(self._call, value)
             self._call = None
-        with self._randomness, self._precision:
+        with self._running():
             return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
 
     def fail(self, error: BaseException) -> FiberEvent:
         """Let the suspended model call raise."""
-        with self._randomness, self._precision:
+        with self._running():
             return self._note(self._fiber.throw(error))
 
     def drop(self) -> None:
         """Unwind the fiber; nothing of it runs afterwards but its `finally` blocks."""
         self._forget()
-        if self._fiber:
-            with self._randomness, self._precision:
+        for _ in range(MOST_EXITS):
+            if not self._fiber:
+                return
+            with self._running():
                 self._fiber.throw(greenlet.GreenletExit)
+        log.warning("request %s swallows its end %d times; it is left as it is", self.spec.request_id, MOST_EXITS)
+        if self._fiber.changes is not None:
+            self._fiber.changes.put_back()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """What the fiber runs in; what it changed of a model that it has alone is put back when it has ended."""
+        changes = self._fiber.changes
+        with self._randomness, self._precision:
+            if changes is None:
+                yield
+                return
+            changes.start_run()
+            try:
+                yield
+            finally:
+                changes.end_run()
+                if self._fiber.dead:
+                    changes.put_back()
 
     def _run(self) -> FiberEvent:
         try:

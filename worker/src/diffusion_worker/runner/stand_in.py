@@ -13,6 +13,7 @@ import greenlet
 import torch
 
 from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.shared_part import SharedPart, changes_of_fiber, in_fiber
 
 # Methods that compute; all others are the module's own, and run in the fiber at once.
 INTERCEPTED_METHODS = frozenset(
@@ -25,18 +26,20 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 _copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
-class StandIn:
-    """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with."""
+class StandIn(SharedPart):
+    """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with.
+
+    Its submodules are computed with in the fiber, at once; `SharedPart` says what else a request may do.
+    """
 
     def __init__(self, name: str, real: torch.nn.Module) -> None:
-        self.__dict__.update(_name=name, _real=real, _shared=real, _context="")
-
-    # Pipelines ask isinstance() of their components.
-    __class__ = property(lambda self: type(self.__dict__["_real"]))
+        super().__init__(name, real)
+        self.__dict__.update(_name=name, _shared=real, _context="")
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._real, name)
-        return self._asking(name, value) if name in INTERCEPTED_METHODS else value
+        if name in INTERCEPTED_METHODS and callable(method := getattr(self._real, name)):
+            return self._asking(name, method)
+        return super().__getattr__(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._suspend("forward", *args, **kwargs)
@@ -50,16 +53,27 @@ class StandIn:
         finally:
             self.__dict__["_context"] = before
 
+    def _reset_stateful_cache(self, **_where: Any) -> None:
+        """Nothing, though every classic pipeline asks for it at its end: a step cache keeps what it knows by request."""
+
     def to(self, *args: Any, **kwargs: Any) -> "StandIn":
         """Another precision for this request only (SDXL decodes in float32): its calls go to a copy, shared by all that ask for one."""
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
-            self.__dict__["_real"] = _in_precision(self._shared, dtype)
+            self.__dict__["_real"] = made = _in_precision(self._shared, dtype)
+            if made is not self._shared and (changes := changes_of_fiber()) is not None:
+                changes.watch(made)
         return self
 
     def _asking(self, name: str, method: Any) -> Any:
         """The method with its own signature, which some pipelines look at (Stable Video Diffusion)."""
-        return functools.wraps(method)(functools.partial(self._suspend, name))
+
+        @functools.wraps(method)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            # A hook that a guider put around it runs inside of the call that the engine makes.
+            return self._suspend(name, *args, **kwargs) if in_fiber() else method(*args, **kwargs)
+
+        return ask
 
     def _suspend(self, method: str, *args: Any, **kwargs: Any) -> Any:
         # Class methods, so that the signature is found once for all modules of a class.

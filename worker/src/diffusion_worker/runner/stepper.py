@@ -28,6 +28,7 @@ from diffusion_worker.runner.parallel import CallFailed, Parallel
 from diffusion_worker.runner.preview import PreviewState, preview_due
 from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.request_state import Broken, DiffusionRequestState, Done, FiberEvent, StepBoundary
+from diffusion_worker.runner.shared_part import NeedsModelAlone
 from diffusion_worker.runner.stage_clock import StageClock, stage_of
 from diffusion_worker.runner.step_cache.cache import Divided, Plan, StepCache
 from diffusion_worker.runner.tick_meter import TickMeter
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 # Calls of one module that a request makes in a tick. A step makes a few; a pipeline that makes more has no step of its own
 # (or decodes its frames in parts), and goes on in the next tick, so that it can be cancelled and others advance.
 CALLS_A_TICK = 8
+
+# How ranks tell each other of a request that has to be made alone; nobody outside of them meets this code.
+NEEDS_MODEL_ALONE = "NeedsModelAlone"
 
 # Calls a module, as diffusers itself would where `plain` is true: bit by bit, and with a model that changes meanwhile.
 Compute = Callable[[torch.nn.Module, ModelCall, bool], Any]
@@ -65,6 +69,8 @@ class StepOutput(msgspec.Struct):
     progress: list[Progress] = []
     previews: list[PreviewOutput] = []
     errors: dict[str, ErrorReport] = {}
+    # Requests that ended as they need the model alone, with what they were about to do with it.
+    replays: dict[str, str] = {}
     rows: int = 0
     calls: int = 0
     denoise_seconds: float = 0.0
@@ -239,7 +245,7 @@ class Stepper:
 
     def _take(self, events: list[Event], pending: list[Pending]) -> list[Pending]:
         """Sort what the requests stopped at; returns the pending calls with theirs added."""
-        broken = {state.spec.request_id: _report(state, event) for state, event in events if isinstance(event, Broken)}
+        broken = {state.spec.request_id: _report(state, event) for state, event in events if isinstance(event, Broken | NeedsModelAlone)}
         failures = failures_of_all(self._parallel, broken)
         begun: list[Event] = []
         for state, event in events:
@@ -247,8 +253,11 @@ class Stepper:
             if isinstance(state, PreviewState) and (request_id in failures or isinstance(event, Done)):
                 self._end_preview(state, event, failures.get(request_id))
             elif request_id in failures:
-                self._output.errors[request_id] = failures[request_id]
                 self._states.pop(request_id).drop()
+                if failures[request_id].code == NEEDS_MODEL_ALONE:
+                    self._output.replays[request_id] = failures[request_id].message
+                else:
+                    self._output.errors[request_id] = failures[request_id]
             elif isinstance(event, ModelCall):
                 self._ask(state, event, pending)
             elif isinstance(event, Done):
@@ -286,7 +295,9 @@ class Stepper:
         pending.append(Pending(state, call, prompt, None if self._cache is None else self._cache.branch_of(state, call)))
 
 
-def _report(state: DiffusionRequestState, event: Broken) -> ErrorReport:
+def _report(state: DiffusionRequestState, event: Broken | NeedsModelAlone) -> ErrorReport:
+    if isinstance(event, NeedsModelAlone):
+        return ErrorReport(NEEDS_MODEL_ALONE, event.what)
     return state.report(event.error) if isinstance(state, PreviewState) else report_of(event.error, asked=event.asked)
 
 

@@ -119,16 +119,15 @@ def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorRe
     """All images of a variant to their end, the first error where one fails."""
     name, frames = request.spec.request_id, request.frames
     specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.images)]
-    left = {spec.request_id for spec in specs}
-    tick = Tick(1, specs, frames=[len(frames)] * len(specs) if frames else [])
-    given = frames * len(specs)
-    for number in itertools.count(2):
-        output = execute(tick, given)
+    left, joining = {spec.request_id for spec in specs}, specs
+    for number in itertools.count(1):
+        tick = Tick(number, joining, frames=[len(frames)] * len(joining) if frames else [])
+        output = execute(tick, frames * len(joining))
+        joining = [msgspec.structs.replace(spec, whole=True) for spec in specs if spec.request_id in output.replays]
         if output.errors:
-            execute(Tick(number, leave=sorted(left - output.errors.keys())), [])
+            execute(Tick(number + 1, leave=sorted(left - output.errors.keys())), [])
             return next(iter(output.errors.values()))
         left -= output.images.keys()
         if not left:
             return None
-        tick, given = Tick(number), []
     raise AssertionError("unreachable")

@@ -81,7 +81,7 @@ def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces,
 
 def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
     """A step that an image has taken; an event of ours, which the SDK hands on with its `type`."""
-    return server_sent(f"{options.events}.progress", {"index": step.index, "step": step.step, "steps": step.steps})
+    return server_sent(f"{options.events}.progress", {"index": step.index, "attempt": step.attempt, "step": step.step, "steps": step.steps})
 
 
 def held_event(held: Held, options: AnswerOptions) -> Pieces:
@@ -93,7 +93,7 @@ def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: 
     """What an image looks like on its way. It has no provenance: it is not yet what the request makes."""
     height, width, compression = preview.height, preview.width, options.output_compression
     file = encode(preview.pixels, height, width, output_format=options.output_format, compression=compression)
-    content = {"partial_image_index": preview.number, "index": preview.index, "created_at": created}
+    content = {"partial_image_index": preview.number, "index": preview.index, "attempt": preview.attempt, "created_at": created}
     return server_sent(f"{options.events}.partial_image", content | _form(height, width, accelerated, options), file)
 
 
