@@ -9,11 +9,13 @@ import torch
 
 from diffusion_worker.lora.layers import LoRALayer
 
-# What models keep of their own calls: VAEs of diffusers, which begin each call by forgetting it, and hooks by which models of
-# transformers return hidden states, put on at the first call.
+# What models keep of their own calls: VAEs of diffusers, which begin each call by forgetting it, hooks by which models of
+# transformers return hidden states, put on at the first call, and tables.
 KEPT_BY_CALLS = {
     *("_feat_map", "_conv_idx", "_conv_num", "_enc_feat_map", "_enc_conv_idx", "_enc_conv_num"),
     "_output_capturing_hooks_installed",
+    # Tables of positions, made at the first call of a size.
+    *("_freqs_cache", "inv_freq"),
 }
 CAPTURING = "output_capturing_hook"
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, tuple)

@@ -91,7 +91,7 @@ async def test_a_stream_tells_each_step_then_the_image(edge: Edge) -> None:
     answer = await edge.request_images(prompt="p", seed=3, num_inference_steps=3, stream=True)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     *steps, completed = events_of(answer.text)
-    assert steps == [{"type": "image_generation.progress", "index": 0, "step": step, "steps": 3} for step in (1, 2, 3)]
+    assert steps == [{"type": "image_generation.progress", "index": 0, "attempt": 1, "step": step, "steps": 3} for step in (1, 2, 3)]
     assert (completed["type"], completed["index"], completed["seed"]) == ("image_generation.completed", 0, 3)
     image = decode_image(completed["b64_json"])
     assert image.tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p", seed=3, steps=3))

@@ -11,7 +11,6 @@ import torch
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall, execute
-from diffusion_worker.runner.mended import mend
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipeline import modules_of, view_of
 from families.family import Arguments, Family, as_tensor, in_float64
@@ -138,7 +137,6 @@ class FamilyRig:
 
     def _body(self, asked: Asked, *, whole: bool = False) -> Callable[[], Any]:
         view = view_of(_with_scheduler(self.pipeline, asked.scheduler))
-        mend(view)
 
         def body() -> Any:
             return self.family.call(view, self._arguments(asked))

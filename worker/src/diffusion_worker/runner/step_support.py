@@ -2,7 +2,8 @@
 """How a pipeline class can be run, found by reading its source: step by step in company, whole and by itself, or not at all.
 
 The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are.
-One that swaps a model's attention processors or hooks it for the length of its call would change the others' images.
+Stand-ins see to the second (`SharedPart`): a request that would change a module is made once more by itself. The words searched for
+here only spare the classes of diffusers that always do so a first attempt, refuse a step cache for them at start, and are in the docs.
 """
 
 import functools
