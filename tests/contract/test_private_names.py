@@ -16,7 +16,7 @@ from packaging.version import Version
 from private_names import ROOT, used_names
 
 LISTED: dict[str, dict[str, dict[str, Any]]] = tomllib.loads((Path(__file__).parent / "private_names.toml").read_text())
-# What has no release of its own.
+# These have no releases of their own.
 BUILT_IN = {"python", "ours"}
 
 
@@ -50,7 +50,7 @@ def _exists(name: str) -> bool:
 
 
 def requirements() -> list[Requirement]:
-    """Of both distributions, extras included."""
+    """List those of both distributions, extras included."""
     projects = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in ("worker", "operator")]
     lists = [each for project in projects for each in (project["dependencies"], *project.get("optional-dependencies", {}).values())]
     return [Requirement(line) for each in lists for line in each]

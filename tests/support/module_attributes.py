@@ -9,8 +9,8 @@ import torch
 
 from diffusion_worker.lora.layers import LoRALayer
 
-# What models keep of their own calls: VAEs of diffusers, which begin each call by forgetting it, hooks by which models of
-# transformers return hidden states, put on at the first call, and tables.
+# Models keep this of their own calls. VAEs of diffusers begin each call by forgetting it. Models of transformers put hooks on at
+# the first call, by which they return hidden states.
 KEPT_BY_CALLS = {
     *("_feat_map", "_conv_idx", "_conv_num", "_enc_feat_map", "_enc_conv_idx", "_enc_conv_num"),
     "_output_capturing_hooks_installed",
@@ -22,7 +22,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, tu
 
 
 def attributes_of(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
-    """By path: plain values as they are, everything else by its identity, and what is in dicts, lists and sets one by one."""
+    """List by path: plain values as they are, everything else by its identity, and what is in dicts, lists and sets one by one."""
     found: dict[str, Any] = {}
     for name, module in modules.items():
         for path, part in module.named_modules(prefix=name):
@@ -31,7 +31,7 @@ def attributes_of(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
 
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What is other than before, but for what calls keep and the layers that the engine gave to adapters."""
+    """List what is other than before, but for what calls keep and the layers that the engine gave to adapters."""
     wrapped = [path for path, value in now.items() if isinstance(value, LoRALayer)]
     places = tuple(path.replace("._modules.", ".") for path in wrapped)
     return [

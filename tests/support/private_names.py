@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the private names of libraries in our sources: imports, attributes and strings whose last part begins with one underscore.
 
-An attribute of an object counts as a library's where nothing in our own sources is called so. That misses a library's name
-which is one of ours too.
+An attribute of an object counts as a library's where nothing in our own sources is called so. A library's name
+that our sources use for something else is missed.
 """
 
 import ast
@@ -17,7 +17,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 
 
 def used_names() -> dict[str, set[str]]:
-    """By name, the files that use it: `torch._C._nn._parse_to` where the library is known, else `._blocks`."""
+    """List by name the files that use it: `torch._C._nn._parse_to` where the library is known, else `._blocks`."""
     trees = {path: ast.parse(path.read_text()) for folder in SOURCES for path in sorted(folder.rglob("*.py"))}
     ours = {name for tree in trees.values() for name in _defined(tree)}
     found: dict[str, set[str]] = {}

@@ -29,7 +29,7 @@ class Refusing(torch.nn.Module):
 
 
 def one_rank_refuses(rank: Rank) -> dict[str, Any]:
-    """Four requests of two steps; three of them go wrong on rank 1 only."""
+    """Five requests of two steps; three of them go wrong on rank 1 only, and one would change the model there."""
     model: Any = StandIn("transformer", Refusing(rank.rank))
 
     def body(first: float, trouble: Callable[[], None] = lambda: None) -> Callable[[], torch.Tensor]:
@@ -47,11 +47,24 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
         if rank.rank == 1:
             raise RequestError(ErrorCode.INVALID_REQUEST, "rank 1 does not like it")
 
+    def change() -> None:
+        if rank.rank == 1:
+            try:
+                model.requires_grad_(True)
+            except Exception:  # a pipeline may do so
+                return
+
     def break_down() -> None:
         if rank.rank == 1:
             raise RuntimeError("rank 1 broke")
 
-    bodies = {"good": body(1), "between calls": body(2, refuse), "in a call": body(13), "broken": body(3, break_down)}
+    bodies = {
+        "good": body(1),
+        "between calls": body(2, refuse),
+        "in a call": body(13),
+        "broken": body(3, break_down),
+        "changing": body(4, change),
+    }
     with rank.group() as parallel:
         states = {name: DiffusionRequestState(request(name), run) for name, run in bodies.items()}
         stepper = Stepper(states, parallel, None)
@@ -61,4 +74,5 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
     return {
         "errors": {name: [str(error.code), error.message] for name, error in sorted(output.errors.items())},
         "images": sorted(output.images),
+        "replays": output.replays,
     }

@@ -155,3 +155,4 @@ def test_a_request_that_fails_on_one_rank_fails_on_all_with_its_code_and_the_oth
         "broken": ["RequestFailed", "RuntimeError: rank 1 broke"],
     }
     assert first["images"] == ["good"]
+    assert first["replays"] == {"changing": "calls transformer.requires_grad_()"}

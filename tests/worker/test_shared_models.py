@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests cannot touch each other's model: whoever would change it is made once more by itself, and leaves it as it was."""
+"""Requests cannot touch each other's model: one that would change it is made once more by itself."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -82,7 +82,7 @@ class FamilyRig:
         """What the engine gives each request, flat; `joining` says at which tick each joins (all at the first by default).
 
         Raises:
-            AssertionError: a request ended with an error, a model call that was shared failed, or a request left the shared
+            AssertionError: a request ended with an error, or a model call that was shared failed. A request left the shared
                 modules with another attribute than before, which `outcome` raises too.
         """
         results, errors = self.outcome(*requests, joining=joining)
@@ -141,7 +141,7 @@ class FamilyRig:
         def body() -> Any:
             return self.family.call(view, self._arguments(asked))
 
-        # As a `PipelineBody` says of itself.
+        # A `PipelineBody` says the same of itself.
         vars(body).update(whole=whole, modules=lambda: modules_of(self.pipeline).values())
         return body
 

@@ -144,7 +144,7 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
     size_bytes: int | None
     digest: str | None = None
     revision: str | None = None
-    # By task, what its pipeline was about to do with the shared model: its requests run alone since.
+    # Tasks whose requests run alone, with what their pipeline was about to do with the shared model.
     runs_whole: dict[Task, str] = {}
 
 

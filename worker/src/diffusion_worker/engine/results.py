@@ -19,7 +19,7 @@ class StepTaken(msgspec.Struct, frozen=True):
 
 
 class PreviewMade(msgspec.Struct, frozen=True):
-    """What image `index` looks like on its way: preview `number` from 0 of this `attempt` from 1, rows of RGB bytes."""
+    """Preview `number` (from 0) of image `index` in this `attempt` (from 1): rows of RGB bytes."""
 
     index: int
     number: int

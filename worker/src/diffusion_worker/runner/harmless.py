@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods of shared modules that a request may call among others, each with the reason why it changes nothing for them.
 
-The list was found by running every test family with a stand-in that noted which methods its pipeline calls, and by looking
-for calls of components in the source of all pipelines of diffusers. `SharedPart` itself has `to`, `eval` and their like.
+A stand-in that noted the methods that pipelines call was run with every test family. The source of all pipelines of diffusers
+was searched for calls of components too. `SharedPart` itself has `to`, `eval` and their like.
 """
 
 _READS = "hands out what the module has"

@@ -22,7 +22,7 @@ def mend(view: Any) -> None:
 
 
 def _let_hook_norm(view: Any) -> None:
-    """Its hook on the text encoder's last layer is the same for every request, keeps nothing, and is gone after the call."""
+    """Qwen-Image 2.1 hooks the text encoder's last layer: that is the same for every request, keeps nothing, and is gone after the call."""
     if view.text_encoder is None:
         return
     model = view.text_encoder.model

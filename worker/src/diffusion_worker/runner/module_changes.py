@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request that has the model alone changes of its modules, and how they become again what they were.
+"""Finds what a request that has the model alone changes of its modules, and puts it back.
 
 Only what changes while the request's own code runs counts: meanwhile the engine gives layers to adapters, and models keep
 things of their calls. So what modules have is compared at the begin and the end of each run of the fiber. In-place changes of
@@ -20,7 +20,7 @@ Missing = object()
 
 
 class Attributes:
-    """What modules have now: their attributes, what is in those that are containers, and where their weights are."""
+    """Remembers the attributes of modules, the contents of those that are containers, and where the weights are."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.containers: dict[int, Copied] = {}
@@ -106,7 +106,7 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def _undo_container(container: Any, before: Any) -> Callable[[], None]:
-    """What others changed in a dict meanwhile stays; lists and sets become what they were."""
+    """Keeps what others changed in a dict meanwhile; lists and sets become as they were."""
     if isinstance(container, list):
         return lambda: container.__setitem__(slice(None), before)
     if isinstance(container, set):

@@ -176,7 +176,7 @@ class DiffusionRequestState:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """What the fiber runs in; what it changed of a model that it has alone is put back when it has ended."""
+        """Run the fiber inside; when it has ended, its changes of a model that it has alone are put back."""
         changes = self._fiber.changes
         with self._randomness, self._precision:
             if changes is None:

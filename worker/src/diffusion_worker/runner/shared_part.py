@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's pipeline sees of a module that it shares with other requests: what it may read, and what it may not do.
+"""Stands for a module in the pipeline of a request that shares it with other requests: some things it may do, others not.
 
 Plain values and harmless methods are the module's own, and submodules follow the same rule. Anything else could change other
-requests' images. It ends the attempt by a switch of the fiber, as a pipeline may swallow an exception; the request is made
-once more while nobody else advances, and then does as it likes until `ModuleChanges` puts everything back.
+requests' images. It ends the attempt by a switch of the fiber, as a pipeline may swallow an exception. The request is made
+once more while nobody else advances. Then it does as it likes, and `ModuleChanges` puts everything back.
 """
 
 import functools
@@ -31,7 +31,7 @@ def changes_of_fiber() -> ModuleChanges | None:
 
 
 def in_fiber() -> bool:
-    """Whether a request's own code runs, and not the engine's."""
+    """Tell a request's own code from the engine's."""
     return hasattr(greenlet.getcurrent(), "changes")
 
 
@@ -39,7 +39,7 @@ class SharedPart:
     """Looks like a submodule of a shared module."""
 
     def __init__(self, path: str, real: torch.nn.Module) -> None:
-        # Of all parts of one stand-in, by the id of the real module: asked twice, a part is the same.
+        # All parts of one stand-in share this, by the id of the real module: asked twice, a part is the same.
         self.__dict__.update(_path=path, _real=real, _parts={})
 
     # Pipelines ask isinstance() of their components.
@@ -76,11 +76,11 @@ class SharedPart:
         return self
 
     def float(self) -> "SharedPart":
-        """As `to`."""
+        """Do as `to` does."""
         return self.to(torch.float32)
 
     def half(self) -> "SharedPart":
-        """As `to`."""
+        """Do as `to` does."""
         return self.to(torch.float16)
 
     def eval(self) -> "SharedPart":

@@ -29,7 +29,7 @@ _copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.M
 class StandIn(SharedPart):
     """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with.
 
-    Its submodules are computed with in the fiber, at once; `SharedPart` says what else a request may do.
+    Submodules are computed with in the fiber, at once; `SharedPart` says what else a request may do.
     """
 
     def __init__(self, name: str, real: torch.nn.Module) -> None:

@@ -3,7 +3,7 @@
 
 The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are.
 Stand-ins see to the second (`SharedPart`): a request that would change a module is made once more by itself. The words searched for
-here only spare the classes of diffusers that always do so a first attempt, refuse a step cache for them at start, and are in the docs.
+here only spare a first attempt to the classes of diffusers that always do so. A step cache is refused for these at start, too.
 """
 
 import functools

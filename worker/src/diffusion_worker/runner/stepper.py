@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 # (or decodes its frames in parts), and goes on in the next tick, so that it can be cancelled and others advance.
 CALLS_A_TICK = 8
 
-# How ranks tell each other of a request that has to be made alone; nobody outside of them meets this code.
+# Ranks tell each other by this code of a request that has to be made alone; nobody outside of them meets it.
 NEEDS_MODEL_ALONE = "NeedsModelAlone"
 
 # Calls a module, as diffusers itself would where `plain` is true: bit by bit, and with a model that changes meanwhile.
