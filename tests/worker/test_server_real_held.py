@@ -121,7 +121,7 @@ def test_past_max_held_requests_get_429_and_a_client_that_goes_away_frees_its_pl
 ) -> None:
     sleepy.declare(maxHeld=2)
     sleepy.gates.close("wake")
-    first = threads.submit(sleepy.worker.images, **REQUEST)
+    first = threads.submit(sleepy.worker.request_images, **REQUEST)
     sleepy.wait_held(1)
     with httpx2.Client() as client, client.stream("POST", f"{sleepy.worker.url}/v1/images/generations", json={**REQUEST, "stream": True}):
         sleepy.wait_held(2)
@@ -131,7 +131,7 @@ def test_past_max_held_requests_get_429_and_a_client_that_goes_away_frees_its_pl
         wrong = sleepy.worker.request_images(**{**REQUEST, "num_inference_steps": 100_000})
         assert wrong.status_code == 400
     sleepy.wait_held(1)
-    third = threads.submit(sleepy.worker.images, **REQUEST)
+    third = threads.submit(sleepy.worker.request_images, **REQUEST)
     sleepy.wait_held(2)
     sleepy.gates.open("wake")
     assert [one.result(30).status_code for one in (first, third)] == [200, 200]
@@ -160,9 +160,9 @@ def test_a_stream_tells_that_it_is_held_and_why_and_ends_with_the_image(
     sleepy: Sleepy, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     sleepy.gates.close("wake")
-    first = threads.submit(sleepy.worker.images, **REQUEST, stream=True)
+    first = threads.submit(sleepy.worker.request_images, **REQUEST, stream=True)
     sleepy.wait_held(1)
-    second = threads.submit(sleepy.worker.images, **REQUEST, stream=True)
+    second = threads.submit(sleepy.worker.request_images, **REQUEST, stream=True)
     sleepy.wait_held(2)
     sleepy.worker.wait_state("waking")
     sleepy.gates.open("wake")

@@ -153,7 +153,7 @@ def test_one_operation_runs_at_a_time_and_a_call_in_conflict_names_it(faulty: Fa
 
 def test_a_wake_while_the_model_drains_cancels_the_sleep(faulty: Faulty) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        running = threads.submit(faulty.images, **LONG)
+        running = threads.submit(faulty.request_images, **LONG)
         faulty.wait_for(lambda: faulty.state()["inFlight"] == 1, what="working")
         assert faulty.begin("/v1/sleep").status_code == 202
         faulty.wait_state("draining")
@@ -216,7 +216,7 @@ def test_a_server_killed_while_asleep_comes_back_asleep_and_holds_nothing(faulty
 
 def test_a_worker_terminated_while_it_drains_gives_what_runs_its_time_and_ends_with_0(faulty: Faulty) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        running = threads.submit(faulty.images, **LONG)
+        running = threads.submit(faulty.request_images, **LONG)
         faulty.wait_for(lambda: faulty.state()["inFlight"] == 1, what="working")
         faulty.begin("/v1/sleep")
         faulty.wait_state("draining")
