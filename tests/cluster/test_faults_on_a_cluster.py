@@ -152,6 +152,10 @@ def test_what_a_deployment_can_do_without_goes_and_comes_and_its_pod_stays(stead
     rig.eventually("neither of them", lambda: not optional_children(rig), deadline_s=10)
     rig.kubectl.patch(DD, {"spec": {"control": {"networkPolicy": "Managed"}, "podDisruptionBudget": "Auto"}})
     rig.eventually("both of them", lambda: optional_children(rig) == {"NetworkPolicy", "PodDisruptionBudget"}, deadline_s=10)
+    for what, change in ((f"networkpolicy/{NAME}-control", {"ingress": []}), (f"pdb/{NAME}", {"maxUnavailable": 3})):
+        wanted = rig.kubectl.get(what)["spec"]
+        rig.kubectl.patch(what, {"spec": change})
+        rig.eventually("what it was", lambda what=what, wanted=wanted: rig.kubectl.get(what)["spec"] == wanted, deadline_s=10)
     assert lives(rig) == same
 
 

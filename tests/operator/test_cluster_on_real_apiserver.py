@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our nine verbs over the client library, against a real API server: what each does, and what each failure becomes."""
+"""Our eleven verbs over the client library, against a real API server: what each does, and what each failure becomes."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diffusion_operator import cluster as cluster_module
-from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD, SECRET
+from diffusion_operator.api.meta import ObjectMeta
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, SECRET, SERVICE, Kind
 from diffusion_operator.cluster import KubernetesCluster, connect
-from diffusion_operator.errors import ClusterError, ClusterRefused, ClusterUnavailable
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable
+from diffusion_operator.plan.children import REFUSALS
 from diffusion_operator.plan.observed import Answer
+from diffusion_operator.plan.ownership import adopt_secret, as_if_applied, replace_whole, secret_is_leaving, secret_is_ours, was_posted
 from diffusion_operator.plan.template_trial import answer_of
 from real_apiserver import kubectl
 
@@ -145,11 +149,128 @@ async def test_a_refusal_carries_the_api_servers_own_sentence(cluster: Kubernete
     assert caught.value.status == 422
 
 
-async def test_a_secret_is_applied_blind(cluster: KubernetesCluster, kubeconfig_of_apiserver: Path) -> None:
-    metadata = {"name": "s", "namespace": NAMESPACE}
-    await cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": {"token": "YQ=="}})
-    assert kubectl(kubeconfig_of_apiserver, "-n", NAMESPACE, "get", "secret", "s", "-o", "jsonpath={.data.token}") == "YQ=="
-    assert SECRET.plural == "secrets"
+def service(name: str, port: int = 80, **annotations: str) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": NAMESPACE, "annotations": annotations}
+    ports = [{"name": "http", "port": port, "targetPort": 8000, "protocol": "TCP"}]
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"selector": {"a": "b"}, "ports": ports}}
+
+
+def bound(manifest: dict[str, Any], live: dict[str, Any], *names: str) -> dict[str, Any]:
+    return manifest | {"metadata": manifest["metadata"] | {name: live["metadata"][name] for name in names}}
+
+
+async def found(cluster: KubernetesCluster, kind: Kind, name: str) -> dict[str, Any]:
+    live = await cluster.look_up(kind, NAMESPACE, name)
+    assert live is not None
+    return live
+
+
+async def test_a_look_by_name_finds_it_whole_or_nothing(cluster: KubernetesCluster) -> None:
+    assert await cluster.look_up(SERVICE, NAMESPACE, "looked") is None
+    await cluster.create(service("looked"))
+    live = await found(cluster, SERVICE, "looked")
+    assert (live["kind"], live["metadata"]["managedFields"][0]["operation"]) == ("Service", "Update")
+
+
+async def test_what_a_create_wrote_is_removed_by_an_apply_only_after_its_fields_are_the_applys(cluster: KubernetesCluster) -> None:
+    for name, expected in (("not-upgraded", None), ("upgraded", ([8080], {"y": "2"}))):
+        await cluster.create(service(name, 80, x="1", y="2"))
+        live = await found(cluster, SERVICE, name)
+        if expected is not None:
+            assert was_posted(live)
+            live = await cluster.patch(SERVICE, NAMESPACE, name, as_if_applied(live))
+            assert not was_posted(live)
+            await cluster.apply(bound(service(name, 8080, y="2"), live, "uid"))
+            after = await found(cluster, SERVICE, name)
+            assert ([port["port"] for port in after["spec"]["ports"]], after["metadata"]["annotations"]) == expected
+        else:
+            with pytest.raises(ClusterRefused, match="Duplicate value"):
+                await cluster.apply(bound(service(name, 8080, y="2"), live, "uid"))
+
+
+async def test_an_edited_port_cannot_be_merged_and_is_replaced_as_a_whole(
+    cluster: KubernetesCluster, kubeconfig_of_apiserver: Path
+) -> None:
+    await cluster.create(service("edited"))
+    live = await found(cluster, SERVICE, "edited")
+    await cluster.patch(SERVICE, NAMESPACE, "edited", as_if_applied(live))
+    change = '[{"op": "replace", "path": "/spec/ports/0/port", "value": 8080}]'
+    kubectl(kubeconfig_of_apiserver, "patch", "service", "edited", "-n", NAMESPACE, "--type=json", "-p", change)
+    live = await found(cluster, SERVICE, "edited")
+    with pytest.raises(ClusterRefused, match="Duplicate value") as refused:
+        await cluster.apply(bound(service("edited"), live, "uid"))
+    assert (refused.value.status, refused.value.reason) == (422, "Invalid")
+    await cluster.patch(SERVICE, NAMESPACE, "edited", replace_whole(live, service("edited")))
+    after = await found(cluster, SERVICE, "edited")
+    assert [port["port"] for port in after["spec"]["ports"]] == [80]
+    assert after["spec"]["clusterIP"] == live["spec"]["clusterIP"]
+    with pytest.raises(ClusterConflict):  # the version is not the same any more
+        await cluster.patch(SERVICE, NAMESPACE, "edited", replace_whole(live, service("edited")))
+    await cluster.patch(SERVICE, NAMESPACE, "edited", as_if_applied(after))
+    await cluster.apply(bound(service("edited", 81), after, "uid"))
+    assert [port["port"] for port in (await found(cluster, SERVICE, "edited"))["spec"]["ports"]] == [81]
+
+
+async def test_an_apply_is_bound_to_what_was_seen(cluster: KubernetesCluster) -> None:
+    await cluster.create(config_map("bound", one="1"))
+    live = await found(cluster, CONFIG_MAP, "bound")
+    for name, other in (("uid", "00000000-0000-0000-0000-000000000000"), ("resourceVersion", "1")):
+        metadata = live["metadata"] | {name: other}
+        with pytest.raises(ClusterConflict):
+            await cluster.apply(bound(config_map("bound", one="2"), {"metadata": metadata}, name))
+    with pytest.raises(ClusterConflict):
+        await cluster.apply(bound(config_map("not-there"), live, "uid"))
+    assert await cluster.look_up(CONFIG_MAP, NAMESPACE, "not-there") is None
+    await cluster.apply(bound(config_map("bound", one="2"), live, "uid", "resourceVersion"))
+
+
+OWNER = ObjectMeta(name="d", namespace=NAMESPACE, uid="00000000-0000-0000-0000-000000000001", creation_timestamp=datetime.now(UTC))
+REFERENCE = {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "name": "d", "uid": OWNER.uid, "controller": True}
+LIVING = "00000000-0000-0000-0000-000000000002"
+OURS = {LABEL_MANAGED_BY: "diffusion-operator", LABEL_DEPLOYMENT: "d"}
+SECRETS: list[tuple[str, dict[str, Any], str]] = [
+    ("ours", {"ownerReferences": [REFERENCE]}, "ours"),
+    ("leaving", {"ownerReferences": [REFERENCE | {"uid": LIVING}]}, "leaving"),
+    ("orphan", {"labels": OURS}, "adopted"),
+    ("unlabelled", {"labels": {LABEL_DEPLOYMENT: "d"}}, "stranger"),
+    ("strange", {}, "stranger"),
+    ("owned", {"ownerReferences": [REFERENCE | {"name": "e", "uid": LIVING}], "labels": OURS}, "stranger"),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "expected"), SECRETS, ids=[row[0] for row in SECRETS])
+async def test_patches_tell_whose_a_secret_is_and_change_nothing(
+    cluster: KubernetesCluster, name: str, more: dict[str, Any], expected: str
+) -> None:
+    """There is no right to read one."""
+    metadata = {"name": f"s-{name}", "namespace": NAMESPACE, **more}
+    await cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"token": "YQ=="}})
+
+    async def holds(operations: list[dict[str, Any]]) -> dict[str, Any] | None:
+        try:
+            return await cluster.patch(SECRET, NAMESPACE, f"s-{name}", operations)
+        except ClusterRefused as error:
+            assert error.status == 422
+            return None
+
+    before = await found(cluster, SECRET, f"s-{name}")
+    assert bool(await holds(secret_is_ours(OWNER))) is (expected == "ours")
+    assert bool(await holds(secret_is_leaving(OWNER))) is (name in ("ours", "leaving"))
+    assert await found(cluster, SECRET, f"s-{name}") == before
+    adopted = await holds(adopt_secret(OWNER, [REFERENCE]))
+    assert bool(adopted) is (expected == "adopted")
+    if adopted is not None:
+        assert adopted["metadata"]["ownerReferences"] == [REFERENCE]
+    else:
+        assert await found(cluster, SECRET, f"s-{name}") == before
+
+
+async def test_a_config_map_over_a_mebibyte_is_refused_and_not_unavailable(cluster: KubernetesCluster) -> None:
+    """As one with 2,600 adapters."""
+    for name, size in (("big", 1_100_000), ("bigger", 4_000_000)):
+        with pytest.raises(ClusterRefused) as refused:
+            await cluster.create(config_map(name, text="x" * size))
+        assert refused.value.reason in REFUSALS
 
 
 async def test_a_server_that_is_away_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from condition_reasons import PROBLEM, problems, reasons_of, returned
 from diffusion_operator.plan import acceptance
 from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, SOURCE_REASONS
+from diffusion_operator.plan.children import LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 REASONS = reasons_of(
@@ -17,6 +18,7 @@ REASONS = reasons_of(
     {
         "view.decision.reason": {acceptance.Decision.__struct_defaults__[0], *DEPLOYMENT_REASONS, *returned(acceptance)},
         "_source_error(view)": set(SOURCE_REASONS.values()),
+        "worst.reason": {NAME_CONFLICT, LEAVING, REFUSED, PASS_FAILED, *REFUSALS},
     }
 )
 KINDS = {"DiffusionDeployment": REASONS.deployment, "LoRAAdapter": REASONS.adapter}

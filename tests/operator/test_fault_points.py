@@ -40,7 +40,7 @@ async def test_rf5_the_operator_may_die_before_and_after_everything_it_does() ->
     assert expected.wrong == []
     assert len(places) > 100
     assert {place.split()[1] for place in places} == {
-        "create", "apply", "apply_status", "set_labels", "delete", "sleep", "wake", "put_adapter", "remove_adapter",
+        "create", "apply", "patch", "apply_status", "set_labels", "delete", "sleep", "wake", "put_adapter", "remove_adapter",
     }, "the story does everything that the ports have"  # fmt: skip
     for number, place in enumerate(places, start=1):
         told = await Teller(number).tell(to_the_end=False)

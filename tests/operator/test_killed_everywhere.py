@@ -19,7 +19,7 @@ from sole_operator import Namespaces, adapter, complaints, deployment, eventuall
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 STEP_S = 120.0
 QUIET_S = 2.0
-ACTIONS = {"create", "apply", "apply_status", "set_labels", "delete", "sleep", "wake", "put_adapter", "remove_adapter"}
+ACTIONS = {"create", "apply", "patch", "apply_status", "set_labels", "delete", "sleep", "wake", "put_adapter", "remove_adapter"}
 
 Step = Callable[[RestClient], Awaitable[Any]]
 

@@ -164,7 +164,7 @@ async def test_rf28_what_another_hand_did_is_told_and_what_the_operator_does_is_
         await namespace.kubectl("delete", "pdb", "d")
         told = await eventually(lambda: _if_many(repairs(), 3))
         assert told == [
-            "PodDisruptionBudget d was deleted, or lost its labels by another client",
+            "PodDisruptionBudget d was deleted or its labels taken off by another client",
             "Service d was changed: spec.selector by another client",
             "labels of pod d-0-0 were changed by another client",
         ]

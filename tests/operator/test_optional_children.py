@@ -9,8 +9,7 @@ import pytest
 from diffusion_operator.api.names import DEPLOYMENT, DISRUPTION_BUDGET, NETWORK_POLICY, SERVICE, Kind
 from diffusion_operator.errors import ClusterRefused
 from diffusion_operator.plan.control_security import PolicyOutcome, control_secured
-from fake_cluster import FakeCluster
-from operator_rig import Rig, serving
+from operator_rig import Rig, deployment, serving
 from plan_builders import made
 
 OFF: Mapping[Kind, dict[str, Any]] = {
@@ -72,23 +71,26 @@ async def test_what_guards_the_control_port_is_told() -> None:
     assert rig.condition("ControlSecured") == ("True", "TokenOnly")
 
 
-async def test_a_cluster_that_refuses_both_serves_all_the_same_and_the_condition_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cluster_that_refuses_both_serves_all_the_same_and_the_condition_says_why() -> None:
     """As with a Role from before these kinds."""
-    apply, refuses = FakeCluster.apply, [True]
 
-    async def refuse(self: FakeCluster, manifest: dict[str, Any]) -> None:
-        if refuses[0] and manifest["kind"] in (NETWORK_POLICY.kind, DISRUPTION_BUDGET.kind):
-            raise ClusterRefused(f"patch {manifest['kind']}: 403 forbidden", status=403)
-        await apply(self, manifest)
+    def refuse(verb: str, manifest: dict[str, Any]) -> ClusterRefused | None:
+        refused = manifest["kind"] in (NETWORK_POLICY.kind, DISRUPTION_BUDGET.kind)
+        return ClusterRefused(f"{verb}: 403 forbidden", status=403, reason="Forbidden", said="forbidden") if refused else None
 
-    monkeypatch.setattr(FakeCluster, "apply", refuse)
-    rig = await serving()
+    rig = Rig()
+    rig.cluster.refuse = refuse
+    rig.cluster.put(deployment())
+    await rig.run()
+    rig.start_all()
     await rig.run(30)
     assert rig.condition("Ready") == ("True", "Serving")
     assert rig.condition("ControlSecured") == ("False", "PolicyRefused")
-    assert "NetworkPolicy: 403 forbidden" in rig.message("ControlSecured")
-    refuses[0] = False
-    await rig.run(30)
+    assert "NetworkPolicy d-control was refused: forbidden" in rig.message("ControlSecured")
+    assert rig.condition("ChildrenReady") == ("False", "Forbidden")
+    rig.cluster.refuse = lambda verb, manifest: None
+    await rig.run(60)
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
     assert rig.condition("ControlSecured") == ("True", "TokenAndPolicy")
     assert rig.cluster.names(DISRUPTION_BUDGET) == ["d"]
 

@@ -62,6 +62,10 @@ def cluster() -> Iterator[AuditedApiserver]:
         yield running
 
 
+# By somebody else; each is put right.
+EDITS: tuple[tuple[str, str, Document], ...] = (("networkpolicy", "d-control", {"ingress": []}), ("pdb", "d", {"maxUnavailable": 3}))
+
+
 class Team:
     """The namespace with the objects."""
 
@@ -126,6 +130,11 @@ def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> No
             team.patch(control={"networkPolicy": "Managed"}, podDisruptionBudget="Auto")
             operator.eventually(lambda: team.names("networkpolicies") and team.names("poddisruptionbudgets"))
             assert team.reason("dd", "d", "ControlSecured") == "TokenAndPolicy"
+            team.patch(service={"port": 8080})
+            operator.eventually(lambda: team.get("service", "d")["spec"]["ports"][0]["port"] == 8080)
+            for kind, name, change in EDITS:
+                team.kubectl("patch", kind, name, "--type=merge", "--patch", json.dumps({"spec": change}))
+                operator.eventually(lambda kind=kind, name=name, change=change: not change.items() <= team.get(kind, name)["spec"].items())
             rotate(cluster, team, documents, worker)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Cluster in memory that behaves: UIDs, generations, label selectors, preconditions, owner references, and a kubelet by hand.
+"""A Cluster in memory that behaves: UIDs, versions, label selectors, preconditions, managed fields, owner references, and a kubelet by
+hand.
 
 Assert on what is in it, not on what was called.
 """
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from diffusion_operator.api.names import ADAPTER, CONTAINER, DEPLOYMENT, KINDS, POD, Kind
-from diffusion_operator.errors import ClusterError, ClusterRefused
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused
+from fake_apply import applied, entry, patched
 
 Manifest = dict[str, Any]
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -28,6 +30,8 @@ class FakeCluster:
         """Called with ADDED, MODIFIED or DELETED, as a watch would."""
         self.refuse_pods: str | None = None
         """Creation of pods is refused with this message, as by a quota."""
+        self.refuse: Callable[[str, Manifest], ClusterError | None] = lambda verb, manifest: None
+        """Asked before a create, an apply or a patch, as an admission policy is; a patch shows the object before it."""
         self.broken: ClusterError | None = None
         """Every call raises it, as with the API server down."""
         self.judge_pod: Callable[[Manifest], ClusterError | None] = lambda manifest: None
@@ -57,42 +61,44 @@ class FakeCluster:
         found = await self.list(ADAPTER, namespace)
         return [one for one in found if one["spec"]["deploymentRef"]["name"] == deployment]
 
+    async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        return await self.get(kind, namespace, name)
+
     async def create(self, manifest: Manifest) -> bool:
         self._check()
-        self._admit(manifest)
+        self._admit("create", manifest)
         if self._key(manifest) in self._objects:
             return False
-        self._store(manifest)
+        stored = copy.deepcopy(manifest)
+        if manifest["kind"] != "Event":
+            stored["metadata"]["managedFields"] = [entry(manifest, "Update")]
+        self._store(stored)
         return True
 
     async def try_create(self, manifest: Manifest) -> None:
         self._check()
         self.dry_runs.append(manifest["metadata"]["name"])
-        self._admit(manifest)
-
-    def _admit(self, manifest: Manifest) -> None:
-        if manifest["kind"] != "Pod":
-            return
-        if self.refuse_pods is not None:
-            raise ClusterRefused(self.refuse_pods, status=403)
-        error = self.judge_pod(manifest)
-        if error is not None:
-            raise error
+        self._admit("create", manifest)
 
     async def apply(self, manifest: Manifest) -> None:
         self._check()
+        self._admit("apply", manifest)
         existing = self._objects.get(self._key(manifest))
+        if existing is None and "uid" in manifest["metadata"]:
+            raise ClusterConflict("there is no object of this uid", status=409, reason="Conflict")
         if existing is None:
-            self._store(manifest)
+            self._store(manifest | {"metadata": {**manifest["metadata"], "managedFields": [entry(manifest, "Apply")]}})
             return
-        kept = {key: value for key, value in existing["metadata"].items() if key != "annotations"}
-        metadata = kept | {
-            key: manifest["metadata"][key] for key in ("labels", "ownerReferences", "annotations") if key in manifest["metadata"]
-        }
-        updated = existing | copy.deepcopy(manifest) | {"metadata": metadata}
-        if updated != existing:
-            self._objects[self._key(manifest)] = updated
-            self.on_change("MODIFIED", updated)
+        self._replace(existing, applied(existing, manifest))
+
+    async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Manifest]) -> Manifest:
+        self._check()
+        existing = self._objects.get((kind.kind, namespace, name))
+        if existing is None:
+            raise ClusterRefused(f"{kind.plural} {name} not found", status=404, reason="NotFound")
+        self._admit("patch", existing)
+        self._replace(existing, patched(existing, operations))
+        return copy.deepcopy(self._objects[kind.kind, namespace, name])
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
         self._check()
@@ -101,6 +107,7 @@ class FakeCluster:
             return
         self.status_writes += 1
         manifest["status"] = copy.deepcopy(status)
+        manifest["metadata"]["resourceVersion"] = self._version()
         self.on_change("MODIFIED", manifest)
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
@@ -109,6 +116,7 @@ class FakeCluster:
         if manifest is None or manifest["metadata"]["uid"] != uid:
             return
         found = manifest["metadata"]["labels"]
+        manifest["metadata"]["resourceVersion"] = self._version()
         for key, value in labels.items():
             if value is None:
                 found.pop(key, None)
@@ -135,6 +143,7 @@ class FakeCluster:
         if existing["spec"] != manifest["spec"]:
             existing["spec"] = copy.deepcopy(manifest["spec"])
             existing["metadata"]["generation"] += 1
+            existing["metadata"]["resourceVersion"] = self._version()
             self.on_change("MODIFIED", existing)
         return existing
 
@@ -227,10 +236,29 @@ class FakeCluster:
         stored = copy.deepcopy(manifest)
         number = next(self._numbers)
         stamp = self._clock().strftime("%Y-%m-%dT%H:%M:%SZ")
-        stored["metadata"] = {"uid": f"uid-{number}", "creationTimestamp": stamp, "generation": 1} | stored["metadata"]
+        made = {"uid": f"uid-{number}", "resourceVersion": str(number), "creationTimestamp": stamp, "generation": 1}
+        stored["metadata"] = made | stored["metadata"]
         self._objects[self._key(manifest)] = stored
         self.on_change("ADDED", stored)
         return stored
+
+    def _replace(self, existing: Manifest, updated: Manifest) -> None:
+        """An update that changes nothing is none."""
+        if updated == existing:
+            return
+        updated["metadata"]["resourceVersion"] = self._version()
+        self._objects[self._key(updated)] = updated
+        self.on_change("MODIFIED", updated)
+
+    def _version(self) -> str:
+        return str(next(self._numbers))
+
+    def _admit(self, verb: str, manifest: Manifest) -> None:
+        if manifest["kind"] == "Pod" and self.refuse_pods is not None:
+            raise ClusterRefused(self.refuse_pods, status=403)
+        refusal = self.refuse(verb, manifest) or (self.judge_pod(manifest) if manifest["kind"] == "Pod" else None)
+        if refusal is not None:
+            raise refusal
 
     def _check(self) -> None:
         if self.broken is not None:

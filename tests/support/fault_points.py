@@ -8,7 +8,7 @@ changes by them.
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-LOOKS = frozenset({"get", "list", "pages", "adapters_of", "state", "try_create", "close"})
+LOOKS = frozenset({"get", "look_up", "list", "pages", "adapters_of", "state", "try_create", "close"})
 
 
 class OperatorDied(BaseException):

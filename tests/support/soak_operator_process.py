@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,9 +38,17 @@ class OperatorProcess:
     """One at a time; all of its lives write to one log."""
 
     def __init__(
-        self, folder: Path, kubeconfig: Path, *, control_port: int | None = None, image: str = "worker:1", **settings: float
+        self,
+        folder: Path,
+        kubeconfig: Path,
+        *,
+        control_port: int | None = None,
+        image: str = "worker:1",
+        arguments: Sequence[str] = (),
+        **settings: float,
     ) -> None:
-        """`image`: the default for workers; `settings`: of the process, where they shall be other than its own."""
+        """`image`: the default for workers; `arguments`: more of the command line; `settings`: values that have no option."""
+        self._arguments = tuple(arguments)
         self._folder = folder
         self._kubeconfig = kubeconfig
         self._control_port = control_port
@@ -65,6 +73,7 @@ class OperatorProcess:
             *(sys.executable, str(HERE / "operator_process.py"), "run", f"--engine-image={self._image}", "--all-namespaces"),
             *(f"--operator-key-file={self._folder / 'key'}", f"--metrics-port={self._metrics_port}"),
             *(f"--liveness-port={self._liveness_port}", "--log-format=plain"),
+            *self._arguments,
         ]
         told = {name: value for name, value in told.items() if value is not None}
         environment = os.environ | {"KUBECONFIG": str(self._kubeconfig), "OPERATOR_UNDER_TEST": json.dumps(told)}

@@ -7,7 +7,7 @@ from sole_operator import client, kubeconfig, kubelet  # in a conftest.py
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -48,11 +48,17 @@ async def kubelet(client: RestClient) -> AsyncIterator[FakeKubelet]:
 
 @contextmanager
 def running(
-    folder: Path, kubeconfig: Path, *, control_port: int | None = None, image: str = "worker:1", **settings: float
+    folder: Path,
+    kubeconfig: Path,
+    *,
+    control_port: int | None = None,
+    image: str = "worker:1",
+    arguments: Sequence[str] = (),
+    **settings: float,
 ) -> Iterator[OperatorProcess]:
     """Ready at the beginning, ended at the end."""
     folder.mkdir(exist_ok=True)
-    operator = OperatorProcess(folder, kubeconfig, control_port=control_port, image=image, **settings)
+    operator = OperatorProcess(folder, kubeconfig, control_port=control_port, image=image, arguments=arguments, **settings)
     operator.start()
     try:
         operator.wait_ready()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Kubernetes API as we use it: nine verbs over plain dicts. Nothing else knows the client library.
+"""The Kubernetes API as we use it: eleven verbs over plain dicts. Nothing else knows the client library.
 
 Paths are built from our own table of kinds, so there is no discovery, no cache file of it, and no right needed for it.
 """
@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import quote
@@ -24,12 +24,17 @@ from diffusion_operator.api.names import FIELD_MANAGER, KINDS, Kind
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable, NamespaceEnds
 
 Manifest = dict[str, Any]
+Operation = dict[str, Any]
+"""One operation of a JSON patch."""
 
 REQUEST_TIMEOUT_S = 15
 POOL_SIZE = 0  # no limit: the queue bounds what runs at once
 PAGE = 500
 # With the parameter the client library sends our bytes as they are.
 APPLY = "application/apply-patch+yaml; charset=utf-8"
+
+# An admission webhook may give a code alone.
+_REASONS = {400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 409: "Conflict", 422: "Invalid"}
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +62,20 @@ class Cluster(Protocol):
 
     async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]: ...
 
+    async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        """Ask the API server itself, and get the object whole, with its managedFields."""
+
     async def create(self, manifest: Manifest) -> bool:
         """False if there is one of that name already."""
 
     async def try_create(self, manifest: Manifest) -> None:
         """Ask whether it would be made, and make nothing. Raises what `create` would; a name that is taken is no refusal."""
 
-    async def apply(self, manifest: Manifest) -> None: ...
+    async def apply(self, manifest: Manifest) -> None:
+        """Server-side apply, bound to the UID and the resourceVersion that the manifest's metadata may have."""
+
+    async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
+        """Send a JSON patch (RFC 6902) and return the object after it. A test that fails is a ClusterRefused with status 422."""
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None: ...
 
@@ -124,12 +136,20 @@ class KubernetesCluster:
             if not position:
                 return
 
+    async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        """A list with a field selector: the right to list is there, and the right to get is not needed."""
+        page = await self._send("get", kind, namespace, None, field_selector=f"metadata.name={name}")
+        found = next(iter(page["items"]), None)
+        return {"apiVersion": kind.api_version, "kind": kind.kind, **found} if found is not None else None
+
     async def create(self, manifest: Manifest) -> bool:
         kind, namespace, _ = _identity(manifest)
         try:
             await self._send("post", kind, namespace, None, body=manifest, field_manager=FIELD_MANAGER)
-        except ClusterConflict:
-            return False
+        except ClusterConflict as error:
+            if error.reason == "AlreadyExists":  # a quota that is counted meanwhile and a webhook answer 409, too
+                return False
+            raise
         return True
 
     async def try_create(self, manifest: Manifest) -> None:
@@ -160,8 +180,7 @@ class KubernetesCluster:
         try:
             await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
         except ClusterError as error:
-            other_uid = error.status == 422 and "metadata.uid" in str(error)
-            if not (other_uid or error.status in (404, 409)):
+            if error.status not in (404, 409):
                 raise
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
@@ -171,6 +190,10 @@ class KubernetesCluster:
         except ClusterError as error:
             if error.status not in (404, 409):
                 raise
+
+    async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
+        body, content_type = list(operations), "application/json-patch+json"
+        return await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
 
     async def _apply(self, kind: Kind, namespace: str, name: str, body: Manifest, *, subresource: str = "") -> None:
         await self._send(
@@ -232,19 +255,22 @@ def _identity(manifest: Manifest) -> tuple[Kind, str, str]:
 
 
 def _translate(what: str, error: ApiException) -> ClusterError:
-    message = f"{what}: {error.status} {_reason(error)}"
-    if error.status == 409:
-        return ClusterConflict(message, status=409)
+    reason, said = _answer(error)
+    message = f"{what}: {error.status} {said}"
+    kind: type[ClusterError] = ClusterConflict if error.status == 409 else ClusterRefused
     if error.status == 429 or error.status >= 500:
-        return ClusterUnavailable(message, status=error.status)
-    if error.status == 403 and '"NamespaceTerminating"' in str(error.body):
-        return NamespaceEnds(message, status=403)
-    return ClusterRefused(message, status=error.status)
+        kind = ClusterUnavailable
+    elif error.status == 403 and '"NamespaceTerminating"' in str(error.body):
+        kind = NamespaceEnds
+    elif error.status == 422 and "metadata.uid: Invalid value" in said:  # a write that was bound to another object of the name
+        return ClusterConflict(message, status=409, reason="Conflict", said=said)
+    return kind(message, status=error.status, reason=reason, said=said)
 
 
-def _reason(error: ApiException) -> str:
-    """The API server's own sentence, where there is one."""
+def _answer(error: ApiException) -> tuple[str, str]:
+    """The API server's reason and sentence, where there are any."""
     try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return str(error.body or error.reason)
+        status = json.loads(error.body)
+        return str(status.get("reason") or _REASONS.get(error.status, "")), str(status["message"])
+    except (AttributeError, TypeError, ValueError, KeyError):
+        return "", str(error.body or error.reason)

@@ -32,9 +32,12 @@ class WatchStale(OperatorError):
 class ClusterError(OperatorError):
     """The Kubernetes API did not do what was asked."""
 
-    def __init__(self, message: str, *, status: int = 0) -> None:
+    def __init__(self, message: str, *, status: int = 0, reason: str = "", said: str = "") -> None:
+        """`reason` and `said` are the API server's own, as `Forbidden` and a sentence; empty where it gave none."""
         super().__init__(message)
         self.status = status
+        self.reason = reason
+        self.said = said or message
 
 
 class ClusterUnavailable(ClusterError):

@@ -7,6 +7,7 @@ from diffusion_operator.api.adapter import InstanceState
 from diffusion_operator.api.deployment_spec import ColdMode, DeploymentSpec, SleepLevel, SleepPolicy
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.plan.children import children_ready
 from diffusion_operator.plan.control_security import control_secured
 from diffusion_operator.plan.groups import Group, Problem
 from diffusion_operator.plan.model_resolution import model_resolved
@@ -50,7 +51,13 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
         adapters_ready(now),
         degraded(now),
         control_secured(now.spec, now.policy),
+        children_ready(now.children),
     )
+
+
+def pass_failed(text: str) -> Verdict:
+    """Ready, where the operator could not find out."""
+    return verdict("Ready", None, "PassFailed", text)
 
 
 def ready(now: Situation) -> Verdict:
@@ -64,6 +71,8 @@ def ready(now: Situation) -> Verdict:
         return verdict("Ready", False, problem.problem.value, _about(problem))
     if now.asleep_wanted and live:
         return verdict("Ready", False, "SleepRequested", f"spec.sleep.policy is Asleep; {_tally(now)}")
+    if now.no_service and (now.serving or now.wakeable):
+        return verdict("Ready", False, "NoService", f"{_tally(now)}, and no client reaches them: {now.no_service}")
     if now.serving:
         whole = now.serving + now.wakeable >= now.wanted and not any(group.problem for group in now.groups)
         text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}{_others(now)}"
@@ -84,6 +93,8 @@ def _not_serving(now: Situation) -> Verdict:
         return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _about(unreachable))
     if now.count(*RESTING):
         return verdict("Ready", False, "Waking", _tally(now) + _others(now))
+    if now.pods_wait_for:
+        return verdict("Ready", False, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
     if now.refusal:
         return verdict("Ready", False, "PodsRefused", now.refusal)
     return verdict("Ready", False, "Starting", _tally(now) + _unprobed(now) + _others(now))
@@ -117,7 +128,8 @@ def progressing(now: Situation) -> Verdict:
     if now.outdated:
         return verdict("Progressing", True, "RolloutProgressing", _rolled_out(now) + _others(now))
     if missing:
-        text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {now.refusal}" if now.refusal else "")
+        why = now.pods_wait_for or now.refusal
+        text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {why}" if why else "")
         return verdict("Progressing", True, "RolloutProgressing", text)
     loading = [group for group in now.groups if group.state in (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.VERIFYING)]
     if loading or now.count(ReplicaState.FAILED):

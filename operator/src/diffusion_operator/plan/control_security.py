@@ -27,6 +27,6 @@ def control_secured(spec: DeploymentSpec, policy: PolicyOutcome) -> Verdict:
         text = f"{token}; no NetworkPolicy is made, because the operator does not know the labels of its own pods (--operator-namespace)"
         return verdict("ControlSecured", True, "TokenOnly", text)
     if policy.refusal:
-        return verdict("ControlSecured", False, "PolicyRefused", f"{token}; its NetworkPolicy was refused: {policy.refusal}")
+        return verdict("ControlSecured", False, "PolicyRefused", f"{token}; {policy.refusal}")
     text = f"{token}, and a NetworkPolicy lets in the operator's pods only; whether it is enforced depends on the cluster's network plugin"
     return verdict("ControlSecured", True, "TokenAndPolicy", text)

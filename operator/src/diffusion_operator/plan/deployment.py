@@ -6,13 +6,15 @@ from datetime import datetime, timedelta
 
 import msgspec
 
+from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.plan.acceptance import DesiredAdapter
 from diffusion_operator.plan.actions import CreatePod, DeletePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.adapters import AdapterView, plan_adapters
+from diffusion_operator.plan.children import ChildState
 from diffusion_operator.plan.departures import Told, depart
 from diffusion_operator.plan.deployment_status import deployment_status
-from diffusion_operator.plan.groups import observe_groups
+from diffusion_operator.plan.groups import Group, observe_groups
 from diffusion_operator.plan.model_resolution import resolve_model, unpinned
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Observed
 from diffusion_operator.plan.polling import MOVING_POLL_S, look_again
@@ -36,7 +38,12 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     calls: tuple[WorkerAction, ...]
     trial: CreatePod | None
     """To be tried, and not to be made."""
+    situation: Situation
+    groups: tuple[Group, ...]
+    """With those on their way out."""
+    created: tuple[CreatePod, ...]
     status: DeploymentStatus
+    """With the children and the refusal of the pass before."""
     views: tuple[AdapterView, ...]
     attempts: Mapping[AttemptKey, Attempt]
     """To be remembered."""
@@ -75,7 +82,8 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         resolution=resolution,
         refusal=observed.refusal,
         template_refusal=trial.refusal,
-        policy=observed.policy,
+        policy_possible=observed.policy_possible,
+        children=observed.children,
     )
     sleep = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
     left_alone = retiring | {call.worker.pod_uid for call in sleep}
@@ -87,6 +95,9 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         pods=pods,
         calls=calls,
         trial=trial.pod,
+        situation=situation,
+        groups=groups,
+        created=replicas.create,
         status=deployment_status(deployment, situation, groups=groups, template=template, made=replicas.create, now=now),
         views=adapters.views,
         attempts=adapters.attempts,
@@ -102,6 +113,17 @@ def _sooner(look_again_s: float | None, trial: Trial, now: datetime) -> float | 
         return look_again_s
     trial_s = max(MOVING_POLL_S, (trial.again_at - now).total_seconds())
     return trial_s if look_again_s is None else min(look_again_s, trial_s)
+
+
+def status_after(
+    deployment: DiffusionDeployment, plan: DeploymentPlan, *, children: tuple[ChildState, ...], refusal: str, now: datetime
+) -> DeploymentStatus:
+    """Return the status at the end of the pass: the plan's, with what became of its children and its pods."""
+    before = plan.situation
+    if (before.children, before.refusal) == (children, refusal):
+        return plan.status
+    situation = msgspec.structs.replace(before, children=children, refusal=refusal)
+    return deployment_status(deployment, situation, groups=plan.groups, template=plan.template, made=plan.created, now=now)
 
 
 def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable], observed: Observed, now: datetime) -> list[DeletePod]:

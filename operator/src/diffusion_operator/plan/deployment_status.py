@@ -30,7 +30,7 @@ def deployment_status(
     now: datetime,
 ) -> DeploymentStatus:
     """`groups` has the terminating ones too, `situation` only what counts; `made` are asked for in this pass."""
-    name, namespace, before = deployment.metadata.name, deployment.metadata.namespace, deployment.status
+    name, before = deployment.metadata.name, deployment.status
     count = situation.count
     shown, truncated = fitted((*(group_status(group) for group in groups), *_between_pods(before, groups, made)))
     updated = sum(group.pod.revision == template.revision for group in situation.groups)
@@ -50,7 +50,7 @@ def deployment_status(
         update_revision=template.revision,
         rollout=situation.progress.record,
         model=situation.resolution.model,
-        endpoints=EndpointsStatus(url=f"http://{name}.{namespace}.svc:{deployment.spec.service.port}/v1"),
+        endpoints=EndpointsStatus(url=_url(deployment) if not situation.no_service else None),
         adapters=situation.adapters.summary,
         held=held_requests(situation.groups),
         last_request_time=last_request_time(situation.groups, before=before.last_request_time, now=now),
@@ -63,6 +63,11 @@ def deployment_status(
             deployment_verdicts(situation), previous=before.conditions, generation=deployment.metadata.generation, now=now
         ),
     )
+
+
+def _url(deployment: DiffusionDeployment) -> str:
+    metadata = deployment.metadata
+    return f"http://{metadata.name}.{metadata.namespace}.svc:{deployment.spec.service.port}/v1"
 
 
 def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod]) -> Iterator[ReplicaStatus]:

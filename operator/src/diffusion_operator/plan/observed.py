@@ -11,7 +11,7 @@ from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.worker_state import WireError, WorkerState
-from diffusion_operator.plan.control_security import PolicyOutcome
+from diffusion_operator.plan.children import ChildState
 from diffusion_operator.plan.pods import Pod
 
 UNREACHABLE_POLLS = 3
@@ -96,7 +96,7 @@ class Observed(msgspec.Struct, frozen=True):
     default_image: str
     pods: tuple[Pod, ...] = ()
     foreign_incarnations: Mapping[int, int] = {}
-    """Highest incarnation by index among pods of an earlier deployment of this name: their names are taken."""
+    """Highest incarnation by index among pods of an earlier deployment of this name, or of somebody else: their names are taken."""
     polls: Mapping[str, Poll] = {}
     """By pod UID."""
     adapters: tuple[LoRAAdapter, ...] = ()
@@ -106,8 +106,11 @@ class Observed(msgspec.Struct, frozen=True):
     """When a sleep or wake may be tried again, by plan.sleeping.retry_key."""
     unrouted_at: Mapping[str, datetime] = {}
     """By pod UID: when this process took the routable label off."""
-    policy: PolicyOutcome = PolicyOutcome()
     trial: TemplateTrial | None = None
     """The last one."""
+    policy_possible: bool = False
+    """The operator was told by what its own pods are known, so that it can make a NetworkPolicy."""
+    children: tuple[ChildState, ...] = ()
+    """After the pass before."""
     refusal: str = ""
     """Why the API server last refused to create a pod (quota, Pod Security), empty if it did not."""

@@ -71,10 +71,6 @@ def pod_numbers(deployment: str, name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def is_owned_by(manifest: Mapping[str, Any], uid: str) -> bool:
-    return any(owner.get("uid") == uid for owner in manifest["metadata"].get("ownerReferences", ()))
-
-
 def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Pod:
     metadata, spec, status = manifest["metadata"], manifest.get("spec", {}), manifest.get("status", {})
     labels = metadata.get("labels", {})

@@ -9,6 +9,7 @@ from diffusion_operator.api.deployment_spec import SleepPolicy
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.worker_state import RecordState
 from diffusion_operator.plan.adapters import AdapterPlan
+from diffusion_operator.plan.children import pods_wait_for
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.idleness import next_sleep_in_s
 from diffusion_operator.plan.observed import Observed
@@ -25,7 +26,7 @@ _MOVING = (ReplicaState.VERIFYING, ReplicaState.DRAINING, ReplicaState.SLEEPING,
 def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: datetime) -> float | None:
     """Seconds; None: nothing moves, the steady poll is soon enough."""
     groups = adapters.groups
-    if observed.refusal:
+    if observed.refusal or pods_wait_for(observed.children):
         return FAILING_POLL_S
     if acting or any(group.state in _MOVING and not group.poll.failures for group in groups) or _adapters_move(groups):
         return MOVING_POLL_S

@@ -6,6 +6,7 @@ import msgspec
 from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.plan.adapters import AdapterPlan
+from diffusion_operator.plan.children import ChildState, no_service, pods_wait_for, policy_refusal
 from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.model_resolution import Resolution
@@ -25,7 +26,23 @@ class Situation(msgspec.Struct, frozen=True):
     refusal: str
     template_refusal: str = ""
     """The message where no pod can be made of the changed template, else empty; see template_trial.py."""
-    policy: PolicyOutcome = PolicyOutcome()
+    policy_possible: bool = False
+    """The operator was told by what its own pods are known."""
+    children: tuple[ChildState, ...] = ()
+
+    @property
+    def policy(self) -> PolicyOutcome:
+        return PolicyOutcome(possible=self.policy_possible, refusal=policy_refusal(self.children))
+
+    @property
+    def pods_wait_for(self) -> str:
+        """Why no pod can be made; empty where one can, or none is missing."""
+        return pods_wait_for(self.children) if len(self.groups) < self.wanted else ""
+
+    @property
+    def no_service(self) -> str:
+        """Why no client reaches the replicas; empty where clients do."""
+        return no_service(self.children)
 
     @property
     def wanted(self) -> int:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import LABEL_ROUTABLE, POD
-from diffusion_operator.errors import ClusterRefused, ControlError
+from diffusion_operator.api.names import FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_ROUTABLE, POD
+from diffusion_operator.errors import ClusterConflict, ClusterRefused, ControlError, NamespaceEnds, OperatorError
 from diffusion_operator.plan.actions import (
     CreatePod,
     DeletePod,
@@ -25,10 +25,13 @@ from diffusion_operator.plan.actions import (
     WorkerAction,
 )
 from diffusion_operator.plan.attempts import RACE_RETRY_S, RACES, next_attempt
+from diffusion_operator.plan.child_events import pod_name_taken
+from diffusion_operator.plan.children import pods_wait_for
+from diffusion_operator.plan.ownership import has_our_labels, is_controlled_by
 from diffusion_operator.plan.revision import Template
 from diffusion_operator.plan.sleeping import retry_key
 from diffusion_operator.reconcile.memory import DeploymentMemory
-from diffusion_operator.reconcile.repairs import tell_repaired
+from diffusion_operator.reconcile.repairs import tell, tell_repaired
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.pod import pod
 
@@ -48,38 +51,81 @@ log = logging.getLogger(__name__)
 
 async def act_on_pods(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, actions: Sequence[PodAction], *, template: Template
-) -> None:
-    namespace = deployment.metadata.namespace
+) -> bool:
+    """Each by itself: one that fails keeps no other from being done. Return whether a pod was made."""
+    waits, made, memory.refusal = pods_wait_for(memory.children), False, ""
     for action in actions:
-        match action:
-            case CreatePod():
-                await _create(runtime, deployment, memory, action, template=template)
-            case SetRoutable(name=name, uid=uid, routable=routable):
-                labels = {LABEL_ROUTABLE: "true" if routable else None}
-                if memory.routed.get(uid) is routable:
-                    await tell_repaired(runtime, deployment, f"label {LABEL_ROUTABLE} of pod {name} was changed", about=uid)
-                await runtime.cluster.set_labels(POD, namespace, name, uid=uid, labels=labels)
-                memory.routed[uid] = routable
-                if not routable:
-                    memory.unrouted_at[uid] = runtime.now()
-            case DeletePod(name=name, uid=uid, why=why):
-                log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
-                memory.deleted_pods.add(uid)
-                await runtime.cluster.delete(POD, namespace, name, uid=uid)
+        if isinstance(action, CreatePod) and waits:
+            continue
+        try:
+            made = await _act_on_pod(runtime, deployment, memory, action, template=template) or made
+        except NamespaceEnds:
+            raise
+        except Exception as error:
+            _remember_failure(memory, action, error)
+    return made
+
+
+def _remember_failure(memory: DeploymentMemory, action: PodAction, error: Exception) -> None:
+    """A refused pod is in the status, and tried again soon; a conflict is over by then. All else fails the pass at its end."""
+    known = isinstance(error, OperatorError)
+    log.log(logging.WARNING if known else logging.ERROR, "pod action failed action=%s error=%s", action, error, exc_info=not known)
+    creates = isinstance(action, CreatePod)
+    if creates and not isinstance(error, ClusterConflict):
+        memory.refusal = str(error)
+    if not (creates and isinstance(error, ClusterConflict | ClusterRefused)):
+        memory.failures.append(error)
+
+
+async def _act_on_pod(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: PodAction, *, template: Template
+) -> bool:
+    """Return whether a pod was made."""
+    namespace = deployment.metadata.namespace
+    match action:
+        case CreatePod():
+            return await _create(runtime, deployment, memory, action, template=template)
+        case SetRoutable(name=name, uid=uid, routable=routable):
+            labels = {LABEL_ROUTABLE: "true" if routable else None}
+            if memory.routed.get(uid) is routable:
+                await tell_repaired(runtime, deployment, f"label {LABEL_ROUTABLE} of pod {name} was changed", about=uid)
+            await runtime.cluster.set_labels(POD, namespace, name, uid=uid, labels=labels)
+            memory.routed[uid] = routable
+            if not routable:
+                memory.unrouted_at[uid] = runtime.now()
+        case DeletePod(name=name, uid=uid, why=why):
+            log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
+            memory.deleted_pods.add(uid)
+            await runtime.cluster.delete(POD, namespace, name, uid=uid)
+    return False
 
 
 async def _create(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
-) -> None:
+) -> bool:
     manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
-    try:
-        created = await runtime.cluster.create(manifest)
-    except ClusterRefused as error:
-        memory.refusal = str(error)
-        log.warning("pod refused namespace=%s pod=%s error=%s", deployment.metadata.namespace, manifest["metadata"]["name"], error)
-        return
-    memory.refusal = ""
+    created = await runtime.cluster.create(manifest)
     log.info("pod made namespace=%s pod=%s new=%s", deployment.metadata.namespace, manifest["metadata"]["name"], created)
+    if not created:
+        await _look_at_taken_name(runtime, deployment, memory, action, manifest["metadata"]["name"])
+    return created
+
+
+async def _look_at_taken_name(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, name: str
+) -> None:
+    """A pod has the name already: ours is taken into account from now on, any other is left alone and its incarnation skipped."""
+    metadata = deployment.metadata
+    live = await runtime.cluster.look_up(POD, metadata.namespace, name)
+    if live is None:  # gone meanwhile
+        return
+    if is_controlled_by(live, metadata.uid):
+        if not has_our_labels(live["metadata"], metadata.name):
+            labels = {LABEL_MANAGED_BY: FIELD_MANAGER, LABEL_DEPLOYMENT: metadata.name}
+            await runtime.cluster.set_labels(POD, metadata.namespace, name, uid=live["metadata"]["uid"], labels=labels)
+        return
+    memory.taken[action.index] = max(action.incarnation, memory.taken.get(action.index, -1))
+    await tell(runtime, deployment, pod_name_taken(name, index=action.index, uid=live["metadata"]["uid"]))
 
 
 async def call_workers(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None:
@@ -97,7 +143,11 @@ async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Se
     async def call_in_time(call: WorkerAction) -> None:
         async with gate:
             if (runtime.clock() - begun).total_seconds() < runtime.settings.call_timeout_s:
-                await _call(runtime, memory, call)
+                try:
+                    await _call(runtime, memory, call)
+                except Exception as error:  # one call must not end the pass over the others
+                    log.exception("control call failed operation=%s worker=%s", call.operation_id, call.worker.ip)
+                    memory.failures.append(error)
 
     await asyncio.gather(*(call_in_time(call) for call in calls if not isinstance(call, PutAdapter)))
     await asyncio.gather(*(call_in_time(call) for call in calls if isinstance(call, PutAdapter)))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children that are simply as they should be, applied when they differ from what was applied last: Service, ConfigMap, Secret, and two
+"""Children that are simply as they should be, written when they differ from what was written last: Secret, ConfigMap, Service, and two
 that a spec may do without, NetworkPolicy and PodDisruptionBudget.
 
-What is watched is compared with what is rendered, so a start of the operator writes nothing that is there. The Secret is never read: the
-ConfigMap tells that it was applied. It is applied again at every resync, and while a pod waits for its volumes, because a garbage
-collector that still works on an earlier deployment of this name may have taken it.
+Each is written by itself, and one that fails keeps no other from being written. What is watched is compared with what is rendered, so a
+start of the operator writes nothing that is there. The Secret is never read: the ConfigMap says that it was written. It is tried again at
+every resync, and while a pod waits for its volumes, because nobody hears of its deletion.
 """
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,11 +27,15 @@ from diffusion_operator.api.names import (
     NETWORK_POLICY,
     SECRET,
     Kind,
+    control_policy_name,
     desired_config_name,
 )
-from diffusion_operator.errors import ClusterRefused
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, NamespaceEnds
+from diffusion_operator.plan.children import PASS_FAILED, ChildState, leaving, refused, stranger, tried
 from diffusion_operator.plan.drift import drift
-from diffusion_operator.plan.pods import Pod, is_owned_by
+from diffusion_operator.plan.ownership import Ownership, is_controlled_by
+from diffusion_operator.plan.pods import Pod
+from diffusion_operator.reconcile.child_writes import remove_child, write_child, write_secret
 from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
 from diffusion_operator.reconcile.repairs import tell_repaired
 from diffusion_operator.reconcile.runtime import Runtime
@@ -44,54 +48,160 @@ MOUNT_PATIENCE = timedelta(seconds=20)
 log = logging.getLogger(__name__)
 
 
-async def apply_children(
+class Child(NamedTuple):
+    """One child as the spec asks for it."""
+
+    kind: Kind
+    name: str
+    manifest: dict[str, Any] | None
+    """None where there must be none."""
+
+
+async def keep_children(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, manifests: Sequence[dict[str, Any]]
-) -> None:
-    for manifest in _marked(manifests):
-        kind = KINDS[manifest["kind"]]
-        if not await _is_applied(runtime, deployment, memory, kind, manifest):
-            await runtime.cluster.apply(manifest)
-            memory.applied[kind.kind] = Applied(content=_mark(manifest), at=runtime.now())
+) -> tuple[ChildState, ...]:
+    """Write what is not as the spec asks, and return the state of each. The order is that of `manifests`, then the optional ones."""
+    states: list[ChildState] = []
+    for manifest in manifests:
+        secret = next((one for one in states if one.kind == SECRET.kind), None)
+        written = secret is not None and not secret.reason
+        child = Child(KINDS[manifest["kind"]], manifest["metadata"]["name"], _marked(manifest, manifests, secret_written=written))
+        states.append(await _keep(runtime, deployment, memory, child))
+    for child in _optional(deployment, runtime.settings.operator_pods):
+        states.append(await _keep(runtime, deployment, memory, child))
+    return tuple(states)
 
 
-async def keep_optional_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory) -> None:
-    """Applied, or removed where there must be none. A refusal, as by missing rights, keeps no model from being served; it is remembered."""
-    for kind, manifest in _optional(deployment, runtime.settings.operator_pods).items():
-        if await _is_applied(runtime, deployment, memory, kind, manifest):
-            continue
-        try:
-            await (runtime.cluster.apply(manifest) if manifest is not None else _remove(runtime, deployment, kind))
-        except ClusterRefused as error:
-            if memory.refused_children.get(kind.kind) != str(error):
-                log.warning("child refused namespace=%s error=%s", deployment.metadata.namespace, error)
-            memory.refused_children[kind.kind] = str(error)
-            continue
-        memory.refused_children.pop(kind.kind, None)
-        memory.applied[kind.kind] = Applied(content=_mark(manifest), at=runtime.now())
+def next_try_s(memory: DeploymentMemory, now: datetime) -> float | None:
+    """Seconds until a child that is not as the spec asks is tried again. None where all are."""
+    return min((max(0.5, (one.again_at - now).total_seconds()) for one in memory.tries.values()), default=None)
 
 
 def doubt_secret(memory: DeploymentMemory, pods: Sequence[Pod], *, now: datetime) -> None:
-    """Forget that the Secret was applied where a scheduled pod has not come past its volumes for a while."""
+    """Forget that the Secret was written where a scheduled pod has not come past its volumes for a while."""
     stuck = any(pod.scheduled and pod.container.waiting_reason == "ContainerCreating" for pod in pods if not pod.terminating)
     last = memory.applied.get(SECRET.kind)
     if stuck and last is not None and now - last.at >= MOUNT_PATIENCE:
         memory.applied[SECRET.kind] = Applied(content=None, at=now)
 
 
-def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) -> dict[Kind, dict[str, Any] | None]:
-    spec = deployment.spec
-    wanted = spec.control.network_policy is PolicyMode.MANAGED
-    budget = spec.pod_disruption_budget is BudgetMode.AUTO
-    return {
-        NETWORK_POLICY: _with_mark(network_policy(deployment, operator)) if wanted and operator is not None else None,
-        DISRUPTION_BUDGET: _with_mark(disruption_budget(deployment)) if budget else None,
-    }
+def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) -> Iterator[Child]:
+    spec, name = deployment.spec, deployment.metadata.name
+    policy = network_policy(deployment, operator) if spec.control.network_policy is PolicyMode.MANAGED and operator is not None else None
+    budget = disruption_budget(deployment) if spec.pod_disruption_budget is BudgetMode.AUTO else None
+    yield Child(NETWORK_POLICY, control_policy_name(name), _with_mark(policy) if policy is not None else None)
+    yield Child(DISRUPTION_BUDGET, name, _with_mark(budget) if budget is not None else None)
 
 
-def _marked(manifests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each with a hash of itself, and the ConfigMap with that of the Secret, which comes before it."""
-    secret = next((_mark(one) for one in manifests if one["kind"] == SECRET.kind), "")
-    return [_with_mark(one, **({ANNOTATION_SECRET: secret} if one["kind"] == CONFIG_MAP.kind else {})) for one in manifests]
+async def _keep(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> ChildState:
+    """One child, which fails by itself. An error that nobody expected is raised at the end of the pass."""
+    kind, content, before = child.kind.kind, _mark(child.manifest), memory.tries.get(child.kind.kind)
+    doubted = kind in memory.doubted
+    if before is not None and before.content == content and not doubted and runtime.now() < before.again_at:
+        return before.state
+    try:
+        state = await _kept(runtime, deployment, memory, child)
+    except NamespaceEnds:
+        raise
+    except ClusterError as error:
+        ours = await _is_there(runtime, deployment, memory, child)
+        passing = isinstance(error, ClusterConflict | ClusterUnavailable)
+        state = refused(child.kind, child.name, ours=ours, reason=error.reason, message=error.said, passing=passing)
+        if isinstance(error, ClusterUnavailable):
+            memory.failures.append(error)
+    except Exception as error:
+        log.exception("child failed namespace=%s child=%s %s", deployment.metadata.namespace, kind, child.name)
+        memory.failures.append(error)
+        ours = await _is_there(runtime, deployment, memory, child)
+        text = f"{kind} {child.name}: the pass failed with {type(error).__name__}: {error}"
+        state = ChildState(kind=kind, name=child.name, ours=ours, reason=PASS_FAILED, message=text)
+    if not state.reason:
+        memory.tries.pop(kind, None)
+        return state
+    attempt = memory.tries[kind] = tried(before, state, content=content, now=runtime.now())
+    if before is None or before.state.message != state.message:
+        log.warning("child not written namespace=%s reason=%s %s", deployment.metadata.namespace, state.reason, state.message)
+    return attempt.state
+
+
+async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> ChildState:
+    kind, ours = child.kind.kind, ChildState(kind=child.kind.kind, name=child.name, ours=True)
+    repaired = await _to_repair(runtime, deployment, memory, child)
+    if repaired is None:
+        return ours
+    if child.manifest is None:
+        await remove_child(runtime, deployment, child.kind)
+    else:
+        write = write_secret if child.kind == SECRET else write_child
+        found = await write(runtime, deployment, child.manifest)
+        if found is Ownership.LEAVING:
+            return leaving(child.kind, child.name)
+        if found is Ownership.STRANGER:
+            return stranger(child.kind, child.name)
+    memory.applied[kind] = Applied(content=_mark(child.manifest), at=runtime.now())
+    if repaired:
+        await tell_repaired(runtime, deployment, repaired, about=kind)
+    return ours
+
+
+async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> str | None:
+    """None where nothing is to be done. Empty where it is to be written, and a text where somebody else changed what was written."""
+    kind, last = child.kind.kind, memory.applied.get(child.kind.kind)
+    doubted = kind in memory.doubted and child.kind != SECRET
+    memory.doubted.discard(kind)
+    if last is not None and last.content != _mark(child.manifest):
+        return ""
+    failing = kind in memory.tries
+    if last is not None and not doubted and not failing and runtime.now() - last.at < timedelta(seconds=runtime.settings.resync_s):
+        return None
+    changed = await _changed(runtime, deployment, child, known=last is not None)
+    if changed is None:
+        memory.applied[kind] = Applied(content=_mark(child.manifest), at=runtime.now())
+        return None
+    return changed if last is not None else ""  # a process that has just begun does not know who changed it
+
+
+async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Child, *, known: bool) -> str | None:
+    """None where it is as it was written. Looked for by its label, so one without it counts as deleted."""
+    metadata = deployment.metadata
+    if child.manifest is None:
+        found = await runtime.cluster.list(child.kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
+        return "" if any(is_controlled_by(one, metadata.uid) for one in found) else None
+    if child.kind == SECRET:
+        written = not known and await _secret_mark(runtime, deployment) == child.manifest["metadata"]["annotations"][ANNOTATION_APPLIED]
+        return None if written else ""
+    found = await runtime.cluster.list(child.kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
+    live = next((one for one in found if one["metadata"]["name"] == child.name), None)
+    if live is None:
+        return f"{child.kind.kind} {child.name} was deleted or its labels taken off"
+    paths = drift(live, child.manifest)
+    return f"{child.kind.kind} {child.name} was changed: {', '.join(paths)}" if paths else None
+
+
+async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> bool:
+    """Whether an object of ours has the child's name, though the last write of it failed."""
+    if child.kind == SECRET:
+        last = memory.applied.get(SECRET.kind)
+        return bool(last.content) if last is not None else bool(await _secret_mark(runtime, deployment))
+    found = await runtime.cluster.get(child.kind, deployment.metadata.namespace, child.name)
+    return found is not None and is_controlled_by(found, deployment.metadata.uid)
+
+
+async def _secret_mark(runtime: Runtime, deployment: DiffusionDeployment) -> str:
+    """Of the Secret that an earlier process wrote before it wrote the ConfigMap. Empty where it wrote none."""
+    metadata = deployment.metadata
+    found = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, desired_config_name(metadata.name))
+    if found is None or not is_controlled_by(found, metadata.uid):
+        return ""
+    return str(found["metadata"].get("annotations", {}).get(ANNOTATION_SECRET, ""))
+
+
+def _marked(manifest: dict[str, Any], manifests: Sequence[dict[str, Any]], *, secret_written: bool) -> dict[str, Any]:
+    """With a hash of itself; the ConfigMap with that of the Secret too, once it was written."""
+    if manifest["kind"] != CONFIG_MAP.kind:
+        return _with_mark(manifest)
+    secret = next((_mark(one) for one in manifests if one["kind"] == SECRET.kind), "") if secret_written else ""
+    return _with_mark(manifest, **{ANNOTATION_SECRET: secret})
 
 
 def _with_mark(manifest: dict[str, Any], **annotations: str) -> dict[str, Any]:
@@ -103,54 +213,3 @@ def _with_mark(manifest: dict[str, Any], **annotations: str) -> dict[str, Any]:
 def _mark(manifest: dict[str, Any] | None) -> str:
     """Empty where there must be none."""
     return hashlib.sha256(msgspec.json.encode(manifest, order="deterministic")).hexdigest()[:16] if manifest is not None else ""
-
-
-async def _is_applied(
-    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, kind: Kind, content: dict[str, Any] | None
-) -> bool:
-    """Whether nothing is to be done. A change by another client is reported before it is put right."""
-    last, doubted = memory.applied.get(kind.kind), kind.kind in memory.doubted and kind != SECRET
-    memory.doubted.discard(kind.kind)
-    if last is not None and last.content != _mark(content):
-        return False
-    if last is not None and not doubted and runtime.now() - last.at < timedelta(seconds=runtime.settings.resync_s):
-        return True
-    if kind == SECRET:
-        applied = last is None and content is not None and await _is_told_of(runtime, deployment, content)
-    elif content is None:
-        applied = not await runtime.cluster.list(kind, deployment.metadata.namespace, labels={LABEL_DEPLOYMENT: deployment.metadata.name})
-    else:
-        changed = await _changed(runtime, deployment, kind, content)
-        applied = not changed
-        if changed and last is not None:  # a process that has just begun does not know whether it was another client
-            await tell_repaired(runtime, deployment, f"{kind.kind} {content['metadata']['name']} {changed}", about=kind.kind)
-    if applied:
-        memory.applied[kind.kind] = Applied(content=_mark(content), at=runtime.now())
-    return applied
-
-
-async def _is_told_of(runtime: Runtime, deployment: DiffusionDeployment, secret: dict[str, Any]) -> bool:
-    """An earlier process applied this very Secret, and then the ConfigMap."""
-    metadata = deployment.metadata
-    found = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, desired_config_name(metadata.name))
-    told = found["metadata"].get("annotations", {}).get(ANNOTATION_SECRET) if found is not None else None
-    return bool(told == secret["metadata"]["annotations"][ANNOTATION_APPLIED])
-
-
-async def _changed(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind, content: dict[str, Any]) -> str:
-    """What is not as it was applied, as the end of a sentence. Looked for by its label, so one without it counts as deleted."""
-    metadata = deployment.metadata
-    found = await runtime.cluster.list(kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
-    live = next((one for one in found if one["metadata"]["name"] == content["metadata"]["name"]), None)
-    if live is None:
-        return "was deleted, or lost its labels"
-    paths = drift(live, content)
-    return f"was changed: {', '.join(paths)}" if paths else ""
-
-
-async def _remove(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind) -> None:
-    """Only what is this deployment's own: somebody else's may have our label."""
-    metadata = deployment.metadata
-    for found in await runtime.cluster.list(kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name}):
-        if is_owned_by(found, metadata.uid):
-            await runtime.cluster.delete(kind, metadata.namespace, found["metadata"]["name"], uid=found["metadata"]["uid"])

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a DiffusionDeployment: observe, plan, act, write the status once."""
+"""One pass over a DiffusionDeployment: observe, plan, act, write the status once.
+
+A child, a pod or a call that fails keeps nothing else from being done; the status is written all the same, and then the pass fails."""
+
+import logging
+
+import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus
-from diffusion_operator.api.meta import reason_of
+from diffusion_operator.api.meta import reason_of, settle_conditions
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
-from diffusion_operator.plan.actions import CreatePod
-from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
+from diffusion_operator.errors import ClusterError, NamespaceEnds
+from diffusion_operator.plan.child_events import child_events
+from diffusion_operator.plan.children import hurried
+from diffusion_operator.plan.conditions import pass_failed
+from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment, status_after
 from diffusion_operator.plan.events import deployment_events, wakes_between
+from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.polling import WAKEABLE_POLL_S
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
-from diffusion_operator.reconcile.children import apply_children, doubt_secret, keep_optional_children
+from diffusion_operator.reconcile.children import doubt_secret, keep_children, next_try_s
 from diffusion_operator.reconcile.glance import glance_of, says_the_same
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
@@ -20,9 +30,12 @@ from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import encode_status, worth_writing
 from diffusion_operator.reconcile.template_trial import try_template
+from diffusion_operator.render import Manifest
 from diffusion_operator.render.control_secret import control_secret
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.service import service
+
+log = logging.getLogger(__name__)
 
 
 async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> Result:
@@ -35,25 +48,46 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     deployment = parse(manifest, DiffusionDeployment)
     memory = runtime.memory(deployment.metadata)
 
-    observed = await observe(runtime, deployment, memory)
-    plan = plan_deployment(observed, runtime.now())
+    memory.failures.clear()
+    if memory.generation != deployment.metadata.generation:
+        memory.generation = deployment.metadata.generation
+        memory.tries = {kind: hurried(one, runtime.now()) for kind, one in memory.tries.items()}
+    try:
+        observed = await observe(runtime, deployment, memory)
+        plan = plan_deployment(observed, runtime.now())
+        manifests = _children(runtime, deployment, plan)
+    except NamespaceEnds:
+        raise
+    except Exception as error:
+        await _tell_of_no_plan(runtime, deployment, memory, error)
+        raise
     memory.attempts, memory.departures = dict(plan.attempts), plan.departures
     await tell_missed_pods(runtime, deployment, memory, plan)
 
     doubt_secret(memory, observed.pods, now=runtime.now())
-    await _apply_children(runtime, deployment, memory, plan)
-    await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
+    memory.children = await keep_children(runtime, deployment, memory, manifests)
+    made = await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
     if plan.trial is not None:
         await try_template(runtime, deployment, memory, plan.trial, template=plan.template)
     await call_workers(runtime, memory, plan.calls)
 
-    await _write_status(runtime, deployment, memory, plan)
+    status = status_after(deployment, plan, children=memory.children, refusal=memory.refusal, now=runtime.now())
+    if not (made and deployment.status.observed_generation is None):  # the pass that sees the first pods follows at once
+        await _write_status(runtime, deployment, memory, status)
     _publish_views(runtime, key.namespace, memory, plan)
     for told in plan.told:
         await report(runtime, (told.event,), kind=ADAPTER, about=told.about)
-    steady_s = runtime.settings.steady_poll_s
-    memory.glance = glance_of(observed, look_again_s=plan.look_again_s, now=runtime.now(), steady_s=steady_s)
-    return Result(requeue_after_s=min(plan.look_again_s or steady_s, steady_s))
+    if memory.failures:
+        raise memory.failures[0]  # the queue logs it, and tries again with backoff
+    return _next_pass(runtime, memory, observed, plan)
+
+
+def _next_pass(runtime: Runtime, memory: DeploymentMemory, observed: Observed, plan: DeploymentPlan) -> Result:
+    steady_s, retry_s = runtime.settings.steady_poll_s, next_try_s(memory, runtime.now())
+    look_again_s = min((one for one in (plan.look_again_s, retry_s) if one is not None), default=None)
+    if retry_s is None:
+        memory.glance = glance_of(observed, look_again_s=look_again_s, now=runtime.now(), steady_s=steady_s)
+    return Result(requeue_after_s=min(look_again_s or steady_s, steady_s))
 
 
 async def _nothing_new(runtime: Runtime, key: Key, *, touched: bool) -> bool:
@@ -79,37 +113,40 @@ async def _gone(runtime: Runtime, key: Key) -> Result:
     return Result(gone=True)
 
 
-async def _apply_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
-    """Before the pods, which mount two of them."""
-    children = (
+def _children(runtime: Runtime, deployment: DiffusionDeployment, plan: DeploymentPlan) -> tuple[Manifest, ...]:
+    """Before the pods, which mount the first two."""
+    return (
         control_secret(deployment, key=runtime.settings.operator_key),
         desired_config(deployment, plan.desired, plan.status.model),
         service(deployment),
     )
-    await apply_children(runtime, deployment, memory, children)
-    await keep_optional_children(runtime, deployment, memory)
 
 
-async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
+async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, error: Exception) -> None:
+    """A status that claims nothing: what was true at the last look may not be any more."""
+    text = f"the operator could not look at the deployment: {type(error).__name__}: {error}; all else here is from an earlier look"
+    now, generation, before = runtime.now(), deployment.metadata.generation, deployment.status.conditions
+    (ready,) = settle_conditions((pass_failed(text),), previous=before, generation=generation, now=now)
+    others = tuple(one for one in before if one.type != ready.type)
+    try:
+        await _write_status(runtime, deployment, memory, msgspec.structs.replace(deployment.status, conditions=(ready, *others)))
+    except ClusterError as refused:
+        log.warning("status not written object=%s error=%s", deployment.metadata.name, refused)
+
+
+async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, status: DeploymentStatus) -> None:
     """Events first: they are named after what they tell, so one that is written again after a crash in between is the same one."""
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
-    runtime.ready_reasons[key] = reason_of(plan.status.conditions, "Ready")
-    runtime.statuses[key] = DeploymentStatus(replica_states=plan.status.replica_states, held=plan.status.held)
-    if _is_outdated_at_once(deployment, memory, plan):
+    runtime.ready_reasons[key] = reason_of(status.conditions, "Ready")
+    runtime.statuses[key] = DeploymentStatus(replica_states=status.replica_states, held=status.held)
+    if not worth_writing(deployment.status, status, last=memory.status_written_at, now=now):
         return
-    if not worth_writing(deployment.status, plan.status, last=memory.status_written_at, now=now):
-        return
-    await report(runtime, deployment_events(deployment.status, plan.status), kind=DEPLOYMENT, about=metadata)
-    await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(plan.status))
+    events = (*deployment_events(deployment.status, status), *child_events(deployment.status, status))
+    await report(runtime, events, kind=DEPLOYMENT, about=metadata)
+    await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(status))
     memory.status_written_at = now
-    for wake in wakes_between(deployment.status, plan.status):
+    for wake in wakes_between(deployment.status, status):
         runtime.meter.woke(wake.level or "unknown", float(wake.seconds or 0))
-
-
-def _is_outdated_at_once(deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> bool:
-    """The first status of all waits for the pass that sees the first pods, which follows: one write instead of two."""
-    made = any(isinstance(action, CreatePod) for action in plan.pods)
-    return made and not memory.refusal and deployment.status.observed_generation is None
 
 
 def _publish_views(runtime: Runtime, namespace: str, memory: DeploymentMemory, plan: DeploymentPlan) -> None:

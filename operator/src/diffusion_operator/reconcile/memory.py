@@ -10,6 +10,7 @@ import msgspec
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.plan.adapters import AdapterView
+from diffusion_operator.plan.children import ChildState, ChildTry
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Poll, TemplateTrial
 from diffusion_operator.plan.publishing import worth_publishing
 from diffusion_operator.reconcile.control_tokens import ControlTokens
@@ -79,8 +80,16 @@ class DeploymentMemory:
     """UIDs of those that this process deleted."""
     routed: dict[str, bool] = field(default_factory=dict)
     """By pod UID: what this process last wrote to the routable label."""
-    refused_children: dict[str, str] = field(default_factory=dict)
-    """By kind: what the API server said when it last refused one that a replica can do without."""
+    generation: int = 0
+    """Of the object, at the last pass: another one clears the backoff of what its edit may have mended."""
+    tries: dict[str, ChildTry] = field(default_factory=dict)
+    """By kind: children that are not as the spec asks."""
+    children: tuple[ChildState, ...] = ()
+    """After the last pass."""
+    taken: dict[int, int] = field(default_factory=dict)
+    """By index: the highest incarnation whose pod name somebody else has."""
+    failures: list[Exception] = field(default_factory=list)
+    """Of this pass: it goes on without what failed, and raises the first at its end."""
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     trial: TemplateTrial | None = None
     """The last dry run of a template."""

@@ -2,7 +2,7 @@
 """What is known of the objects we watch: the newest version of each, whichever came first, the watch's event or the answer to a write.
 
 Kept as compressed JSON, a few hundred bytes an object, because ten thousand deployments have fifty thousand of them; of pods only
-what tells of a replica.
+what tells of a replica, and of managedFields only the managers.
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from diffusion_operator.api.names import ADAPTER, LABEL_DEPLOYMENT, POD, Kind
+from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DISRUPTION_BUDGET, LABEL_DEPLOYMENT, NETWORK_POLICY, POD, SERVICE, Kind
 
 Manifest = dict[str, Any]
 Place = tuple[str, str]
@@ -126,11 +126,19 @@ def _deployment(kind: Kind, manifest: Manifest) -> str:
 def _encode(kind: Kind, manifest: Manifest) -> bytes:
     metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
     kept = manifest | {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata}
+    if kind in (SERVICE, CONFIG_MAP, NETWORK_POLICY, DISRUPTION_BUDGET):
+        metadata["managedFields"] = _managers(manifest)
     if kind == POD:
         spec = manifest.get("spec", {})
         containers = [{"name": one["name"], "image": one["image"]} for one in spec.get("containers", ())]
         kept["spec"] = {"nodeName": spec.get("nodeName", ""), "containers": containers}
     return zlib.compress(msgspec.json.encode(kept), _FAST)
+
+
+def _managers(manifest: Manifest) -> list[dict[str, str]]:
+    """Of each entry of managedFields its manager, operation and subresource; the fields are by far most of it."""
+    kept = ("manager", "operation", "subresource")
+    return [{name: entry[name] for name in kept if name in entry} for entry in manifest["metadata"].get("managedFields", ())]
 
 
 def _decode(known: _Known) -> Manifest:

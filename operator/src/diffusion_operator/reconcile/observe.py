@@ -2,6 +2,7 @@
 """Observation of one deployment: its pods and adapters from the API server, the state documents from the workers, in parallel."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -9,17 +10,19 @@ import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import LABEL_DEPLOYMENT, NETWORK_POLICY, POD
+from diffusion_operator.api.names import LABEL_DEPLOYMENT, POD
 from diffusion_operator.errors import ControlError, OperatorError
-from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.happenings import happened
 from diffusion_operator.plan.observed import Observed
-from diffusion_operator.plan.pods import Pod, is_owned_by, pod_numbers, read_pod
+from diffusion_operator.plan.ownership import is_controlled_by
+from diffusion_operator.plan.pods import Pod, pod_numbers, read_pod
 from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord
 from diffusion_operator.reconcile.repairs import repair_pods
 from diffusion_operator.reconcile.runtime import Runtime
 
 Parsed = TypeVar("Parsed")
+
+log = logging.getLogger(__name__)
 
 
 def parse(manifest: dict[str, Any], type_: type[Parsed]) -> Parsed:
@@ -49,17 +52,16 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         deployment=deployment,
         default_image=runtime.settings.engine_image,
         pods=pods,
-        foreign_incarnations=foreign,
+        foreign_incarnations=_highest(foreign, memory.taken),
         polls={pod.uid: memory.polls[pod.uid].poll(now) for pod in answering},
         adapters=adapters,
         attempts=dict(memory.attempts),
         departures=memory.departures,
         operation_not_before=dict(memory.operation_not_before),
         unrouted_at=dict(memory.unrouted_at),
-        policy=PolicyOutcome(
-            possible=runtime.settings.operator_pods is not None, refusal=memory.refused_children.get(NETWORK_POLICY.kind, "")
-        ),
         trial=memory.trial,
+        policy_possible=runtime.settings.operator_pods is not None,
+        children=memory.children,
         refusal=memory.refusal,
     )
 
@@ -79,11 +81,15 @@ def _sort_pods(deployment: DiffusionDeployment, manifests: Sequence[dict[str, An
         if numbers is None:
             continue
         index, incarnation = numbers
-        if is_owned_by(manifest, deployment.metadata.uid):
+        if is_controlled_by(manifest, deployment.metadata.uid):
             ours.append(read_pod(manifest, index=index, incarnation=incarnation))
         else:
             foreign[index] = max(foreign.get(index, -1), incarnation)
     return tuple(ours), foreign
+
+
+def _highest(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
+    return {index: max(one.get(index, -1), other.get(index, -1)) for index in one.keys() | other.keys()}
 
 
 def _answers(pod: Pod) -> bool:
@@ -98,6 +104,10 @@ async def _poll(runtime: Runtime, memory: DeploymentMemory, pod: Pod) -> None:
         state = await memory.tokens.call(pod.ip, lambda token: runtime.workers.state(pod.ip, token=token))
     except ControlError as error:
         record.failed(str(error), runtime.now())
+    except Exception as error:  # one worker's strange answer must not end the pass over the others
+        log.exception("look failed pod=%s", pod.name)
+        memory.failures.append(error)
+        record.failed(f"{type(error).__name__}: {error}", runtime.now())
     else:
         # Here, and not with the plan's actions: a pass that fails after its looks must lose none of what they told.
         runtime.meter.seen(happened(record.state, state))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes by other clients to a deployment's children: reported in an Event, and for pods also found out here.
+"""Changes of children that somebody else made: an Event says them, and those of pods are found out here.
 
 What this process did itself it remembers; after a restart it knows of nothing and so tells of nothing.
 """
@@ -10,17 +10,22 @@ from typing import Any
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_REVISION, POD
+from diffusion_operator.errors import ClusterError, NamespaceEnds
 from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.deployment import DeploymentPlan
-from diffusion_operator.plan.events import repaired
-from diffusion_operator.plan.pods import is_owned_by
+from diffusion_operator.plan.events import PlannedEvent, repaired
+from diffusion_operator.plan.ownership import is_controlled_by
 from diffusion_operator.reconcile.memory import DeploymentMemory, KnownPod
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime
 
 
 async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, what: str, *, about: str) -> None:
-    event = repaired(f"{what} by another client", key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}")
+    await tell(runtime, deployment, repaired(f"{what} by another client", key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}"))
+
+
+async def tell(runtime: Runtime, deployment: DiffusionDeployment, event: PlannedEvent) -> None:
+    """Report an Event about the deployment."""
     await report(runtime, (event,), kind=DEPLOYMENT, about=deployment.metadata)
 
 
@@ -32,13 +37,20 @@ async def repair_pods(
     lost = _without(memory, found)
     if lost:
         ours = {LABEL_MANAGED_BY: FIELD_MANAGER, LABEL_DEPLOYMENT: metadata.name}
-        for uid, pod in lost.items():  # nothing happens where it is gone
-            await runtime.cluster.set_labels(POD, metadata.namespace, pod.name, uid=uid, labels=ours)
+        for uid, pod in lost.items():
+            try:
+                live = await runtime.cluster.look_up(POD, metadata.namespace, pod.name)
+                if live is not None and live["metadata"]["uid"] == uid and is_controlled_by(live, metadata.uid):
+                    await runtime.cluster.set_labels(POD, metadata.namespace, pod.name, uid=uid, labels=ours)
+            except NamespaceEnds:
+                raise
+            except ClusterError as error:  # the others are looked at all the same
+                memory.failures.append(error)
         found = await runtime.cluster.list(POD, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
     staying = {
         one["metadata"]["uid"]: KnownPod(name=one["metadata"]["name"], revision=one["metadata"]["labels"].get(LABEL_REVISION, ""))
         for one in found
-        if is_owned_by(one, metadata.uid) and not one["metadata"].get("deletionTimestamp")
+        if is_controlled_by(one, metadata.uid) and not one["metadata"].get("deletionTimestamp")
     }
     for uid in lost.keys() & staying.keys():
         await tell_repaired(runtime, deployment, f"labels of pod {staying[uid].name} were changed", about=uid)

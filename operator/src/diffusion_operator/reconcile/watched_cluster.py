@@ -4,20 +4,22 @@
 Writes go to the API server, and what it answers is in the store when they return: a pass sees what the one before it did.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from diffusion_operator.api.names import (
     ADAPTER,
     CONFIG_MAP,
     DEPLOYMENT,
     DISRUPTION_BUDGET,
+    FIELD_MANAGER,
     LABEL_DEPLOYMENT,
+    LABEL_MANAGED_BY,
     NETWORK_POLICY,
     POD,
     SERVICE,
     Kind,
 )
-from diffusion_operator.cluster import Cluster, Manifest
+from diffusion_operator.cluster import Cluster, Manifest, Operation
 from diffusion_operator.reconcile.object_store import ObjectStore
 
 CHILD_KINDS = (POD, SERVICE, CONFIG_MAP, NETWORK_POLICY, DISRUPTION_BUDGET)
@@ -43,6 +45,13 @@ class WatchedCluster:
         wanted = labels or {}
         return [one for one in self._store.manifests(kind, namespace) if wanted.items() <= one["metadata"].get("labels", {}).items()]
 
+    async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        """What is found is in the store, too, if it has the label that is watched for."""
+        found = await self._cluster.look_up(kind, namespace, name)
+        if found is not None and found["metadata"].get("labels", {}).get(LABEL_MANAGED_BY) == FIELD_MANAGER:
+            self._store.learn(kind, found)
+        return found
+
     async def create(self, manifest: Manifest) -> bool:
         return await self._cluster.create(manifest)
 
@@ -51,6 +60,9 @@ class WatchedCluster:
 
     async def apply(self, manifest: Manifest) -> None:
         await self._cluster.apply(manifest)
+
+    async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
+        return await self._cluster.patch(kind, namespace, name, operations)
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
         await self._cluster.apply_status(kind, namespace, name, status=status)

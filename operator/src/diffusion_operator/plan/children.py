@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a deployment's children after a pass, and what it means for its pods and its conditions."""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+import msgspec
+
+from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.api.names import CONFIG_MAP, NETWORK_POLICY, SECRET, SERVICE, Kind
+
+NAME_CONFLICT = "NameConflict"
+LEAVING = "EarlierObjectLeaving"
+REFUSED = "Refused"
+PASS_FAILED = "PassFailed"
+REFUSALS = frozenset(
+    {
+        "BadRequest", "Forbidden", "Invalid", "RequestEntityTooLarge", "TooManyRequests", "InternalError", "ServiceUnavailable", "Timeout",
+        "ServerTimeout", "Conflict", "NotFound", "MethodNotAllowed", "Unauthorized",
+    }
+)  # fmt: skip
+"""Reasons of the API server that a condition repeats. An admission webhook may answer any other, which becomes `Refused`."""
+
+STRANGER_AGAIN = timedelta(seconds=60)
+RETRY_FIRST = timedelta(seconds=1)
+RETRY_MAX = timedelta(seconds=60)
+TOLD_AFTER = 3
+"""Tries, where the error is one that passes."""
+SILENT_FOR = timedelta(seconds=60)
+"""An earlier object's child goes with it, usually within seconds."""
+
+
+class ChildState(msgspec.Struct, frozen=True):
+    """One child after a pass."""
+
+    kind: str
+    name: str
+    ours: bool
+    """An object of ours is there, though maybe not as the spec asks."""
+    reason: str = ""
+    """Empty where it is as the spec asks."""
+    message: str = ""
+    passing: bool = False
+    """A conflict, or an API server that is away: usually over at the next try."""
+    silent: bool = False
+    """It may take this long; no condition is False for it yet."""
+
+    @property
+    def what(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+class ChildTry(msgspec.Struct, frozen=True):
+    """A child that is not as the spec asks: what was found, and when it is tried again."""
+
+    state: ChildState
+    content: str
+    """A hash of what was asked for: other content is tried at once."""
+    count: int
+    since: datetime
+    """When it was first found so."""
+    again_at: datetime
+
+
+def tried(before: ChildTry | None, state: ChildState, *, content: str, now: datetime) -> ChildTry:
+    """Return the record of a try that did not succeed. A stranger is looked at each minute; all else after 1, 2, 4 … 60 s."""
+    same = before is not None and before.state.reason == state.reason
+    count, since = (before.count + 1, before.since) if before is not None and same else (1, now)
+    wait = STRANGER_AGAIN if state.reason == NAME_CONFLICT else min(RETRY_MAX, RETRY_FIRST * 2 ** min(count - 1, 10))
+    leaves = state.reason == LEAVING and now - since < SILENT_FOR
+    silent = leaves or (state.passing and count < TOLD_AFTER)
+    again_at = min(now + wait, since + SILENT_FOR) if leaves else now + wait
+    return ChildTry(state=msgspec.structs.replace(state, silent=silent), content=content, count=count, since=since, again_at=again_at)
+
+
+def hurried(known: ChildTry, now: datetime) -> ChildTry:
+    """Return the record of a try that is due at once."""
+    return msgspec.structs.replace(known, again_at=now)
+
+
+def stranger(kind: Kind, name: str) -> ChildState:
+    text = f"{kind.kind} {name} belongs to somebody else and is left alone; delete or rename it, or give the deployment another name"
+    return ChildState(kind=kind.kind, name=name, ours=False, reason=NAME_CONFLICT, message=text)
+
+
+def leaving(kind: Kind, name: str) -> ChildState:
+    text = f"{kind.kind} {name} belongs to an earlier DiffusionDeployment of this name and is made again when it is gone"
+    return ChildState(kind=kind.kind, name=name, ours=False, reason=LEAVING, message=text)
+
+
+def refused(kind: Kind, name: str, *, ours: bool, reason: str, message: str, passing: bool) -> ChildState:
+    """`reason` and `message` are the API server's."""
+    known = reason if reason in REFUSALS else REFUSED
+    text = f"{kind.kind} {name} was refused: {message}"
+    return ChildState(kind=kind.kind, name=name, ours=ours, reason=known, message=text, passing=passing)
+
+
+def children_ready(children: Sequence[ChildState]) -> Verdict:
+    """Name every child that is not as the spec asks; the reason is the first one's, and a stranger's name comes first."""
+    told = [one for one in children if one.reason and not (one.passing and one.silent and one.ours)]
+    missing = sorted(told, key=lambda one: (one.silent, one.reason != NAME_CONFLICT))
+    if not missing:
+        return verdict("ChildrenReady", True, "AllApplied", "every Secret, ConfigMap, Service, policy and budget is as the spec asks")
+    worst = missing[0]
+    return verdict("ChildrenReady", None if worst.silent else False, worst.reason, "; ".join(one.message for one in missing))
+
+
+def pods_wait_for(children: Sequence[ChildState]) -> str:
+    """Return why no pod can be made: a Secret or ConfigMap that it mounts is not ours. Empty where one can."""
+    return "; ".join(one.message for one in children if one.kind in (SECRET.kind, CONFIG_MAP.kind) and not one.ours)
+
+
+def no_service(children: Sequence[ChildState]) -> str:
+    """Return why no client reaches the replicas: the Service of their address is not ours. Empty where clients do."""
+    return next((one.message for one in children if one.kind == SERVICE.kind and not one.ours), "")
+
+
+def policy_refusal(children: Sequence[ChildState]) -> str:
+    """Return why the NetworkPolicy is not as the spec asks. Empty where it is, or where there is none."""
+    return next((one.message for one in children if one.kind == NETWORK_POLICY.kind and not one.silent), "")

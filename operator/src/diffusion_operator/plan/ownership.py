@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner of an object that has the name of one of our children, which decides every write to it.
+
+Names of children are not random, so an object of a team, or of an earlier deployment of the same name, may have one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from diffusion_operator.api.meta import ObjectMeta
+from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
+
+Operation = dict[str, Any]
+"""One operation of a JSON patch (RFC 6902)."""
+
+UPDATE, APPLY = "Update", "Apply"
+
+
+class Ownership(StrEnum):
+    OURS = "Ours"
+    """Our object is its controller."""
+    LEAVING = "Leaving"
+    """An earlier object of our name is its controller; the garbage collector will remove it."""
+    ORPHAN = "Orphan"
+    """The operator made it for an object of this name, and nobody controls it."""
+    STRANGER = "Stranger"
+    """Anything else. It is never written, deleted, or read into a status."""
+
+
+def ownership(live: Mapping[str, Any], owner: ObjectMeta) -> Ownership:
+    """Return the kind of a live object with the name of a child of `owner`. Needs its managedFields to see an orphan."""
+    metadata = live["metadata"]
+    controller = controller_of(live)
+    if controller is None:
+        orphan = has_our_labels(metadata, owner.name) and any(_is_our_manager(entry) for entry in metadata.get("managedFields", ()))
+        return Ownership.ORPHAN if orphan else Ownership.STRANGER
+    if controller.get("uid") == owner.uid:
+        return Ownership.OURS
+    group = str(controller.get("apiVersion", "")).rpartition("/")[0]
+    earlier = (group, controller.get("kind"), controller.get("name")) == (DEPLOYMENT.group_and_version[0], DEPLOYMENT.kind, owner.name)
+    return Ownership.LEAVING if earlier else Ownership.STRANGER
+
+
+def controller_of(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the owner reference that controls an object. An object has one at most."""
+    return next((one for one in live["metadata"].get("ownerReferences", ()) if one.get("controller")), None)
+
+
+def is_controlled_by(live: Mapping[str, Any], uid: str) -> bool:
+    """Return whether the object with this UID controls it."""
+    controller = controller_of(live)
+    return controller is not None and controller.get("uid") == uid
+
+
+def has_our_labels(metadata: Mapping[str, Any], deployment: str) -> bool:
+    """Return whether it has both labels that every child has."""
+    labels = metadata.get("labels", {})
+    return all(labels.get(name) == value for name, value in _our_labels(deployment).items())
+
+
+def was_posted(live: Mapping[str, Any]) -> bool:
+    """Return whether fields are ours by a create or a patch: an apply would never remove them."""
+    return any(_is_our_update(entry) for entry in live["metadata"].get("managedFields", ()))
+
+
+def as_if_applied(live: Mapping[str, Any]) -> list[Operation]:
+    """Return the patch that gives the fields of our creates and patches to our applies.
+
+    Server-side apply removes a field only if an earlier apply of the same manager set it. client-go's `csaupgrade` does the same:
+    the entries are merged into one, and the patch holds for this version of the object only.
+    """
+    entries: Sequence[Mapping[str, Any]] = live["metadata"].get("managedFields", ())
+    ours = [entry for entry in entries if _is_our_update(entry) or _is_our_apply(entry)]
+    others = [entry for entry in entries if entry not in ours]
+    fields: dict[str, Any] = {}
+    for entry in ours:
+        _unite(fields, entry.get("fieldsV1", {}))
+    merged = {**ours[0], "manager": FIELD_MANAGER, "operation": APPLY, "fieldsV1": fields}
+    return [*_of_this_version(live), {"op": "replace", "path": "/metadata/managedFields", "value": [*others, merged]}]
+
+
+def replace_whole(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Operation]:
+    """Return the patch that puts each list and map of a rendered child in the place of the live one.
+
+    An apply merges lists by keys, which can leave two entries that do not go together. Labels and annotations of others stay, and so do
+    fields that we do not render.
+    """
+    operations = _of_this_version(live)
+    for section, content in wanted["metadata"].items():
+        if section in ("labels", "annotations"):
+            operations += _members(live["metadata"], "/metadata", section, content)
+        elif section == "ownerReferences":
+            operations.append({"op": "add", "path": "/metadata/ownerReferences", "value": content})
+    for section, content in wanted.items():
+        if section in ("apiVersion", "kind", "metadata", "type"):
+            continue
+        operations += _members(live, "", section, _with_node_ports(live, content) if section == "spec" else content)
+    return operations
+
+
+def secret_is_ours(owner: ObjectMeta) -> list[Operation]:
+    """Return a patch that changes nothing and fails where our object is not the Secret's first owner: a look without the right to read."""
+    return [{"op": "test", "path": "/metadata/ownerReferences/0/uid", "value": owner.uid}]
+
+
+def secret_is_leaving(owner: ObjectMeta) -> list[Operation]:
+    """Return a patch that changes nothing and fails where no earlier object of our name owns the Secret."""
+    first = "/metadata/ownerReferences/0"
+    return [
+        {"op": "test", "path": f"{first}/kind", "value": DEPLOYMENT.kind},
+        {"op": "test", "path": f"{first}/name", "value": owner.name},
+    ]
+
+
+def adopt_secret(owner: ObjectMeta, references: Sequence[Mapping[str, Any]]) -> list[Operation]:
+    """Return the patch that adopts a Secret, and fails where it has an owner or lacks a label of ours."""
+    labels = [
+        {"op": "test", "path": f"/metadata/labels/{_escape(name)}", "value": value} for name, value in _our_labels(owner.name).items()
+    ]
+    free = {"op": "test", "path": "/metadata/ownerReferences", "value": None}
+    return [free, *labels, {"op": "add", "path": "/metadata/ownerReferences", "value": list(references)}]
+
+
+def _of_this_version(live: Mapping[str, Any]) -> list[Operation]:
+    """Preconditions: the API server answers 409 where the object is another one, or was changed."""
+    metadata = live["metadata"]
+    return [{"op": "replace", "path": f"/metadata/{name}", "value": metadata[name]} for name in ("uid", "resourceVersion")]
+
+
+def _members(live: Mapping[str, Any], parent: str, section: str, content: Any) -> Iterator[Operation]:
+    """A map member by member, because others may have some of their own; all of it where there is none."""
+    if not isinstance(content, Mapping) or not live.get(section):
+        yield {"op": "add", "path": f"{parent}/{section}", "value": content}
+        return
+    for name, value in content.items():
+        yield {"op": "add", "path": f"{parent}/{section}/{_escape(name)}", "value": value}
+
+
+def _with_node_ports(live: Mapping[str, Any], spec: Any) -> Any:
+    """A port of a Service keeps the port that each node has for it: clients may know that one only."""
+    if live.get("kind") != "Service" or "ports" not in spec:
+        return spec
+    known = {port.get("name"): port["nodePort"] for port in live.get("spec", {}).get("ports", ()) if "nodePort" in port}
+    ports = [port | ({"nodePort": known[port["name"]]} if port["name"] in known else {}) for port in spec["ports"]]
+    return spec | {"ports": ports}
+
+
+def _unite(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        _unite(fields.setdefault(name, {}), value)
+
+
+def _our_labels(deployment: str) -> dict[str, str]:
+    return {LABEL_MANAGED_BY: FIELD_MANAGER, LABEL_DEPLOYMENT: deployment}
+
+
+def _is_our_manager(entry: Mapping[str, Any]) -> bool:
+    """A manager of any name that begins with ours: an earlier or another release of the operator."""
+    return str(entry.get("manager", "")).startswith(FIELD_MANAGER)
+
+
+def _is_our_update(entry: Mapping[str, Any]) -> bool:
+    return entry.get("manager") == FIELD_MANAGER and entry.get("operation") == UPDATE and not entry.get("subresource")
+
+
+def _is_our_apply(entry: Mapping[str, Any]) -> bool:
+    return entry.get("manager") == FIELD_MANAGER and entry.get("operation") == APPLY and not entry.get("subresource")
+
+
+def _escape(name: str) -> str:
+    """A member's name in a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fake of the parts of server-side apply and of JSON patches that the operator relies on.
+
+test_cluster_on_real_apiserver.py has the real ones.
+
+A field is removed by an apply if an earlier apply of the same manager set it. Lists and selectors are taken whole, but for the ports of a
+Service, which are merged by number, so that two of one name can come together.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from diffusion_operator.api.names import FIELD_MANAGER
+from diffusion_operator.errors import ClusterConflict, ClusterRefused
+
+Manifest = dict[str, Any]
+Path = tuple[str, ...]
+_SERVERS = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "deletionTimestamp")
+
+
+def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -> Manifest:
+    """An entry of managedFields for all that a manifest says."""
+    fields: Manifest = {}
+    for path in _leaves(manifest):
+        at = fields
+        for name in path:
+            at = at.setdefault(name, {})
+    return {"manager": manager, "operation": operation, "apiVersion": manifest["apiVersion"], "fieldsV1": fields}
+
+
+def applied(live: Manifest, manifest: Manifest) -> Manifest:
+    """What an apply by force leaves of an object."""
+    _check_bound(live, manifest["metadata"])
+    result, fresh = copy.deepcopy(live), entry(manifest, "Apply")
+    entries = result["metadata"].get("managedFields", [])
+    earlier = [one for one in entries if (one["manager"], one["operation"]) == (FIELD_MANAGER, "Apply")]
+    kept = {path for one in entries if one not in earlier for path in _paths(one["fieldsV1"])} | set(_paths(fresh["fieldsV1"]))
+    for path in [path for one in earlier for path in _paths(one["fieldsV1"]) if path not in kept]:
+        _remove(result, path)
+    _merge(result, manifest)
+    result["metadata"]["managedFields"] = [*(one for one in entries if one not in earlier), fresh]
+    check_ports(result)
+    return result
+
+
+def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest:
+    """What a JSON patch leaves of an object."""
+    result = copy.deepcopy(live)
+    for one in operations:
+        *parents, last = [part.replace("~1", "/").replace("~0", "~") for part in one["path"].split("/")[1:]]
+        at: Any = result
+        for part in parents:
+            at = _member(at, part)
+        value = copy.deepcopy(one["value"])
+        if one["op"] == "test":
+            if _member(at, last) != value:
+                raise ClusterRefused("the server rejected our request due to an error in our request", status=422, reason="Invalid")
+        elif not isinstance(at, dict):
+            raise ClusterRefused(f"{one['op']} operation does not apply: doc is missing path: {one['path']}", status=422, reason="Invalid")
+        else:
+            at[last] = value
+    _check_bound(live, result["metadata"])
+    check_ports(result)
+    return result
+
+
+def check_ports(manifest: Manifest) -> None:
+    """As the API server checks a Service."""
+    names = [port["name"] for port in manifest.get("spec", {}).get("ports", ())] if manifest["kind"] == "Service" else []
+    if len(set(names)) < len(names):
+        raise ClusterRefused(f"Service {manifest['metadata']['name']}: Duplicate value: {names[0]!r}", status=422, reason="Invalid")
+
+
+def _check_bound(live: Manifest, metadata: Mapping[str, Any]) -> None:
+    for name in ("uid", "resourceVersion"):
+        if metadata.get(name, live["metadata"][name]) != live["metadata"][name]:
+            raise ClusterConflict(f"the {name} in the precondition is not the object's", status=409, reason="Conflict")
+
+
+def _member(at: Any, part: str) -> Any:
+    if isinstance(at, list):
+        return at[int(part)] if int(part) < len(at) else None
+    return at.get(part) if isinstance(at, dict) else None
+
+
+def _leaves(manifest: Manifest) -> Iterator[Path]:
+    metadata = {name: value for name, value in manifest["metadata"].items() if name not in _SERVERS}
+    content = {name: value for name, value in manifest.items() if name not in ("apiVersion", "kind", "metadata", "status")}
+    yield from _under((), content | {"metadata": metadata})
+
+
+def _under(path: Path, value: Any) -> Iterator[Path]:
+    if isinstance(value, dict) and value and path[-1:] != ("f:selector",):
+        for name, each in value.items():
+            yield from _under((*path, f"f:{name}"), each)
+    elif path == ("f:spec", "f:ports"):
+        for port in value:
+            yield (*path, _port_key(port))
+    else:
+        yield path
+
+
+def _paths(fields: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
+    for name, below in fields.items():
+        if below:
+            yield from _paths(below, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def _port_key(port: Mapping[str, Any]) -> str:
+    return "k:" + json.dumps({"port": port["port"], "protocol": port["protocol"]})
+
+
+def _remove(manifest: Manifest, path: Path) -> None:
+    at: Any = manifest
+    for name in path[:-1]:
+        at = at.get(name.removeprefix("f:"), {})
+    if path[-1].startswith("k:"):
+        at[:] = [port for port in at if _port_key(port) != path[-1]]
+    else:
+        at.pop(path[-1].removeprefix("f:"), None)
+
+
+def _merge(result: Manifest, manifest: Mapping[str, Any], path: Path = ()) -> None:
+    for name, value in manifest.items():
+        if isinstance(value, dict) and isinstance(result.get(name), dict) and name != "selector":
+            _merge(result[name], value, (*path, name))
+        elif (*path, name) == ("spec", "ports") and name in result:
+            keys = {_port_key(port) for port in value}
+            result[name] = [port for port in result[name] if _port_key(port) not in keys] + copy.deepcopy(value)
+        else:
+            result[name] = copy.deepcopy(value)
