@@ -266,7 +266,7 @@ async def test_patches_tell_whose_a_secret_is_and_change_nothing(
 
 
 async def test_a_config_map_over_a_mebibyte_is_refused_and_not_unavailable(cluster: KubernetesCluster) -> None:
-    """As one with 2,600 adapters."""
+    """A deployment with 2,600 adapters has such a one."""
     for name, size in (("big", 1_100_000), ("bigger", 4_000_000)):
         with pytest.raises(ClusterRefused) as refused:
             await cluster.create(config_map(name, text="x" * size))

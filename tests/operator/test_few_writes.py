@@ -36,7 +36,7 @@ async def test_an_operator_that_starts_again_writes_nothing() -> None:
 
 
 async def test_at_rest_only_the_secret_that_cannot_be_read_is_looked_at_again() -> None:
-    """By a create that is refused, and a patch that changes nothing."""
+    """A create that is refused, and a patch that changes nothing."""
     rig = await serving()
     places = count_writes(rig)
     await rig.run(1300)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T1, T3, T4, T22, T23 in virtual time: names that somebody else has, children that are refused, and a status that is true all the same."""
+"""Names that somebody else has, children that are refused, and a true status all the same (T1, T3, T4, T22, T23), in virtual time."""
 
 import copy
 from itertools import pairwise
@@ -263,7 +263,7 @@ async def test_t4_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_on
 
 
 async def test_t4_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:
-    """As an operator finds it that has just begun, or whose watch is late."""
+    """An operator that has just begun finds it so, and one whose watch is late."""
     rig = await serving()
     pod = rig.cluster.find(POD, "d-0-0") or {}
     pod["metadata"]["labels"].pop(LABEL_DEPLOYMENT)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """T1, T3, T4, T22, T23 against a real API server: strangers under each of our names, and what refuses each kind of child.
 
-One operator and one fake kubelet work for all cases, each of which has a namespace and a deployment of its own. All begin at once.
+An operator and a fake kubelet work for all cases. Each case has a namespace and a deployment of its own, and all begin at once.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ class Everywhere:
             await (refuse_by_quota if means == "quota" else refuse_by_policy)(self.client, place.namespace, kind)
 
     async def _refused(self, place: Place, kind: Kind) -> bool:
-        """Whether the obstacle counts by now."""
+        """Return whether the obstacle counts by now."""
         path = f"{path_of(kind, place.namespace)}?dryRun=All"
         status, _ = await self.client.send("POST", path, {**THEIRS[kind], "metadata": {"name": "probe"}})
         return status in (403, 422)
@@ -158,7 +158,7 @@ async def everywhere(kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def ready_without(kind: Kind) -> tuple[str, str]:
-    """What is said of a deployment that has all but this."""
+    """Return the Ready condition of a deployment that has all but this."""
     if kind in MOUNTED:
         return "False", "ChildrenNotReady"
     return {SERVICE: ("False", "NoService"), POD: ("False", "PodsRefused")}.get(kind, ("True", "Serving"))
@@ -262,7 +262,7 @@ async def test_t23_a_service_whose_port_was_edited_is_put_back_with_its_address(
 async def test_t3_a_child_that_lost_its_owner_is_adopted_again(place: Place, kind: Kind) -> None:
     before = await place.get(kind, CHILDREN[kind])
     await place.patch(kind, CHILDREN[kind], [{"op": "remove", "path": "/metadata/ownerReferences"}])
-    if kind == SECRET:  # which is not watched: nobody hears of it before the next resync
+    if kind == SECRET:  # it is not watched: nobody hears of it before the next resync
         return
 
     async def owned() -> bool:

@@ -62,7 +62,7 @@ def cluster() -> Iterator[AuditedApiserver]:
         yield running
 
 
-# By somebody else; each is put right.
+# Changes that somebody else makes; each is put right.
 EDITS: tuple[tuple[str, str, Document], ...] = (("networkpolicy", "d-control", {"ingress": []}), ("pdb", "d", {"maxUnavailable": 3}))
 
 

@@ -21,7 +21,7 @@ POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the w
 
 
 async def make_policy(client: RestClient) -> None:
-    """One for the whole server: it refuses objects of the kind that their namespace has as its label `refuse`."""
+    """Make a policy for the whole server: it refuses objects of the kind that their namespace has as its label `refuse`."""
     free = f"!('{LABEL}' in namespaceObject.metadata.labels) || namespaceObject.metadata.labels['{LABEL}'] != request.kind.kind"
     spec: dict[str, Any] = {
         "failurePolicy": "Fail",

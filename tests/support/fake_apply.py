@@ -3,8 +3,8 @@
 
 test_cluster_on_real_apiserver.py has the real ones.
 
-A field is removed by an apply if an earlier apply of the same manager set it. Lists and selectors are taken whole, but for the ports of a
-Service, which are merged by number, so that two of one name can come together.
+A field is removed by an apply if an earlier apply of the same manager set it. Lists and selectors are taken whole. The ports of a
+Service are merged by number, so that two of one name can come together.
 """
 
 import copy
@@ -31,7 +31,7 @@ def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -
 
 
 def applied(live: Manifest, manifest: Manifest) -> Manifest:
-    """What an apply by force leaves of an object."""
+    """Return the object after an apply by force."""
     _check_bound(live, manifest["metadata"])
     result, fresh = copy.deepcopy(live), entry(manifest, "Apply")
     entries = result["metadata"].get("managedFields", [])
@@ -46,7 +46,7 @@ def applied(live: Manifest, manifest: Manifest) -> Manifest:
 
 
 def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest:
-    """What a JSON patch leaves of an object."""
+    """Return the object after a JSON patch."""
     result = copy.deepcopy(live)
     for one in operations:
         *parents, last = [part.replace("~1", "/").replace("~0", "~") for part in one["path"].split("/")[1:]]
@@ -67,7 +67,7 @@ def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest
 
 
 def check_ports(manifest: Manifest) -> None:
-    """As the API server checks a Service."""
+    """Refuse two ports of one name, which the API server does."""
     names = [port["name"] for port in manifest.get("spec", {}).get("ports", ())] if manifest["kind"] == "Service" else []
     if len(set(names)) < len(names):
         raise ClusterRefused(f"Service {manifest['metadata']['name']}: Duplicate value: {names[0]!r}", status=422, reason="Invalid")

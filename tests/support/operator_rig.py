@@ -52,7 +52,7 @@ class Rig:
         self._boots = itertools.count(1)
         self.errors: list[str] = []
         self.survives: type[Exception] = OperatorError
-        """What ends a pass only; the process survives every Exception, and a test should not miss one that nobody expected."""
+        """Errors that end a pass only. The process survives every Exception; a test should not miss one that nobody expected."""
         self.keys: tuple[bytes, ...] = (b"k" * 32,)
         """The operator's, the current one first; another one counts from its restart."""
         self.runtime = self._new_runtime()

@@ -25,7 +25,7 @@ from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefu
 
 Manifest = dict[str, Any]
 Operation = dict[str, Any]
-"""One operation of a JSON patch."""
+"""An operation of a JSON patch."""
 
 REQUEST_TIMEOUT_S = 15
 POOL_SIZE = 0  # no limit: the queue bounds what runs at once

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events about children and their names: once where a condition turns, and once for each pod that has a name of ours."""
+"""Events about children and their names: once where a condition turns, and once for each other pod that has our name."""
 
 from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import ConditionStatus, condition_of

@@ -31,12 +31,12 @@ SILENT_FOR = timedelta(seconds=60)
 
 
 class ChildState(msgspec.Struct, frozen=True):
-    """One child after a pass."""
+    """A child after a pass."""
 
     kind: str
     name: str
     ours: bool
-    """An object of ours is there, though maybe not as the spec asks."""
+    """Our object is there, though maybe not as the spec asks."""
     reason: str = ""
     """Empty where it is as the spec asks."""
     message: str = ""

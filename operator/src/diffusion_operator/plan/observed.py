@@ -109,7 +109,7 @@ class Observed(msgspec.Struct, frozen=True):
     trial: TemplateTrial | None = None
     """The last one."""
     policy_possible: bool = False
-    """The operator was told by what its own pods are known, so that it can make a NetworkPolicy."""
+    """The operator knows the labels of its own pods, so that it can make a NetworkPolicy."""
     children: tuple[ChildState, ...] = ()
     """After the pass before."""
     refusal: str = ""

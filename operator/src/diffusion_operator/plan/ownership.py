@@ -12,7 +12,7 @@ from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
 
 Operation = dict[str, Any]
-"""One operation of a JSON patch (RFC 6902)."""
+"""An operation of a JSON patch (RFC 6902)."""
 
 UPDATE, APPLY = "Update", "Apply"
 
@@ -67,8 +67,8 @@ def was_posted(live: Mapping[str, Any]) -> bool:
 def as_if_applied(live: Mapping[str, Any]) -> list[Operation]:
     """Return the patch that gives the fields of our creates and patches to our applies.
 
-    Server-side apply removes a field only if an earlier apply of the same manager set it. client-go's `csaupgrade` does the same:
-    the entries are merged into one, and the patch holds for this version of the object only.
+    Server-side apply removes a field only if an earlier apply of the same manager set it. client-go's `csaupgrade` does the same.
+    The entries are merged into one. The patch holds for this version of the object only.
     """
     entries: Sequence[Mapping[str, Any]] = live["metadata"].get("managedFields", ())
     ours = [entry for entry in entries if _is_our_update(entry) or _is_our_apply(entry)]
@@ -114,7 +114,7 @@ def secret_is_leaving(owner: ObjectMeta) -> list[Operation]:
 
 
 def adopt_secret(owner: ObjectMeta, references: Sequence[Mapping[str, Any]]) -> list[Operation]:
-    """Return the patch that adopts a Secret, and fails where it has an owner or lacks a label of ours."""
+    """Return the patch that adopts a Secret, and fails where it has an owner or lacks one of our labels."""
     labels = [
         {"op": "test", "path": f"/metadata/labels/{_escape(name)}", "value": value} for name, value in _our_labels(owner.name).items()
     ]

@@ -27,7 +27,7 @@ class Situation(msgspec.Struct, frozen=True):
     template_refusal: str = ""
     """The message where no pod can be made of the changed template, else empty; see template_trial.py."""
     policy_possible: bool = False
-    """The operator was told by what its own pods are known."""
+    """The operator knows the labels of its own pods."""
     children: tuple[ChildState, ...] = ()
 
     @property
@@ -36,12 +36,12 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def pods_wait_for(self) -> str:
-        """Why no pod can be made; empty where one can, or none is missing."""
+        """Return why no pod can be made; empty where one can, or none is missing."""
         return pods_wait_for(self.children) if len(self.groups) < self.wanted else ""
 
     @property
     def no_service(self) -> str:
-        """Why no client reaches the replicas; empty where clients do."""
+        """Return why no client reaches the replicas; empty where clients do."""
         return no_service(self.children)
 
     @property

@@ -145,7 +145,7 @@ async def _call_one_worker(runtime: Runtime, memory: DeploymentMemory, calls: Se
             if (runtime.clock() - begun).total_seconds() < runtime.settings.call_timeout_s:
                 try:
                     await _call(runtime, memory, call)
-                except Exception as error:  # one call must not end the pass over the others
+                except Exception as error:  # a call that fails must not end the pass over the others
                     log.exception("control call failed operation=%s worker=%s", call.operation_id, call.worker.ip)
                     memory.failures.append(error)
 

@@ -117,7 +117,7 @@ async def _patch(runtime: Runtime, manifest: Manifest, operations: list[dict[str
 
 
 def _holds(live: Manifest, manifest: Manifest) -> bool:
-    """Whether a Secret has all that is asked for; others may have added to it."""
+    """Return whether a Secret has all that is asked for; others may have added to it."""
     metadata, asked = live["metadata"], manifest["metadata"]
     pairs = (
         (live.get("data"), manifest["data"]),

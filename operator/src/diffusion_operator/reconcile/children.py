@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children that are simply as they should be, written when they differ from what was written last: Secret, ConfigMap, Service, and two
-that a spec may do without, NetworkPolicy and PodDisruptionBudget.
+"""The children of a deployment, written when they differ from the last write: Secret, ConfigMap, Service, NetworkPolicy and
+PodDisruptionBudget. A spec may do without the last two.
 
 Each is written by itself, and one that fails keeps no other from being written. What is watched is compared with what is rendered, so a
 start of the operator writes nothing that is there. The Secret is never read: the ConfigMap says that it was written. It is tried again at
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Child(NamedTuple):
-    """One child as the spec asks for it."""
+    """A child as the spec asks for it."""
 
     kind: Kind
     name: str
@@ -94,7 +94,7 @@ def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) ->
 
 
 async def _keep(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> ChildState:
-    """One child, which fails by itself. An error that nobody expected is raised at the end of the pass."""
+    """Write a child, which fails by itself. An error that nobody expected is raised at the end of the pass."""
     kind, content, before = child.kind.kind, _mark(child.manifest), memory.tries.get(child.kind.kind)
     doubted = kind in memory.doubted
     if before is not None and before.content == content and not doubted and runtime.now() < before.again_at:
@@ -179,7 +179,7 @@ async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Chi
 
 
 async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> bool:
-    """Whether an object of ours has the child's name, though the last write of it failed."""
+    """Return whether our object controls the live one, though the last write of it failed."""
     if child.kind == SECRET:
         last = memory.applied.get(SECRET.kind)
         return bool(last.content) if last is not None else bool(await _secret_mark(runtime, deployment))
@@ -188,7 +188,7 @@ async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, memory: D
 
 
 async def _secret_mark(runtime: Runtime, deployment: DiffusionDeployment) -> str:
-    """Of the Secret that an earlier process wrote before it wrote the ConfigMap. Empty where it wrote none."""
+    """Return the hash of the Secret that an earlier process wrote before the ConfigMap. Empty where it wrote none."""
     metadata = deployment.metadata
     found = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, desired_config_name(metadata.name))
     if found is None or not is_controlled_by(found, metadata.uid):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass over a DiffusionDeployment: observe, plan, act, write the status once.
 
-A child, a pod or a call that fails keeps nothing else from being done; the status is written all the same, and then the pass fails."""
+A child, a pod or a call that fails keeps nothing else from being done. The status is written all the same, and then the pass fails."""
 
 import logging
 

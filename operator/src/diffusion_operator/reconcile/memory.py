@@ -81,15 +81,15 @@ class DeploymentMemory:
     routed: dict[str, bool] = field(default_factory=dict)
     """By pod UID: what this process last wrote to the routable label."""
     generation: int = 0
-    """Of the object, at the last pass: another one clears the backoff of what its edit may have mended."""
+    """The object's, at the last pass: another one makes every failed child due at once, because the edit may have mended it."""
     tries: dict[str, ChildTry] = field(default_factory=dict)
-    """By kind: children that are not as the spec asks."""
+    """Children that are not as the spec asks, by kind."""
     children: tuple[ChildState, ...] = ()
     """After the last pass."""
     taken: dict[int, int] = field(default_factory=dict)
-    """By index: the highest incarnation whose pod name somebody else has."""
+    """The highest incarnation whose pod name somebody else has, by index."""
     failures: list[Exception] = field(default_factory=list)
-    """Of this pass: it goes on without what failed, and raises the first at its end."""
+    """Errors in this pass: it goes on without what failed, and raises the first at its end."""
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     trial: TemplateTrial | None = None
     """The last dry run of a template."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known of the objects we watch: the newest version of each, whichever came first, the watch's event or the answer to a write.
 
-Kept as compressed JSON, a few hundred bytes an object, because ten thousand deployments have fifty thousand of them; of pods only
-what tells of a replica, and of managedFields only the managers.
+Kept as compressed JSON, a few hundred bytes an object, because ten thousand deployments have fifty thousand of them. The
+store keeps only the part of a pod that is about a replica, and only the managers of managedFields.
 """
 
 import sys
@@ -136,7 +136,7 @@ def _encode(kind: Kind, manifest: Manifest) -> bytes:
 
 
 def _managers(manifest: Manifest) -> list[dict[str, str]]:
-    """Of each entry of managedFields its manager, operation and subresource; the fields are by far most of it."""
+    """Return the manager, operation and subresource of each entry; the fields are by far most of it."""
     kept = ("manager", "operation", "subresource")
     return [{name: entry[name] for name in kept if name in entry} for entry in manifest["metadata"].get("managedFields", ())]
 

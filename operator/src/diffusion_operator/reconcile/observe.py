@@ -104,7 +104,7 @@ async def _poll(runtime: Runtime, memory: DeploymentMemory, pod: Pod) -> None:
         state = await memory.tokens.call(pod.ip, lambda token: runtime.workers.state(pod.ip, token=token))
     except ControlError as error:
         record.failed(str(error), runtime.now())
-    except Exception as error:  # one worker's strange answer must not end the pass over the others
+    except Exception as error:  # a worker's strange answer must not end the pass over the others
         log.exception("look failed pod=%s", pod.name)
         memory.failures.append(error)
         record.failed(f"{type(error).__name__}: {error}", runtime.now())

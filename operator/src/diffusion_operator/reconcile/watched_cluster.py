@@ -46,7 +46,7 @@ class WatchedCluster:
         return [one for one in self._store.manifests(kind, namespace) if wanted.items() <= one["metadata"].get("labels", {}).items()]
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
-        """What is found is in the store, too, if it has the label that is watched for."""
+        """Put the object that is found into the store, too, if it has the label that is watched for."""
         found = await self._cluster.look_up(kind, namespace, name)
         if found is not None and found["metadata"].get("labels", {}).get(LABEL_MANAGED_BY) == FIELD_MANAGER:
             self._store.learn(kind, found)
