@@ -60,7 +60,7 @@ LOAD_CODES = {"CapacityExceeded", "InsufficientMemory", "RankFailed", "Timeout",
 # Of a call that the operator never makes, of a request, or of a sleep or a wake.
 OTHER_CODES = {
     "InvalidRequest", "Unauthorized", "Managed", "AdapterNotLoaded", "AdapterRemoved", "Cancelled",
-    "Overloaded", "VerificationFailed", "MemoryNotReleased",
+    "Overloaded", "VerificationFailed", "MemoryNotReleased", "RequestFailed",
 }  # fmt: skip
 
 

@@ -66,8 +66,8 @@ CODES = frozenset(
         "AdapterNotLoaded", "AdapterRemoved", "Asleep", "Busy", "CacheFull", "Cancelled", "CapacityExceeded", "Conflict", "DigestMismatch",
         "EngineFailed", "InsufficientMemory", "InvalidAdapter", "InvalidRequest", "Managed", "MemoryNotReleased",
         "ModulesOutsideEnvelope", "NetworkError", "NoMatchingModules", "NotFound", "Overloaded", "RankFailed", "RankTooLarge",
-        "SecretMissing", "SourceNotFound", "SourceUnauthorized", "Starting", "Terminating", "Timeout", "TooLarge", "Unauthorized",
-        "UnsupportedFormat", "VerificationFailed", "WrongBoot",
+        "RequestFailed", "SecretMissing", "SourceNotFound", "SourceUnauthorized", "Starting", "Terminating", "Timeout", "TooLarge",
+        "Unauthorized", "UnsupportedFormat", "VerificationFailed", "WrongBoot",
     }
 )  # fmt: skip
 """Error codes that a worker of this version has. A worker may answer with any other text."""
