@@ -48,19 +48,8 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     deployment = parse(manifest, DiffusionDeployment)
     memory = runtime.memory(deployment.metadata)
 
-    memory.failures.clear()
-    if memory.generation != deployment.metadata.generation:
-        memory.generation = deployment.metadata.generation
-        memory.tries = {kind: hurried(one, runtime.now()) for kind, one in memory.tries.items()}
-    try:
-        observed = await observe(runtime, deployment, memory)
-        plan = plan_deployment(observed, runtime.now())
-        manifests = _children(runtime, deployment, plan)
-    except NamespaceEnds:
-        raise
-    except Exception as error:
-        await _tell_of_no_plan(runtime, deployment, memory, error)
-        raise
+    _begin(memory, deployment, runtime)
+    observed, plan, manifests = await _look(runtime, deployment, memory)
     memory.attempts, memory.departures = dict(plan.attempts), plan.departures
     await tell_missed_pods(runtime, deployment, memory, plan)
 
@@ -80,6 +69,29 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     if memory.failures:
         raise memory.failures[0]  # the queue logs it, and tries again with backoff
     return _next_pass(runtime, memory, observed, plan)
+
+
+def _begin(memory: DeploymentMemory, deployment: DiffusionDeployment, runtime: Runtime) -> None:
+    """Forget the failures of the pass before. After an edit of the spec every child is tried at once."""
+    memory.failures.clear()
+    if memory.generation != deployment.metadata.generation:
+        memory.generation = deployment.metadata.generation
+        memory.tries = {kind: hurried(one, runtime.now()) for kind, one in memory.tries.items()}
+
+
+async def _look(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory
+) -> tuple[Observed, DeploymentPlan, tuple[Manifest, ...]]:
+    """Observe and plan. A failure leaves nothing to act on, so the status says so before the error is raised again."""
+    try:
+        observed = await observe(runtime, deployment, memory)
+        plan = plan_deployment(observed, runtime.now())
+        return observed, plan, _children(runtime, deployment, plan)
+    except NamespaceEnds:
+        raise
+    except Exception as error:
+        await _tell_of_no_plan(runtime, deployment, memory, error)
+        raise
 
 
 def _next_pass(runtime: Runtime, memory: DeploymentMemory, observed: Observed, plan: DeploymentPlan) -> Result:
