@@ -110,7 +110,7 @@ def test_sleep_that_does_not_wait_any_longer_ends_the_running_image_with_a_code(
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         worker.sleep(**call)
         answer = running.result(60)
-    assert (answer.status_code, answer.json()["code"]) == (503, "Asleep")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Asleep")
     worker.wake()
     assert worker.image(**REQUEST).tobytes() == before
 
