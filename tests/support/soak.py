@@ -141,8 +141,9 @@ class Soak:
         elif status == request.status:
             outcome.refused_as_they_should += 1
         else:
-            outcome.failed[str(document.get("code"))] += 1
-            if not self._killing or document.get("code") != "RankFailed":
+            code = document.get("error", {}).get("code")
+            outcome.failed[str(code)] += 1
+            if not self._killing or code != "RankFailed":
                 outcome.wrong.append(f"expected {request.status}, found {status} {document}")
 
     async def _kill_ranks(self, every_s: float) -> None:
