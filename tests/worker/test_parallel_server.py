@@ -46,12 +46,12 @@ def test_an_image_of_many_tiles_comes_out_whole_after_a_sleep(split_worker: Work
     assert split_worker.image(**asked).tobytes() == before.tobytes()
 
 
-def test_a_size_that_the_model_refuses_on_all_ranks_is_an_error_of_its_request_and_the_ranks_live_on(split_worker: WorkerProcess) -> None:
+def test_a_size_that_the_model_cannot_make_is_refused_with_its_bound_before_a_rank_sees_it(split_worker: WorkerProcess) -> None:
     ranks, before = split_worker.rank_pids(), split_worker.image(**REQUEST)
     # The model has positions for 32 x 32 tokens of 8 pixels.
     answer = split_worker.request_images(**REQUEST, size="512x512")
-    assert answer.status_code == 500
-    assert "pos_embed_max_size" in answer.text
+    assert answer.status_code == 400
+    assert "size: expected at most 256x256, for which the model has positions, found 512x512" in answer.text
     assert split_worker.image(**REQUEST).tobytes() == before.tobytes()
     assert split_worker.rank_pids() == ranks
 
