@@ -108,6 +108,14 @@ def test_missing_replicas_are_made_at_free_indices_above_every_known_incarnation
     assert [one for one in plan.pods if isinstance(one, CreatePod)] == [CreatePod(0, 5), CreatePod(2, 8)]
 
 
+def test_of_two_pods_of_one_replica_the_older_goes_and_none_is_made() -> None:
+    plan = planned(pod(0, 0), pod(0, 1), pod(1, 3, terminating=True), pod(1, 4), replicas=2)
+    assert [(one.name, one.why) for one in plan.pods if isinstance(one, DeletePod)] == [
+        ("d-0-0", "a newer pod has the place of this replica")
+    ]
+    assert [one for one in plan.pods if isinstance(one, CreatePod)] == []
+
+
 VICTIMS = [
     ("the failed one", [pod(0), pod(1, finished=True), pod(2)], {}, "d-1-0"),
     ("the pending one", [pod(0), pod(1), pod(2, **UNSCHEDULED)], {}, "d-2-0"),

@@ -268,7 +268,7 @@ def test_a_start_asleep_reads_no_weights_and_takes_no_memory_for_them(tmp_path: 
     assert (report.weights_resident_bytes, report.asleep, report.level) == (0, list(MemoryTag), SleepLevel.DISCARD)
     runner.restore()
     asleep = RunnerRig.__new__(RunnerRig)
-    asleep.runner, asleep.parallel = runner, OneRank()
+    asleep.runner, asleep.parallel, asleep.replays = runner, OneRank(), {}
     assert (asleep.run(request("one", steps=1))[0]["one"] == expected).all()
 
 

@@ -41,6 +41,7 @@ def plan_replicas(
     retire = [_retire(group, why) for group in surplus]
     if not held:
         retire += _replaced(kept, spec, revision=revision, stalled=progress.stalled, raced=raced, now=now, quiet=bool(retire))
+    retire += _twins(observed, groups)
     count = missing(rollout, present, observed.pods, replicas=replicas, revision=revision, stalled=progress.stalled or held)
     return ReplicaPlan(
         create=_pods_to_make({group.index for group in present}, count, observed),
@@ -65,6 +66,13 @@ def _replaced(
     return [_retire(group, "the template changed") for group in old] + [
         _retire(group, "another state of its model's source is pinned") for group in losers
     ]
+
+
+def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
+    """Retire the older of two pods of one replica: two operators that overlap may each make one, and a replica is its newest pod."""
+    newest = {group.pod.uid for group in groups}
+    older = [pod for pod in observed.pods if not pod.terminating and pod.uid not in newest]
+    return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the place of this replica") for pod in older]
 
 
 def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
