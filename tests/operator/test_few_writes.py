@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing is written twice: one write a child and one status, none at rest, none by an operator that only starts again."""
 
-from diffusion_operator.api.names import ANNOTATION_APPLIED, SECRET, SERVICE
+from diffusion_operator.api.names import ANNOTATION_APPLIED, POD, SECRET, SERVICE, Kind
 from fake_cluster import Manifest
 from fault_points import FaultPoints
 from operator_rig import Rig, deployment, serving
@@ -72,3 +72,23 @@ def _secret(rig: Rig) -> Manifest:
 
 def _service(rig: Rig) -> Manifest:
     return rig.cluster.find(SERVICE, "d") or {}
+
+
+async def test_the_first_status_waits_for_the_first_pod_also_where_another_operator_made_it() -> None:
+    """A status without that pod would hide its incarnation, and a pod with the same name could be made again."""
+    rig, statuses = Rig(), []
+    create, apply_status = rig.cluster.create, rig.cluster.apply_status
+
+    async def create_after_the_other(manifest: Manifest) -> bool:
+        await create(manifest)
+        return await create(manifest) if manifest["kind"] == "Pod" else True
+
+    async def note_status(kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+        statuses.append(status)
+        await apply_status(kind, namespace, name, status=status)
+
+    rig.cluster.create, rig.cluster.apply_status = create_after_the_other, note_status  # type: ignore[method-assign]
+    rig.cluster.put(deployment())
+    await rig.run(10)
+    assert rig.cluster.names(POD) == ["d-0-0"]
+    assert statuses and all(status["replicaStates"][0]["incarnation"] == 0 for status in statuses)

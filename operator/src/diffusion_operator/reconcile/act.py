@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 async def act_on_pods(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, actions: Sequence[PodAction], *, template: Template
 ) -> bool:
-    """Each by itself: one that fails keeps no other from being done. Return whether a pod was made."""
+    """Each by itself: one that fails keeps no other from being done. Return whether a pod came that the plan did not know."""
     waits, made, memory.refusal = pods_wait_for(memory.children), False, ""
     for action in actions:
         if isinstance(action, CreatePod) and waits:
@@ -80,7 +80,7 @@ def _remember_failure(memory: DeploymentMemory, action: PodAction, error: Except
 async def _act_on_pod(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: PodAction, *, template: Template
 ) -> bool:
-    """Return whether a pod was made."""
+    """Return whether a pod came that the plan did not know."""
     namespace = deployment.metadata.namespace
     match action:
         case CreatePod():
@@ -106,26 +106,22 @@ async def _create(
     manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
     created = await runtime.cluster.create(manifest)
     log.info("pod made namespace=%s pod=%s new=%s", deployment.metadata.namespace, manifest["metadata"]["name"], created)
-    if not created:
-        await _look_at_taken_name(runtime, deployment, memory, action, manifest["metadata"]["name"])
-    return created
+    return created or await _is_ours(runtime, deployment, memory, action, manifest["metadata"]["name"])
 
 
-async def _look_at_taken_name(
-    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, name: str
-) -> None:
-    """A pod has the name already: ours is taken into account from now on, any other is left alone and its incarnation skipped."""
+async def _is_ours(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, name: str) -> bool:
+    """Look at the pod that has the name already: ours is taken into account from now on, any other's incarnation is skipped."""
     metadata = deployment.metadata
     live = await runtime.cluster.look_up(POD, metadata.namespace, name)
-    if live is None:  # gone meanwhile
-        return
-    if is_controlled_by(live, metadata.uid):
+    if live is not None and is_controlled_by(live, metadata.uid):
         if not has_our_labels(live["metadata"], metadata.name):
             labels = {LABEL_MANAGED_BY: FIELD_MANAGER, LABEL_DEPLOYMENT: metadata.name}
             await runtime.cluster.set_labels(POD, metadata.namespace, name, uid=live["metadata"]["uid"], labels=labels)
-        return
+        return True
     memory.taken[action.index] = max(action.incarnation, memory.taken.get(action.index, -1))
-    await tell(runtime, deployment, pod_name_taken(name, index=action.index, uid=live["metadata"]["uid"]))
+    if live is not None:
+        await tell(runtime, deployment, pod_name_taken(name, index=action.index, uid=live["metadata"]["uid"]))
+    return False
 
 
 async def call_workers(runtime: Runtime, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None:
