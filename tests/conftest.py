@@ -1,12 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """For every test session."""
 
+import logging
+from collections.abc import Iterator
+
 # Hypothesis' plugin imports this after the last test in any case. There pytest compiles it from deep in its stack, and where the garbage
 # collector then reports an event loop that looptime left open, CPython 3.11 fails with "AST constructor recursion depth mismatch"
 # (gh-106905). Here nothing is left open yet.
 import hypothesis.internal.observability  # noqa: F401
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes is the machine's affair.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def log_records_as_before() -> Iterator[None]:
+    """Undo the worker's withholding of log messages, which its command line begins in this process too."""
+    factory = logging.getLogRecordFactory()
+    yield
+    if logging.getLogRecordFactory() is not factory:
+        logging.setLogRecordFactory(factory)
+        logging.captureWarnings(False)
