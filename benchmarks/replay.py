@@ -50,7 +50,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """What became of the arrivals: seconds from arrival to image by request, the ticks, and the time the device worked."""
+    """The outcome of the arrivals: seconds from arrival to image by request, the ticks, and the time the device worked."""
 
     latency_s: dict[str, float] = {}
     ticks: list[Tick] = []

@@ -180,7 +180,7 @@ def _expect(clients: subprocess.Popen[str], word: str) -> None:
 
 
 def _starts(size: Size) -> tuple[list[dict[str, float]], float]:
-    """What every start took to its first answer, and the last one's resident memory in MB after some images."""
+    """Return the seconds of each start to its first answer, and the last one's resident memory in MB after some images."""
     options = ("serve", f"--model={DIGITS}", "--host=127.0.0.1", "--port=0", "--control-port=0")
     command = [sys.executable, "-m", "diffusion_worker.cli", *options]
     starts, resident_mb = [], 0.0

@@ -56,7 +56,7 @@ def earlier(crd: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def kubeconfig() -> Iterator[Path]:
-    """Of an API server of its own, since the kinds change."""
+    """Start an API server of its own, since the kinds change."""
     with apiserver() as path:
         kubectl(path, "create", "namespace", NAMESPACE)
         yield path

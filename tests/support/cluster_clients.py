@@ -68,7 +68,7 @@ class Clients:
             self._ended.wait(PAUSE_S)
 
     def _ask(self, client: openai.OpenAI) -> str:
-        """What went wrong; empty for an image and for an error that may be tried again."""
+        """Return what went wrong; empty for an image and for an error that may be tried again."""
         with self._lock:
             self.sent += 1
         try:

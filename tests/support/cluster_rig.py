@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cluster tests do to a cluster and see of it: objects by kubectl, images by the Service, processes by exec."""
+"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec."""
 
 import json
 import os

@@ -27,7 +27,7 @@ DRAWN_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt with its seed, and what the image should show."""
+    """A prompt with its seed, and what the image should show."""
 
     digit: int
     colour: str

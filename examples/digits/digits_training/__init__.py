@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the digits model is made: images, captions, architecture, and the three trainings (autoencoder, denoiser, adapters)."""
+"""The making of the digits model: images, captions, architecture, and the three trainings (autoencoder, denoiser, adapters)."""

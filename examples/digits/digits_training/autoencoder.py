@@ -26,7 +26,7 @@ DECODER_NOISE = 0.08
 
 
 def prescribed_latents(pixels: Tensor) -> Tensor:
-    """What the encoder shall give for images in -1..1, before shift and scale."""
+    """Return the latents that the encoder learns for images in -1..1, before shift and scale."""
     small = functional.avg_pool2d(pixels, 2)
     ink = small.amax(dim=1, keepdim=True) - small.amin(dim=1, keepdim=True)
     return torch.cat([small, ink - 1], dim=1)

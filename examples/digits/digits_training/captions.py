@@ -24,7 +24,7 @@ PARTIAL = 0.06
 
 
 def caption(digit: int, colour: int, chance: random.Random) -> str:
-    """One caption for the image; empty in `DROPPED` of all cases, which is what classifier-free guidance learns from."""
+    """Return a caption for the image; empty in `DROPPED` of all cases, which is what classifier-free guidance learns from."""
     draw = chance.random()
     if draw < DROPPED:
         return ""

@@ -116,7 +116,10 @@ class Process:
         return told
 
     def _changed(self, kind: Kind, manifest: Manifest) -> None:
-        """By another client than the operator. An adapter's own key is for its status, its deployment's for what has to be done."""
+        """Wake the key for a change by another client than the operator.
+
+        An adapter's own key is for its status. That of its deployment is for all that has to be done.
+        """
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         if kind == DEPLOYMENT:
             self.wake(deployment_key(namespace, name))

@@ -44,7 +44,7 @@ def plan_replicas(
     retire += _twins(observed, groups)
     count = missing(rollout, present, observed.pods, replicas=replicas, revision=revision, stalled=progress.stalled or held)
     return ReplicaPlan(
-        create=_pods_to_make({group.index for group in present}, count, observed),
+        create=pods_to_make({group.index for group in present}, count, observed),
         retire=tuple(retire),
         outdated=sum(group.pod.revision != revision for group in present),
     )
@@ -86,7 +86,7 @@ def _retire(group: Group, why: str) -> DeletePod:
     return DeletePod(name=group.pod.name, uid=group.pod.uid, why=why)
 
 
-def _pods_to_make(used: Collection[int], count: int, observed: Observed) -> tuple[CreatePod, ...]:
+def pods_to_make(used: Collection[int], count: int, observed: Observed) -> tuple[CreatePod, ...]:
     """At the lowest free indices; an incarnation is above every one that was ever seen at its index."""
     free = (index for index in range(len(used) + count) if index not in used)
     highest = dict(observed.foreign_incarnations)

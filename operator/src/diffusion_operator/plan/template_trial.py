@@ -16,8 +16,11 @@ from diffusion_operator.api.meta import condition_of
 from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Answer, Observed, TemplateTrial
+from diffusion_operator.plan.replicas import pods_to_make
 
 TEMPLATE_INVALID = "TemplateInvalid"
+WORDS = 1200
+"""Characters of the API server's words that a condition repeats."""
 RETRY = timedelta(minutes=1)
 """A refused template is tried again after so long, because a policy may go away."""
 UNDECIDED_RETRY = timedelta(seconds=5)
@@ -81,12 +84,12 @@ def remembered(before: TemplateTrial | None, trial: TemplateTrial) -> TemplateTr
 
 def _next_pod(observed: Observed) -> CreatePod:
     """A pod of the name that the first replica would have next."""
-    highest = max((pod.incarnation for pod in observed.pods if pod.index == 0), default=-1)
-    return CreatePod(index=0, incarnation=max(highest, observed.foreign_incarnations.get(0, -1)) + 1)
+    (first,) = pods_to_make(frozenset(), 1, observed)
+    return first
 
 
 def _message(words: str) -> str:
-    text = f"no pod can be made of the changed template, so the old replicas stay: {words[:1200]}"
+    text = f"no pod can be made of the changed template, so the old replicas stay: {words[:WORDS]}"
     return f"{text}; correct the spec, or the policy, which is asked again each minute"
 
 

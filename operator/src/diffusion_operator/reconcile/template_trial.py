@@ -9,12 +9,10 @@ from diffusion_operator.errors import ClusterError
 from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.observed import Answer, TemplateTrial
 from diffusion_operator.plan.revision import Template
-from diffusion_operator.plan.template_trial import answer_of, remembered
+from diffusion_operator.plan.template_trial import WORDS, answer_of, remembered
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.pod import pod
-
-WORDS = 1200
 
 log = logging.getLogger(__name__)
 
