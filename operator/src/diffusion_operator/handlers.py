@@ -118,7 +118,7 @@ class Process:
     def _changed(self, kind: Kind, manifest: Manifest) -> None:
         """Wake the key for a change by another client than the operator.
 
-        An adapter's own key is for its status. That of its deployment is for all that has to be done.
+        An adapter's own key is for its status, and the key of its deployment for all work.
         """
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         if kind == DEPLOYMENT:
