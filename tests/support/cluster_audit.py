@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from audited_apiserver import Right, granted, right_of
+from syntax import parse
 from tools.demo.installation import RELEASE
 from tools.demo.kubectl import Document, Kubectl
 from tools.devcluster import cluster
@@ -85,5 +86,5 @@ def all_selected(session: pytest.Session, folder: Path) -> bool:
 
 def _functions(folder: Path) -> Iterator[tuple[Path, str]]:
     for file in folder.glob("test_*.py"):
-        tree = ast.parse(file.read_text())
+        tree = parse(file.read_text())
         yield from ((file, node.name) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))

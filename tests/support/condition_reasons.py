@@ -15,6 +15,7 @@ from types import ModuleType
 
 from diffusion_operator import plan
 from diffusion_operator.plan.groups import Problem
+from syntax import parse
 
 Found = dict[str, set[str]]
 
@@ -37,7 +38,7 @@ class _Source:
     def __init__(self, module: ModuleType, known: Mapping[str, Collection[str]]) -> None:
         self.module = module
         self._known = known
-        self.tree = ast.parse(inspect.getsource(module))
+        self.tree = parse(inspect.getsource(module))
         self.functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
 
     def verdicts(self) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
@@ -109,14 +110,14 @@ def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
 
 def returned(module: ModuleType) -> set[str]:
     """The first texts of the tuples that the functions of a module return."""
-    tuples = [node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Return)]
+    tuples = [node.value for node in ast.walk(parse(inspect.getsource(module))) if isinstance(node, ast.Return)]
     firsts = [node.elts[0] for node in tuples if isinstance(node, ast.Tuple)]
     return {node.value for node in firsts if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def problems() -> set[str]:
     """The problems of a group that a condition may name itself: those that the conditions speak of, but as what they put in words."""
-    tree = ast.parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.conditions")))
+    tree = parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.conditions")))
     keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
     named = {
         node.attr

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from syntax import parse
+
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "worker" / "src", ROOT / "operator" / "src")
 OURS = ("diffusion_worker", "diffusion_operator")
@@ -18,7 +20,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 
 def used_names() -> dict[str, set[str]]:
     """List by name the files that use it: `torch._C._nn._parse_to` where the library is known, else `._blocks`."""
-    trees = {path: ast.parse(path.read_text()) for folder in SOURCES for path in sorted(folder.rglob("*.py"))}
+    trees = {path: parse(path.read_text()) for folder in SOURCES for path in sorted(folder.rglob("*.py"))}
     ours = {name for tree in trees.values() for name in _defined(tree)}
     found: dict[str, set[str]] = {}
     for path, tree in trees.items():
