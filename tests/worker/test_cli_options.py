@@ -172,7 +172,6 @@ def test_options_of_adapters_and_sources_reach_the_worker(monkeypatch: pytest.Mo
     options += [
         "--lora-on-missing=load",
         "--lora-load-timeout-seconds=7",
-        "--lora-merge",
         f"--cache-dir={tmp_path}",
         "--cache-size-bytes=9",
     ]
@@ -180,7 +179,7 @@ def test_options_of_adapters_and_sources_reach_the_worker(monkeypatch: pytest.Mo
     config = config_of(monkeypatch, f"--model={DIGITS_MODEL}", *options)
     assert (config.max_loras, config.max_cached_loras, config.max_loras_per_request) == (3, 5, 2)
     assert (config.lora_target_modules, config.lora_on_missing, config.lora_load_timeout_s) == (["to_q", "to_v"], OnMissing.LOAD, 7)
-    assert (config.lora_merge, config.cache_dir, config.cache_size_bytes) == (True, str(tmp_path), 9)
+    assert (config.cache_dir, config.cache_size_bytes) == (str(tmp_path), 9)
     assert (config.secrets_dir, config.claims_dir, config.allow_http_sources) == ("/s", "/c", True)
     assert config.preload_loras == {"a": "s3://bucket/a.safetensors"}
 

@@ -196,19 +196,6 @@ def test_it_is_refused_while_requests_run_and_while_anything_sleeps(rig: RunnerR
     rig.runner.restore()
 
 
-def test_an_adapter_that_is_merged_is_taken_out_first() -> None:
-    rig = RunnerRig(lora_merge=True)
-    before = of(rig)
-    rig.runner.add_lora(STRIPES, LoadOptions())
-    merging = rig.runner._merging
-    assert merging is not None
-    merging._policy.decide = lambda adapter, shape: adapter  # type: ignore[method-assign]
-    rig.run(request("a", loras=[LoRAUse(1, 1.0)]))
-    assert merging.merged is not None
-    assert msgspec.structs.replace(of(rig), adapters={}) == before
-    assert merging.merged is None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"step_cache": StepCache.FIRST_BLOCK}, {"compile": Compile.DEFAULT}, {"exact": True}], ids=str)
 def test_options_that_change_how_images_are_made_do_not_change_it(loaded: RunnerRig, options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Tick
-from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest, UnknownRequest
+from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest
 from diffusion_worker.runner.pipeline import load_pipeline
 from diffusion_worker.runner.request_state import mark_step
 from diffusion_worker.runner.stand_in import StandIn
@@ -133,8 +133,7 @@ def test_a_pipeline_without_steps_is_cancelled_between_its_calls(rig: RunnerRig,
     assert 0 < made < 20
     output = rig.runner.execute_stepwise(Tick(3, leave=["whole"]))
     assert (whole.made, output.images, output.errors) == (made, {}, {})
-    with pytest.raises(UnknownRequest):
-        rig.runner.state_of("whole")
+    assert "whole" not in rig.runner._states
 
 
 def test_frames_that_are_decoded_in_parts_are_cancelled_between_parts(rig: RunnerRig, joined: Any) -> None:
@@ -177,17 +176,16 @@ def test_requests_with_another_batch_key_never_share_a_call(rig: RunnerRig, join
 
 def test_a_request_is_found_from_its_first_tick_to_its_end(rig: RunnerRig) -> None:
     rig.runner.execute_stepwise(Tick(1, [request("a", steps=2)]))
-    assert rig.runner.state_of("a").steps_done == 1
+    assert rig.runner._states["a"].steps_done == 1
     rig.runner.execute_stepwise(Tick(2))
     assert list(rig.runner.execute_stepwise(Tick(3)).images) == ["a"]
-    with pytest.raises(UnknownRequest, match="'a' runs, there are: none"):
-        rig.runner.state_of("a")
+    assert rig.runner._states == {}
 
 
 def test_only_the_requests_that_a_tick_names_advance_and_unknown_names_are_passed_over(rig: RunnerRig) -> None:
     rig.runner.execute_stepwise(Tick(1, [request("a", steps=4), request("b", steps=4)], advance=["a"]))
     rig.runner.execute_stepwise(Tick(2, advance=["a", "gone"]))
-    assert (rig.runner.state_of("a").steps_done, rig.runner.state_of("b").steps_done) == (2, 0)
+    assert (rig.runner._states["a"].steps_done, rig.runner._states["b"].steps_done) == (2, 0)
     rig.runner.drop_all()
 
 
@@ -195,9 +193,8 @@ def test_a_tick_with_a_running_request_among_its_new_ones_is_refused_and_changes
     rig.runner.execute_stepwise(Tick(1, [request("old", steps=4)]))
     with pytest.raises(DuplicateRequest, match="tick 2: request 'old' runs already"):
         rig.runner.execute_stepwise(Tick(2, [request("new"), request("old")]))
-    assert rig.runner.state_of("old").steps_done == 1
-    with pytest.raises(UnknownRequest):
-        rig.runner.state_of("new")
+    assert rig.runner._states["old"].steps_done == 1
+    assert "new" not in rig.runner._states
     rig.runner.drop_all()
 
 
@@ -210,9 +207,8 @@ def test_a_tick_that_fails_takes_back_only_its_new_requests(rig: RunnerRig, monk
     monkeypatch.setattr(rig.runner._stepper, "advance", broken)
     with pytest.raises(OSError, match="wire"):
         rig.runner.execute_stepwise(Tick(2, [request("new")]))
-    assert rig.runner.state_of("old").steps_done == 1
-    with pytest.raises(UnknownRequest):
-        rig.runner.state_of("new")
+    assert rig.runner._states["old"].steps_done == 1
+    assert "new" not in rig.runner._states
     rig.runner.drop_all()
 
 

@@ -166,7 +166,7 @@ def test_what_a_request_remembers_goes_with_it_whether_it_ends_or_is_dropped(rig
     try:
         for ends in (True, False):
             rig.execute_stepwise(Tick(0, [ONE]))
-            remembered = [weakref.ref(branch) for branch in rig.state_of("one").branches.values()]
+            remembered = [weakref.ref(branch) for branch in rig._states["one"].branches.values()]
             assert len(remembered) == 1
             if ends:
                 while "one" not in rig.execute_stepwise(Tick(1)).images:
@@ -182,7 +182,7 @@ def test_no_two_requests_and_no_two_branches_of_one_share_what_they_remember(rig
     rig = rigs[StepCache.FIRST_BLOCK].runner
     rig.execute_stepwise(Tick(0, [ONE, OTHER]))
     try:
-        found = [branch.recall("tail") for name in ("one", "other") for branch in rig.state_of(name).branches.values()]
+        found = [branch.recall("tail") for name in ("one", "other") for branch in rig._states[name].branches.values()]
         first, second = (tensors[0] for tensors in found if tensors is not None and tensors[0] is not None)
         assert first.untyped_storage().nbytes() == first.numel() * first.element_size()
         assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
@@ -194,7 +194,7 @@ def test_a_branch_is_told_by_context_number_and_shape(rigs: dict[StepCache, Cach
     rig = rigs[StepCache.FIRST_BLOCK].runner
     rig.execute_stepwise(Tick(0, [ONE]))
     try:
-        state = rig.state_of("one")
+        state = rig._states["one"]
         call = rigs[StepCache.FIRST_BLOCK].denoiser_calls()[-1]
         kinds = [state.kind_of(call), state.kind_of(call), state.kind_of(msgspec.structs.replace(call, context="uncond"))]
         wider = {**call.arguments, "hidden_states": torch.zeros(4, 4, 8, 8)}

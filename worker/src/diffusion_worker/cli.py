@@ -171,7 +171,6 @@ def cli() -> None:
     help="Treatment of a request whose adapter is known but not in memory.",
 )
 @click.option("--lora-load-timeout-seconds", "lora_load_timeout_s", type=SECONDS, default=120.0, show_default=True)
-@click.option("--lora-merge/--no-lora-merge", default=False, show_default=True, help="Merge an adapter that all requests use.")
 @click.option("--cache-dir", metavar="PATH", help="Folder that keeps fetched models and adapters; by default they go with the worker.")
 @click.option(
     "--cache-size-bytes",

@@ -139,8 +139,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Ends of the names of layers that adapters may change, which then have their slots from the start; none: any layer.
     lora_target_modules: list[str] = []
     lora_on_missing: OnMissing = OnMissing.REJECT
-    # Whether an adapter that all requests use may be merged into the weights for as long as that is faster.
-    lora_merge: bool = False
     # For the fetch and the load of one adapter where a call does not say.
     lora_load_timeout_s: float = 120.0
     # Where fetched models and adapters are kept, by digest; None: a folder of this process, gone with it.

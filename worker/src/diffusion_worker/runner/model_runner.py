@@ -30,7 +30,6 @@ from diffusion_worker.messages import (
     SleepLevel,
     Tick,
 )
-from diffusion_worker.runner.adapter_merging import AdapterMerging, why_no_merging
 from diffusion_worker.runner.adapters import TEXT_ENCODER, add_on_all_ranks, create_lora_manager
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall
@@ -61,15 +60,11 @@ from diffusion_worker.runner.tick_meter import TickMeter
 from diffusion_worker.runner.warm_up import PLAIN, Variant, compiled_variants, plain_variants, task_of, warm_up
 from diffusion_worker.runner.weight_loading import replace_weights
 
-__all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput", "UnknownRequest"]
+__all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput"]
 
 
 class DuplicateRequest(ValueError):
     """Raised when a request joins under an id that runs already: two requests would be told apart by nothing."""
-
-
-class UnknownRequest(LookupError):
-    """Raised when a request is asked for that does not run, or not any more."""
 
 
 class DiffusionModelRunner:
@@ -90,7 +85,6 @@ class DiffusionModelRunner:
         self._offloading = Offloading(Offload.NONE, device)
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
-        self._merging: AdapterMerging | None = None
         self._cache: StepCache | None = None
         self._kinds: ParallelKinds | None = None
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
@@ -117,7 +111,7 @@ class DiffusionModelRunner:
     ) -> ModelInfo:
         """Serve a pipeline that is in host memory, but for what `unread` says is still in files, where it stays if `asleep`."""
         self.pipeline = pipeline
-        self.loras = self._merging = None
+        self.loras = None
         self.weights = ModelWeights(home_of(self._config.offload, self._device), asleep=asleep)
         modules = modules_of(pipeline)
         total = sum(map(weights_bytes, modules.values()))
@@ -155,9 +149,6 @@ class DiffusionModelRunner:
             features["step_cache"] = str(self._config.step_cache)
         if self._config.quantization is not Quantization.NONE:
             features["quantization"] = str(self._config.quantization)
-        if self._config.lora_merge:
-            why = self._why_no_merging()
-            features["lora_merge"] = "by measurement" if why is None else f"none: {why}"
         return features
 
     def init_lora_manager(self) -> None:
@@ -186,12 +177,7 @@ class DiffusionModelRunner:
         )
         self._memory.serve(self.weights, self.loras)
         self.loras.make_static(self._compilation.regions)
-        if self._config.lora_merge and self._why_no_merging() is None:
-            self._merging = AdapterMerging(self.loras, self.weights, modules)
-        self._stepper.serve(modules, self.loras, cache=self._cache, merging=self._merging, compute=self._compute)
-
-    def _why_no_merging(self) -> str | None:
-        return why_no_merging(self._config, self._device, dtype_of(self._config.dtype, self._device))
+        self._stepper.serve(modules, self.loras, cache=self._cache, compute=self._compute)
 
     def warm_up(self) -> dict[str, str]:
         """Run requests of few steps, of which nothing is left; returns what became of the options, as `ModelInfo.features`.
@@ -264,13 +250,11 @@ class DiffusionModelRunner:
         return Fingerprint(checksum(self.weights.tensors()), adapters, made)
 
     def _have_own_weights(self, otherwise: str) -> None:
-        """All weights are at home and have nothing merged into them; raises RequestError."""
+        """Return when all weights are at home; raises RequestError."""
         self._memory.require_awake(otherwise)
         if self._states:
             raise RequestError(ErrorCode.BUSY, f"{otherwise} while {len(self._states)} requests run")
         self._offloading.send_home()
-        if self._merging is not None:
-            self._merging.restore()
 
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
         """Serve the model folder by another pipeline class, one of diffusers by its name or one of yours as `module:Class`.
@@ -301,7 +285,7 @@ class DiffusionModelRunner:
         self.drop_all()
         self.clear_prompt_embed_cache()
         forget_copies()
-        self.pipeline = self.loras = self._tasks = self._merging = self._cache = self._kinds = None
+        self.pipeline = self.loras = self._tasks = self._cache = self._kinds = None
         self._stepper.serve({}, None)
         self._offloading = Offloading(Offload.NONE, self._device)
         self._compilation = Compilation(Compile.NONE, {})
@@ -395,13 +379,6 @@ class DiffusionModelRunner:
         """Whether requests advance by scheduler steps; what has none runs whole, a model call a tick. False while nothing is loaded."""
         return self.pipeline is not None and any(hasattr(part, "step") for part in self.pipeline.components.values())
 
-    def state_of(self, request_id: str) -> DiffusionRequestState:
-        """A running request; raises UnknownRequest."""
-        try:
-            return self._states[request_id]
-        except KeyError:
-            raise UnknownRequest(f"no request {request_id!r} runs, there are: {', '.join(self._states) or 'none'}") from None
-
     def add_lora(self, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
         """Register an adapter, on all ranks or on none; raises RequestError."""
         assert self.loras is not None
@@ -454,8 +431,6 @@ class DiffusionModelRunner:
         """
         self.drop_all()
         self._memory.release(level)
-        if self._merging is not None:
-            self._merging.released()
 
     def restore(self, tags: Sequence[MemoryTag] = tuple(MemoryTag)) -> None:
         """Wake: have the memory of these tags again. No step is taken before all of them are there.

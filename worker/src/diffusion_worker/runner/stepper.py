@@ -19,7 +19,6 @@ from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.lora.call_rows import RowsCannotBeToldApart
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.messages import ErrorReport, LoRAUse, Progress, PromptCacheStats
-from diffusion_worker.runner.adapter_merging import AdapterMerging
 from diffusion_worker.runner.agreement import failures_of_all
 from diffusion_worker.runner.calls import ModelCall, answer, execute, split
 from diffusion_worker.runner.faults import classify, require_usable_rank
@@ -91,7 +90,6 @@ class Stepper:
         self._modules: dict[str, torch.nn.Module] = {}
         self._loras: DiffusionLoRAManager | None = None
         self._cache: StepCache | None = None
-        self._merging: AdapterMerging | None = None
         self._compute: Compute = lambda module, call, plain: execute(module, call)
         # Calls whose output could not be split once are not merged again.
         self._indivisible: set[tuple[str, str]] = set()
@@ -109,12 +107,10 @@ class Stepper:
         loras: DiffusionLoRAManager | None,
         *,
         cache: StepCache | None = None,
-        merging: AdapterMerging | None = None,
         compute: Compute = lambda module, call, plain: execute(module, call),
     ) -> None:
-        """From now on calls are made on these modules, by `compute`; `cache` is on some of them, `merging` may change some."""
+        """From now on calls are made on these modules, by `compute`; `cache` is on some of them."""
         self._modules, self._loras, self._cache, self._compute = modules, loras, cache, compute
-        self._merging = merging
         self._indivisible.clear()
         self._same_adapters.clear()
         self._without_steps = False
@@ -229,13 +225,11 @@ class Stepper:
             return plan.execute(lambda: self._execute(call, batch, rows, None), rows)
         module = call.module if call.module is not None else self._modules[call.component]
         plain = any(item.state.exact or item.state.whole for item in batch.items)
-        with self._adapters(call, batch.loras[rows], plain=plain):
+        with self._adapters(call, batch.loras[rows]):
             return self._compute(module, call, plain)
 
-    def _adapters(self, call: ModelCall, uses: list[list[LoRAUse]], *, plain: bool) -> contextlib.AbstractContextManager[None]:
+    def _adapters(self, call: ModelCall, uses: list[list[LoRAUse]]) -> contextlib.AbstractContextManager[None]:
         """What a call runs in, so that each of its rows has its adapters."""
-        if self._merging is not None:
-            return self._merging.rows(call.component, uses, call.shape, plain=plain)
         return contextlib.nullcontext() if self._loras is None or not any(uses) else self._loras.set_adapter_mapping(call.component, uses)
 
     def _remember(self, batch: InputBatch, parts: list[Any]) -> None:
