@@ -21,7 +21,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from diffusion_worker.runner.pixels import pixels_of
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"

@@ -17,7 +17,7 @@ from diffusion_worker.messages import Failed, Finished, RequestSpec, Tick, TickD
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import Execute, Parallel
-from diffusion_worker.runner.pipeline import view_of
+from diffusion_worker.runner.pipeline_view import view_of
 
 CPU = torch.device("cpu")
 WIDTH = 96

@@ -14,7 +14,7 @@ from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel import CallFailed
-from diffusion_worker.runner.pipeline import modules_of
+from diffusion_worker.runner.pipeline_view import modules_of
 from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.stepper import report_of
 from module_attributes import attributes_of, changes_of

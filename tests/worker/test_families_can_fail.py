@@ -9,7 +9,7 @@ import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from diffusion_worker.runner import stepper
-from diffusion_worker.runner.pipeline import view_of
+from diffusion_worker.runner.pipeline_view import view_of
 from families import family_rig
 from families.all import FAMILIES
 from families.checks import check_following, check_sizes, check_trio

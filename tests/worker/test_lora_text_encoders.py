@@ -14,7 +14,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse, Tick
-from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from diffusion_worker.runner.request_state import DiffusionRequestState, mark_step
 from diffusion_worker.runner.stand_in import StandIn
 from diffusion_worker.runner.stepper import StepOutput, Stepper

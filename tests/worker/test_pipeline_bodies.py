@@ -17,9 +17,10 @@ from diffusion_worker.config import LoadFormat, RequestDefaults, RequestLimits
 from diffusion_worker.engine.admission import GenerationParams, check, with_defaults
 from diffusion_worker.errors import ConfigError, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline import describe, load_pipeline, make_body
+from diffusion_worker.runner.pipeline_description import describe
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from diffusion_worker.runner.pixels import pixels_of, to_pixels
-from diffusion_worker.runner.request_body import default_guidance
+from diffusion_worker.runner.request_body import default_guidance, make_body
 from families.all import FAMILIES
 from families.family import image, mask
 from runner_rig import RunnerRig, request

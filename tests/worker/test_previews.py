@@ -21,7 +21,7 @@ from diffusers import (
 
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.pipeline import view_of
+from diffusion_worker.runner.pipeline_view import view_of
 from diffusion_worker.runner.pixels import Pixels, keep_on_device, pixels_of
 from diffusion_worker.runner.preview import preview_steps
 from diffusion_worker.runner.stepper import StepOutput

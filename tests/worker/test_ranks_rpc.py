@@ -16,7 +16,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diffusion_worker.engine.rank_answers import all_true, require_success
+from diffusion_worker.engine.rank_calls import all_true, require_success
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.messages import (
     Dropped,

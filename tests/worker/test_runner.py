@@ -11,7 +11,7 @@ from diffusion_worker.config import Dtype, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 from worker_process import DIGITS_MODEL
 

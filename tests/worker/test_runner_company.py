@@ -11,7 +11,7 @@ import torch
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest
-from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from diffusion_worker.runner.request_state import mark_step
 from diffusion_worker.runner.stand_in import StandIn
 from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request

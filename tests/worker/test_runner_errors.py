@@ -11,7 +11,8 @@ import rank_processes
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import LoRAUse, Tick
 from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.pipeline import load_pipeline, make_body
+from diffusion_worker.runner.pipeline_loading import load_pipeline
+from diffusion_worker.runner.request_body import make_body
 from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 
 

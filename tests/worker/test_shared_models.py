@@ -11,7 +11,7 @@ import torch
 
 from diffusion_worker.config import LoadFormat
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from runner_rig import Images, RunnerRig, image_of_diffusers, request
 
 CHANGING = """

@@ -18,8 +18,9 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.step_cache import first_block
-from diffusion_worker.runner.step_cache.cache import Divided, make_step_cache
+from diffusion_worker.runner.step_cache.cache import Divided
 from diffusion_worker.runner.step_cache.run import Verdict
+from diffusion_worker.runner.step_cache_loading import make_step_cache
 from diffusion_worker.runner.stepper import StepOutput
 from digit_judge import DIGIT_WORDS, HUES, judge
 from families.all import FAMILIES

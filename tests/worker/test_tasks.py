@@ -16,7 +16,8 @@ from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import ImageInput, LoRAUse, RequestSpec, Task, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pipeline import describe, load_pipeline
+from diffusion_worker.runner.pipeline_description import describe
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.tasks import TaskPipelines
 from families.all import FAMILIES

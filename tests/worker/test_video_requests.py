@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline import load_pipeline
+from diffusion_worker.runner.pipeline_loading import load_pipeline
 from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.request_body import PipelineBody
 from families import svd, wan

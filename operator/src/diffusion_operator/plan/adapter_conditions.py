@@ -2,14 +2,13 @@
 """The conditions of a LoRAAdapter. What they claim was reported by a replica; a message names the replica it is about."""
 
 from diffusion_operator.api.adapter import InstanceState, LoRAAdapter, ResolvedStatus
-from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters import AdapterView
 from diffusion_operator.plan.instances import Instance
+from diffusion_operator.plan.states import RESTING_STATES
 
 MIB = 1024 * 1024
-_ASLEEP = (ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
 _COMING = (InstanceState.FETCHING, InstanceState.LOADING)
 
 
@@ -50,7 +49,7 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
         return verdict("Ready", False, "Evicted", _evicted(view))
     if served:
         return verdict("Ready", False, "PartiallyLoaded", text)
-    if any(state in _ASLEEP for state in view.group_states) and view.count(InstanceState.DEFERRED) == len(view.instances):
+    if any(state in RESTING_STATES for state in view.group_states) and view.count(InstanceState.DEFERRED) == len(view.instances):
         return verdict("Ready", False, "Deferred", f"{text}; it is loaded before a replica is awake again")
     return verdict("Ready", False, "Loading", text + _other_version(view))
 
@@ -75,7 +74,7 @@ def loaded(view: AdapterView) -> Verdict:
         return verdict("Loaded", True, "AllReplicas", text)
     if view.count(InstanceState.FAILED):
         return verdict("Loaded", False, "SomeReplicasFailed", f"{text}; {_first_error(view)}")
-    if any(state in _ASLEEP for state in view.group_states):
+    if any(state in RESTING_STATES for state in view.group_states):
         return verdict("Loaded", False, "WaitingForWake", text)
     if view.count(InstanceState.LOADED, InstanceState.CACHED) == total:
         return verdict("Loaded", False, "CachedOnDemand" if view.loads_on_request else "Evicted", text)

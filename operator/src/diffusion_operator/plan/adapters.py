@@ -19,12 +19,11 @@ from diffusion_operator.plan.acceptance import Decision, DesiredAdapter, Holders
 from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter
 from diffusion_operator.plan.attempts import learn
 from diffusion_operator.plan.groups import Group
-from diffusion_operator.plan.instances import TOLD_STATES, Instance, instance_of, leaving_instances, strays
+from diffusion_operator.plan.instances import Instance, instance_of, leaving_instances, strays
 from diffusion_operator.plan.observed import Attempt, AttemptKey, Observed
 from diffusion_operator.plan.refilling import refills
+from diffusion_operator.plan.states import ADAPTER_CALL_STATES, ADAPTER_SERVING_STATES
 from diffusion_operator.plan.usage import usage_of
-
-_SERVING = (ReplicaState.AWAKE, ReplicaState.VERIFYING)
 
 
 class AdapterView(msgspec.Struct, frozen=True):
@@ -54,7 +53,7 @@ class AdapterView(msgspec.Struct, frozen=True):
     def awake(self) -> tuple[Instance, ...]:
         """On replicas that serve."""
         pairs = zip(self.instances, self.group_states, strict=True)
-        return tuple(instance for instance, state in pairs if state in _SERVING)
+        return tuple(instance for instance, state in pairs if state in ADAPTER_SERVING_STATES)
 
     @property
     def ready(self) -> bool:
@@ -171,7 +170,7 @@ def _holders(groups: Sequence[Group]) -> Holders:
 
 def _attempts(observed: Observed, desired: Sequence[DesiredAdapter], groups: Sequence[Group], now: datetime) -> dict[AttemptKey, Attempt]:
     """A document that could not be refreshed says nothing new."""
-    answering = tuple(group for group in groups if group.state in TOLD_STATES and group.poll.fresh)
+    answering = tuple(group for group in groups if group.state in ADAPTER_CALL_STATES and group.poll.fresh)
     learned = dict(observed.attempts)
     for one in desired:
         learned |= learn(observed.attempts, answering, one, now=now)

@@ -12,7 +12,8 @@ from diffusion_operator.plan.control_security import control_secured
 from diffusion_operator.plan.groups import Group, Problem
 from diffusion_operator.plan.model_resolution import model_resolved
 from diffusion_operator.plan.rollout import max_unavailable
-from diffusion_operator.plan.situation import RESTING, Situation
+from diffusion_operator.plan.situation import Situation
+from diffusion_operator.plan.states import RESTING_STATES
 from diffusion_operator.plan.template_trial import TEMPLATE_INVALID
 
 _READY_PROBLEMS = (
@@ -91,7 +92,7 @@ def _not_serving(now: Situation) -> Verdict:
     if unreachable is not None:
         # The data path may be fine: the kubelet's probe answers for the data port only.
         return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _about(unreachable))
-    if now.count(*RESTING):
+    if now.count(*RESTING_STATES):
         return verdict("Ready", False, "Waking", _tally(now) + _others(now))
     if now.pods_wait_for:
         return verdict("Ready", False, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
@@ -107,7 +108,7 @@ def available(now: Situation) -> Verdict:
     text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
     if now.serving and now.serving + now.wakeable >= enough:
         return verdict("Available", True, "MinimumAvailable", text)
-    return verdict("Available", False, "Sleeping" if now.count(*RESTING) else "MinimumUnavailable", text)
+    return verdict("Available", False, "Sleeping" if now.count(*RESTING_STATES) else "MinimumUnavailable", text)
 
 
 def progressing(now: Situation) -> Verdict:
@@ -169,7 +170,7 @@ def _awake(now: Situation) -> tuple[bool, str, str]:
         return False, "AllAsleep", tally
     if now.count(ReplicaState.WAKING) or (now.count(ReplicaState.ASLEEP) and not (now.asleep_wanted or now.on_idle)):
         return False, "Waking", tally
-    if now.count(*RESTING):
+    if now.count(*RESTING_STATES):
         return False, "GoingToSleep", tally
     return False, "Starting" if now.wanted else "NoReplicas", tally
 

@@ -14,10 +14,9 @@ from diffusion_operator.plan.groups import Group, failure_of
 from diffusion_operator.plan.load_progress import load_status
 from diffusion_operator.plan.revision import Template
 from diffusion_operator.plan.situation import Situation
+from diffusion_operator.plan.states import READY_STATES
 from diffusion_operator.plan.status_size import fitted
 from diffusion_operator.plan.traffic import held_requests, last_request_time, sleep_eligible_time
-
-READY_STATES = (ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
 
 
 def deployment_status(

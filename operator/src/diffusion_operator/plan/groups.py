@@ -17,17 +17,12 @@ from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerSt
 from diffusion_operator.plan.model_codes import code_in
 from diffusion_operator.plan.observed import Observed, Poll
 from diffusion_operator.plan.pods import Exit, Pod
+from diffusion_operator.plan.states import LIVE_STATES, SETTLED_STATES
 
 STARTUP_ERROR_EXIT = 1  # the worker's contract: a configuration or model it cannot start with
 CRASH_LOOP_RESTARTS = 3
 IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
 QUIET_REASONS = frozenset({"", "ContainerCreating", "PodInitializing"})
-
-LIVE_STATES = frozenset(
-    {ReplicaState.VERIFYING, ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING}
-)
-"""The first load is done and the server answers, by policy if not with an image."""
-SETTLED_STATES = frozenset({ReplicaState.AWAKE, ReplicaState.ASLEEP})
 
 _PHASES = {
     WorkerPhase.STARTING: ReplicaState.STARTING,

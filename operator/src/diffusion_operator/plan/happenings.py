@@ -8,8 +8,8 @@ happened while nobody looked, the worker's own metrics tell.
 import msgspec
 
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WorkerPhase, WorkerState
+from diffusion_operator.plan.states import SERVING_PHASES
 
-_SERVING = (WorkerPhase.READY, WorkerPhase.DRAINING)
 _WRONG = "VerificationFailed"
 
 
@@ -55,7 +55,7 @@ def _load_of(record: AdapterRecord) -> tuple[str, str | None, float | None]:
 
 def _evictions(before: WorkerState, after: WorkerState) -> int:
     """What a sleep takes out of memory is back after it."""
-    if before.state not in _SERVING or after.state not in _SERVING:
+    if before.state not in SERVING_PHASES or after.state not in SERVING_PHASES:
         return 0
     in_memory = {(one.name, one.digest) for one in before.adapters if one.state is RecordState.LOADED}
     return sum(one.state is RecordState.CACHED and (one.name, one.digest) in in_memory for one in after.adapters)

@@ -22,8 +22,8 @@ from diffusion_operator.plan.attempts import attempt_key
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Attempt, AttemptKey
 from diffusion_operator.plan.records import comes_from, current_record, error_of, in_place, is_coming, is_deferred, is_told, other_version
+from diffusion_operator.plan.states import ADAPTER_CALL_STATES
 
-TOLD_STATES = (ReplicaState.AWAKE, ReplicaState.ASLEEP)
 """Replicas that take adapters now; the others do in a moment, or read the mounted file."""
 
 
@@ -58,7 +58,7 @@ def worker_address(group: Group) -> WorkerAddress | None:
 
 def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[AttemptKey, Attempt], now: datetime) -> Instance:
     document = group.document
-    if document is None or group.state not in TOLD_STATES:
+    if document is None or group.state not in ADAPTER_CALL_STATES:
         return Instance(status=_status(group, InstanceState.DEFERRED))
     record, attempt = current_record(document, desired), attempts.get(attempt_key(group, desired))
     other = other_version(document, desired) if group.state is ReplicaState.AWAKE else None
@@ -89,7 +89,7 @@ def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, .
 def strays(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
     """What runs and is no longer declared."""
     address = worker_address(group)
-    if address is None or group.document is None or group.state not in TOLD_STATES:
+    if address is None or group.document is None or group.state not in ADAPTER_CALL_STATES:
         return ()
     return tuple(
         RemoveAdapter(

@@ -14,13 +14,12 @@ from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.idleness import next_sleep_in_s
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.records import IN_PROGRESS
+from diffusion_operator.plan.states import MOVING_STATES
 
 MOVING_POLL_S = 0.5
 LOADING_POLL_S = 1.0
 FAILING_POLL_S = 5.0
 WAKEABLE_POLL_S = 2.0  # a request wakes a replica without us, and the others are to be routed around
-
-_MOVING = (ReplicaState.VERIFYING, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.WAKING)
 
 
 def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: datetime) -> float | None:
@@ -28,7 +27,7 @@ def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: 
     groups = adapters.groups
     if observed.refusal or pods_wait_for(observed.children):
         return FAILING_POLL_S
-    if acting or any(group.state in _MOVING and not group.poll.failures for group in groups) or _adapters_move(groups):
+    if acting or any(group.state in MOVING_STATES and not group.poll.failures for group in groups) or _adapters_move(groups):
         return MOVING_POLL_S
     if any(group.state is ReplicaState.STARTING and group.pod.container.running for group in groups) or _push_unanswered(adapters):
         return LOADING_POLL_S

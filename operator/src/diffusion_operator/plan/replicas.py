@@ -15,8 +15,7 @@ from diffusion_operator.plan.actions import CreatePod, DeletePod
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.recovery import due
-from diffusion_operator.plan.rollout import Progress, allowed, missing, to_replace, usable
-from diffusion_operator.plan.victims import victims_first
+from diffusion_operator.plan.rollout import Progress, allowed, by_removal_priority, missing, to_replace, usable
 
 
 class ReplicaPlan(msgspec.Struct, frozen=True):
@@ -35,7 +34,7 @@ def plan_replicas(
     rollout, replicas = spec.rollout, spec.wanted_replicas
     present = [group for group in groups if group.state is not ReplicaState.TERMINATING]
     many = len(present) - allowed(rollout, present, replicas=replicas, revision=revision)
-    surplus = victims_first(present, revision=revision)[: max(0, many)]
+    surplus = by_removal_priority(present, revision=revision)[: max(0, many)]
     kept = [group for group in present if group not in surplus]
     why = "the deployment is suspended" if spec.suspend else "there are more replicas than asked for"
     retire = [_retire(group, why) for group in surplus]
@@ -77,7 +76,7 @@ def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
 
 def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
     """Retire one conflicting replica at a time, and none while another one is starting or ending."""
-    first = victims_first([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
+    first = by_removal_priority([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
     settled = all(usable(group, revision) or group.state is ReplicaState.FAILED for group in kept if group not in first)
     return first if settled else ()
 

@@ -15,9 +15,9 @@ from diffusion_operator.api.deployment_spec import DeploymentSpec, Rollout, Roll
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState, RolloutStatus
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.pods import Pod
-from diffusion_operator.plan.victims import victims_first
+from diffusion_operator.plan.states import MOVING_STATES
 
-_ON_ITS_WAY = (ReplicaState.VERIFYING, ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.WAKING)
+_REMOVED_FIRST = (ReplicaState.FAILED, ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.ASLEEP, ReplicaState.SLEEPING)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, r
 def to_replace(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> Sequence[Group]:
     """Old replicas that go now. What neither serves nor will by itself goes at once; of the others as many as may be missing, and none for
     a new one that does not serve yet."""
-    old = victims_first([group for group in groups if group.pod.revision != revision], revision=revision)
+    old = by_removal_priority([group for group in groups if group.pod.revision != revision], revision=revision)
     if rollout.type is RolloutType.RECREATE:
         return old
     useless = [group for group in old if not group.live and not _comes_back(group)]
@@ -90,9 +90,24 @@ def to_replace(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revi
     promised = max(0, replicas - max_unavailable(rollout))
     coming = sum(group.pod.revision == revision and group not in serving for group in groups)
     budget = max(0, len(groups) - promised - coming)
-    broken = [group for group in old if group not in serving and group.state not in _ON_ITS_WAY][:budget]
+    broken = [group for group in old if group not in serving and group.state not in MOVING_STATES][:budget]
     spare = [group for group in old if group in serving][: max(0, min(budget, len(serving) - promised))]
     return [*broken, *spare]
+
+
+def by_removal_priority(groups: Sequence[Group], *, revision: str) -> list[Group]:
+    """None that holds requests, if another will do; the least useful; one of an old revision, the oldest first; one that was chosen, and so
+    unrouted, before; the least busy; the newest."""
+    made: dict[str, datetime] = {}
+    for group in groups:
+        made[group.pod.revision] = min(group.pod.created_at, made.get(group.pod.revision, group.pod.created_at))
+
+    def key(group: Group) -> tuple[bool, int, bool, datetime, bool, int, float, int]:
+        state = _REMOVED_FIRST.index(group.state) if group.state in _REMOVED_FIRST else len(_REMOVED_FIRST)
+        current, since = group.pod.revision == revision, made[group.pod.revision]
+        return (group.held > 0, state, current, since, group.pod.routable, group.in_flight, -group.pod.created_at.timestamp(), -group.index)
+
+    return sorted(groups, key=key)
 
 
 def _comes_back(group: Group) -> bool:

@@ -11,8 +11,7 @@ from diffusion_operator.plan.control_security import PolicyOutcome
 from diffusion_operator.plan.groups import Group
 from diffusion_operator.plan.model_resolution import Resolution
 from diffusion_operator.plan.rollout import Progress
-
-RESTING = (ReplicaState.DRAINING, ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
+from diffusion_operator.plan.states import RESTING_STATES
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -66,7 +65,7 @@ class Situation(msgspec.Struct, frozen=True):
         """Those that rest because nobody needs them: with OnIdle a request wakes them."""
         if not self.on_idle:
             return 0
-        return sum(group.state in RESTING and group.pod.ready and group.problem is None for group in self.groups)
+        return sum(group.state in RESTING_STATES and group.pod.ready and group.problem is None for group in self.groups)
 
     def count(self, *states: ReplicaState) -> int:
         return sum(group.state in states for group in self.groups)

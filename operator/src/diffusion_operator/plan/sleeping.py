@@ -19,9 +19,8 @@ from diffusion_operator.plan.idleness import idle_for_s, may_sleep_in_s, needed_
 from diffusion_operator.plan.instances import worker_address
 from diffusion_operator.plan.observed import Observed
 from diffusion_operator.plan.records import IN_PROGRESS
+from diffusion_operator.plan.states import RESTING_PHASES, WAKING_STATES
 
-_RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
-_COMING = (ReplicaState.WAKING, ReplicaState.VERIFYING)
 _MOVING = IN_PROGRESS | {RecordState.DRAINING}
 _AT_HAND = (RecordState.LOADED, RecordState.CACHED)
 
@@ -50,7 +49,7 @@ def retry_key(call: SleepWorker | WakeWorker) -> str:
 def _chosen(spec: DeploymentSpec, groups: Sequence[Group], *, rolling: bool, busy: Collection[str]) -> tuple[set[int], set[int]]:
     """Indices to put to sleep, and to wake. What rests already is told so to hear of a new policy, or to give up more."""
     known = [(group, group.document) for group in groups if group.document is not None]
-    untold = {group.index for group, document in known if document.state in _RESTING and _is_untold(spec, document)}
+    untold = {group.index for group, document in known if document.state in RESTING_PHASES and _is_untold(spec, document)}
     match spec.sleep.policy:
         case SleepPolicy.ALWAYS_AWAKE:
             return set(), {group.index for group, document in known if _may_wake(document)}
@@ -95,7 +94,7 @@ def _needed(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Know
     Those whose last wake failed come last; of the others those that have the most adapters at hand come first, then those asleep the
     shortest.
     """
-    up = sum(group.state is ReplicaState.AWAKE or group.state in _COMING or group.restarting for group in groups)
+    up = sum(group.state is ReplicaState.AWAKE or group.state in WAKING_STATES or group.restarting for group in groups)
     asleep = [(group, document) for group, document in known if group.state is ReplicaState.ASLEEP]
     up += sum(work_of(document) > 0 for _, document in asleep)
     candidates = [(group, document) for group, document in asleep if group.poll.fresh and not work_of(document)]

@@ -18,10 +18,9 @@ from diffusion_worker.engine.adapter_waking import RELOAD_TIMEOUT_S, AdapterWaki
 from diffusion_worker.engine.adapters import Adapter, Load
 from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState, Residency
 from diffusion_worker.engine.life import EngineLife
-from diffusion_worker.engine.rank_answers import require_success
-from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.engine.rank_calls import CallAll
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import LoadedLoRA, RpcReply
+from diffusion_worker.messages import LoadedLoRA
 from diffusion_worker.sources.fetching import Fetcher
 
 log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class AdapterLoader:
     def __init__(
         self,
         table: AdapterTable,
-        ranks: RankGroup,
+        call_all: CallAll,
         fetcher: Fetcher,
         life: EngineLife,
         *,
@@ -49,14 +48,13 @@ class AdapterLoader:
     ) -> None:
         self.loads = AdapterLoads()
         self._table = table
-        self._ranks = ranks
         self._fetcher = fetcher
         self._ranks_total = ranks_total
         self._settled = settled
         self._require_serving = require_serving
         self._in_order = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
-        self._tell = AdapterRanks(table, self.loads, self.call_all, in_background=self._in_background)
+        self._tell = AdapterRanks(table, self.loads, call_all, in_background=self._in_background)
         self._outcomes = AdapterOutcomes(table, self._tell, self.loads, fetcher, life, abort=abort, in_background=self._in_background)
         self._waking = AdapterWaking(
             table,
@@ -149,12 +147,6 @@ class AdapterLoader:
         for adapter in self._table:
             if adapter.load is not None:
                 adapter.load.give_up(reason)
-
-    async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """Run a method on every rank; raises one RequestError that names the ranks that failed."""
-        replies = await self._ranks.call(method, timeout_s=timeout_s, output_rank=None, exec_all_ranks=False, **kwargs)
-        require_success(method, replies)
-        return replies
 
     # --- names ----------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -13,20 +13,14 @@ from diffusion_worker.engine.adapter_table import AdapterTable
 from diffusion_worker.engine.adapters import Adapter
 from diffusion_worker.engine.documents import AdapterState
 from diffusion_worker.engine.durations import Durations
+from diffusion_worker.engine.rank_calls import CallAll
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import LoadedLoRA, RpcReply
+from diffusion_worker.messages import LoadedLoRA
 
 log = logging.getLogger(__name__)
 
 # Taking an adapter out of memory is quick; past this a rank is stuck, which its step deadline will notice.
 UNLOAD_TIMEOUT_S = 30.0
-
-
-class CallAll(Protocol):
-    """Runs a method on every rank."""
-
-    async def __call__(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """The replies; raises one RequestError that names the ranks that failed."""
 
 
 class AdapterLoads:

@@ -34,7 +34,7 @@ from diffusion_worker.engine.holding import Holding
 from diffusion_worker.engine.operations import OperationsDone
 from diffusion_worker.engine.parts import EngineParts
 from diffusion_worker.engine.pausing import Pauser
-from diffusion_worker.engine.rank_answers import all_true
+from diffusion_worker.engine.rank_calls import all_true
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.results import Generation, RequestEvent
 from diffusion_worker.engine.starting import start
@@ -309,7 +309,7 @@ class Engine:
         """
         self._check_boot(call.boot_id)
         self.life.require_ready("profile", restarting_too=False)
-        replies = await self._parts.loader.call_all("profile", timeout_s=call.deadline_seconds, is_start=call.start, prefix=call.prefix)
+        replies = await self._parts.rank_calls.call_all("profile", timeout_s=call.deadline_seconds, is_start=call.start, prefix=call.prefix)
         if call.start:
             return ProfileDocument(running=all_true(replies))
         paths = [msgspec.msgpack.decode(reply.result or b"", type=str | None) for reply in replies]

@@ -19,6 +19,7 @@ from diffusion_worker.engine.model_fetching import ModelFetch
 from diffusion_worker.engine.operations import Operations
 from diffusion_worker.engine.pausing import Pausing
 from diffusion_worker.engine.preparing import Preparation
+from diffusion_worker.engine.rank_calls import RankCalls
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.engine.recovery import RestartBudget
 from diffusion_worker.engine.requests import Requests
@@ -45,6 +46,7 @@ class EngineParts:
         self.life = EngineLife()
         self.rules = SleepRules(config.desired_path)
         self.ranks = ranks
+        self.rank_calls = RankCalls(ranks)
         self.lost = asyncio.Event()
         self.steps = StepLoop(
             ranks,
@@ -60,7 +62,7 @@ class EngineParts:
         self.adapters = AdapterTable(capacity=config.max_cached_loras, residents=config.max_loras)
         self.loader = AdapterLoader(
             self.adapters,
-            ranks,
+            self.rank_calls.call_all,
             fetcher,
             self.life,
             ranks_total=config.ranks,
@@ -79,7 +81,7 @@ class EngineParts:
             Holding(self.life, self.rules, wake=lambda: self.sleep_calls.wake_on_demand()),
             identity=lambda: (self.model_fetch.revision, self.digest.value),
         )
-        self.verification = Verification(self.loader.call_all, self.loader.held, self.loader.load_again)
+        self.verification = Verification(self.rank_calls.call_all, self.loader.held, self.loader.load_again)
         self.preparation = Preparation(
             config, self.life, ranks, self.loader, self.verification, describe=self._describe, warmed=self.steps.set_features
         )
@@ -92,14 +94,14 @@ class EngineParts:
             budget=RestartBudget(config.max_restarts),
             failed=self.fail,
         )
-        self.pausing = Pausing(self.steps, self.loader.call_all)
+        self.pausing = Pausing(self.steps, self.rank_calls.call_all)
         self.notes = SleepNotes(
             config.state_dir,
             key=lambda: record_key(config, version=self.requests.version, revision=self.model_fetch.revision),
             fingerprints=lambda: self.verification.recorded,
         )
         self.operations = Operations(self.fail)
-        told = SleepingRanks(ranks, self.loader.call_all, call_timeout_s=config.rank_timeout_s)
+        told = SleepingRanks(ranks, self.rank_calls.call_all, call_timeout_s=config.rank_timeout_s)
         sleeper = Sleeper(self.life, told, self.pausing, self.preparation, self.supervisor, self.notes)
         self.sleep_calls = SleepCalls(
             self.life, self.rules, self.operations, sleeper, idle_s=self._idle_s, held=lambda: self.requests.holding.current

@@ -4,7 +4,7 @@
 import asyncio
 import enum
 
-from diffusion_worker.engine.adapter_ranks import CallAll
+from diffusion_worker.engine.rank_calls import CallAll
 from diffusion_worker.engine.step_loop import StepLoop
 from diffusion_worker.errors import ErrorCode, RequestError
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from diffusion_worker.engine.adapter_ranks import CallAll
 from diffusion_worker.engine.documents import RankDocument
+from diffusion_worker.engine.rank_calls import CallAll
 from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.messages import MemoryTag, SleepLevel, SleepTask, TaskAck, TaskStatus, WakeTask

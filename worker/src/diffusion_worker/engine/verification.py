@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from diffusion_worker.engine.adapter_ranks import CallAll
+from diffusion_worker.engine.rank_calls import CallAll
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import Fingerprint
 

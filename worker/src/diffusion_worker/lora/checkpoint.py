@@ -26,7 +26,7 @@ from diffusion_worker.messages import Recipe
 BASE_MODEL_KEYS = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name")
 FIRST, SECOND = "transformer", "transformer_2"
 # Asked for together they are what a model has of both: the file of an adapter may be for one of them.
-DENOISERS = {FIRST, SECOND}
+BOTH_TRANSFORMERS = {FIRST, SECOND}
 PLAIN = LoadOptions()
 ANY_MODEL = Model()
 
@@ -155,11 +155,11 @@ def _of_components(factors: dict[str, Factors], components: list[str], label: st
     the second alone says which of them is meant.
     """
     asked = set(components)
-    if asked & DENOISERS == {SECOND} and not any(module.startswith(f"{SECOND}.") for module in factors):
+    if asked & BOTH_TRANSFORMERS == {SECOND} and not any(module.startswith(f"{SECOND}.") for module in factors):
         factors = {re.sub(rf"^{FIRST}\.", f"{SECOND}.", module): pair for module, pair in factors.items()}
     found = sorted({module.partition(".")[0] for module in factors})
-    if asked >= DENOISERS and DENOISERS & set(found):
-        asked -= DENOISERS - set(found)
+    if asked >= BOTH_TRANSFORMERS and BOTH_TRANSFORMERS & set(found):
+        asked -= BOTH_TRANSFORMERS - set(found)
     if missing := sorted(asked - set(found)):
         message = f"{label}: has nothing for component {', '.join(missing)}, only for {', '.join(found)}"
         raise RequestError(ErrorCode.NO_MATCHING_MODULES, message)

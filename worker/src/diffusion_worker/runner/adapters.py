@@ -14,8 +14,8 @@ from diffusion_worker.lora.model_manager import Candidate, DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import ErrorReport, LoadedLoRA, LoRAUse
 from diffusion_worker.runner.agreement import failures_of_all, same_on_all
+from diffusion_worker.runner.components import DENOISERS
 from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pipeline_view import DENOISERS
 from diffusion_worker.runner.stepper import report_of
 
 TEXT_ENCODER = "text_encoder"

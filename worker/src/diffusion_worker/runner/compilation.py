@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from diffusion_worker.config import Compile
-from diffusion_worker.runner.pipeline_view import DENOISERS
+from diffusion_worker.runner.components import DENOISERS
 from diffusion_worker.runner.sharding import blocks_of
 
 log = logging.getLogger(__name__)

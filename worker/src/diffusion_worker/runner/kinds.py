@@ -21,9 +21,8 @@ from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, read_in_place
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner import sequence, sharding, tensor, vae_tiles
+from diffusion_worker.runner.components import DIVISIBLE_DENOISERS
 from diffusion_worker.runner.parallel import Parallel
-
-DENOISERS = ("transformer", "transformer_2", "unet")
 
 
 class ParallelKinds:
@@ -35,7 +34,7 @@ class ParallelKinds:
         self._parallel = parallel
         self._pipeline = pipeline
         self._modules = modules
-        self._denoisers = {name: modules[name] for name in DENOISERS if name in modules}
+        self._denoisers = {name: modules[name] for name in DIVISIBLE_DENOISERS if name in modules}
         self._cuts: dict[str, tensor.TensorCut] = {}
         self._ulysses: sequence.Ulysses | None = None
         self._check()
@@ -116,7 +115,7 @@ class ParallelKinds:
                 sharding.check_model(name, module)
         for option, size in (("--sequence", config.sequence), ("--tensor", config.tensor), ("--shard", config.shard)):
             if size > 1 and not self._denoisers:
-                raise ConfigError(f"{option}: {type(self._pipeline).__name__} has none of the components {', '.join(DENOISERS)}")
+                raise ConfigError(f"{option}: {type(self._pipeline).__name__} has none of the components {', '.join(DIVISIBLE_DENOISERS)}")
         if config.sequence > 1:
             self._check_sequence()
         if config.shard > 1:

@@ -39,21 +39,16 @@ from diffusion_worker.runner.kinds import ParallelKinds
 from diffusion_worker.runner.loading_progress import LoadingProgress, ReportProgress
 from diffusion_worker.runner.offloading import Offloading, home_of
 from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pipeline import (
-    check_pipeline_class,
-    checkpoint_folder,
-    describe,
-    dtype_of,
-    load_pipeline,
-    modules_of,
-)
-from diffusion_worker.runner.pipeline_view import compute_on
+from diffusion_worker.runner.pipeline_description import describe
+from diffusion_worker.runner.pipeline_loading import check_pipeline_class, checkpoint_folder, dtype_of, load_pipeline
+from diffusion_worker.runner.pipeline_view import compute_on, modules_of
 from diffusion_worker.runner.pixels import Pixels, pixels_of
 from diffusion_worker.runner.prompt_cache import PromptCache
 from diffusion_worker.runner.rank_memory import RankMemory
 from diffusion_worker.runner.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stand_in import forget_copies
-from diffusion_worker.runner.step_cache.cache import StepCache, make_step_cache
+from diffusion_worker.runner.step_cache.cache import StepCache
+from diffusion_worker.runner.step_cache_loading import make_step_cache
 from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
 from diffusion_worker.runner.tasks import TaskPipelines
 from diffusion_worker.runner.tick_meter import TickMeter

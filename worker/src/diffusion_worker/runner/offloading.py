@@ -17,7 +17,7 @@ from torch import nn
 from diffusion_worker.config import Offload
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.runner.calls import ModelCall, execute
-from diffusion_worker.runner.pipeline_view import DENOISERS
+from diffusion_worker.runner.components import DENOISERS
 
 HOST = torch.device("cpu")
 

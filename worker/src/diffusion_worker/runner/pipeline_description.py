@@ -14,8 +14,9 @@ import torch
 
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo
+from diffusion_worker.runner.components import DENOISERS
 from diffusion_worker.runner.longest_sides import longest_sides
-from diffusion_worker.runner.pipeline_view import DENOISERS, modules_of
+from diffusion_worker.runner.pipeline_view import modules_of
 from diffusion_worker.runner.request_body import FRAMES, default_guidance, inputs_of
 from diffusion_worker.runner.step_support import inner_classes, source_of, why_impossible
 

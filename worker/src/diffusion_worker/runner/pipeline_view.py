@@ -20,8 +20,6 @@ from diffusion_worker.runner.request_state import take_step
 from diffusion_worker.runner.schedule import own_scheduler
 from diffusion_worker.runner.stand_in import StandIn
 
-# The components that denoise, where most of the weights and of the work are; adapters are for the first one there is.
-DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
 # The scheduler of the denoising loop; a pipeline without one of this name marks the steps of all it has.
 MAIN_SCHEDULER = "scheduler"
 

@@ -12,7 +12,7 @@ import torch
 
 from diffusion_worker.config import Device, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.runner.pipeline_view import DENOISERS
+from diffusion_worker.runner.components import DENOISERS
 
 
 def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a kind of step cache is to those who use it: hooks on a denoiser's layers, and what one request remembers."""
 
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
 from diffusers.hooks.hooks import CacheContext, StateManager
 
+from diffusion_worker.messages import RequestSpec
+from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict
 
 
@@ -25,6 +28,18 @@ class Branch(Protocol):
 
     def keep(self, kept: Kept) -> None:
         """The call was made (or its first layer, while the verdict is open)."""
+
+
+class CachedRequest(Protocol):
+    """A running request, as far as a step cache sees it."""
+
+    spec: RequestSpec
+    exact: bool
+    whole: bool
+    branches: dict[Hashable, Branch]
+
+    def kind_of(self, call: ModelCall) -> Hashable:
+        """Return what sets a call apart from the others of a step, and is the same at the next step."""
 
 
 class CacheKind(Protocol):

@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer out of those of all ranks: an error that names each rank that failed, and true only where all say so. Pure."""
+"""Calls to all ranks, and one answer out of theirs: an error that names each rank that failed, and true only where all say so."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
+from diffusion_worker.engine.rank_group import RankGroup
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RpcReply
+
+
+class CallAll(Protocol):
+    """Runs a method on every rank."""
+
+    async def __call__(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+        """The replies; raises one RequestError that names the ranks that failed."""
+
+
+class RankCalls:
+    """The calls to one rank group."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+
+    async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+        """Run a method on every rank; raises one RequestError that names the ranks that failed."""
+        replies = await self._ranks.call(method, timeout_s=timeout_s, output_rank=None, exec_all_ranks=False, **kwargs)
+        require_success(method, replies)
+        return replies
 
 
 def require_success(method: str, replies: Sequence[RpcReply]) -> None:
