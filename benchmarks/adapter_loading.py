@@ -25,8 +25,8 @@ from torch import nn
 from benchmarks.adapters import RANK, block_linears, random_adapter
 from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
-from diffusion_worker.lora.adapter_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
+from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
 CPU = torch.device("cpu")
 # The modules of a block that are counted in the goal: attention, feed-forward, and the single blocks' two.

@@ -20,8 +20,8 @@ from torch import nn
 
 from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
-from diffusion_worker.lora.adapter_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
+from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
 ROWS = 8
 RANK = 16

@@ -20,8 +20,8 @@ import zmq
 
 from benchmarks.rank_group import StandInRanks
 from benchmarks.result import Measured
-from diffusion_worker.engine.rank_group import RankGroup, TickReport
-from diffusion_worker.engine.step_loop import StepLoop
+from diffusion_worker.engine.scheduling.step_loop import StepLoop
+from diffusion_worker.engine.state.rank_protocol import RankGroup, TickReport
 from diffusion_worker.messages import Finished, RequestSpec, Shutdown, Tick, TickDone
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd, ServerEnd
 

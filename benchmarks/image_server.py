@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.http_load import CLIENTS
 from benchmarks.rank_group import StandInRanks
 from diffusion_worker.config import RequestLimits, WorkerConfig
-from diffusion_worker.engine.rank_group import RankGroup, TickReport
+from diffusion_worker.engine.state.rank_protocol import RankGroup, TickReport
 from diffusion_worker.messages import Finished, ModelInfo, Tick, TickDone
 from diffusion_worker.server.serve import LOOPBACK, Listen, run
 

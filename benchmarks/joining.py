@@ -22,7 +22,7 @@ from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs
 from benchmarks.replay import Arrival, Policy, replay
 from benchmarks.result import Measured
 from benchmarks.tiny_dit import TinyDevice, request
-from diffusion_worker.engine.scheduler import StepScheduler
+from diffusion_worker.engine.scheduling.scheduler import StepScheduler
 
 SMALL_SIDE, LARGE_SIDE = 32, 192
 # Of 12 on average, for the static batch exactly.

@@ -38,7 +38,7 @@ from diffusion_worker.config import Dtype, WorkerConfig, usable_cores
 from diffusion_worker.memory.slabs import HostSlab
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.parallel import Parallel
+from diffusion_worker.runner.parallel.rows import Parallel
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
 # 64 heads of 32 and eight joint blocks: a width of 2,048, over a billion parameters.

@@ -21,7 +21,7 @@ from benchmarks.pairs import TINY_PLAN, Plan, Times, take_pairs
 from benchmarks.replay import Arrival, Device, Outcome, Policy, VirtualDevice, percentile, replay
 from benchmarks.result import Measured
 from benchmarks.tiny_dit import TinyDevice, request
-from diffusion_worker.engine.scheduler import StepScheduler
+from diffusion_worker.engine.scheduling.scheduler import StepScheduler
 from diffusion_worker.messages import RequestSpec
 
 # Pixels of a side, and steps.

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.pairs import Pairs, Plan, take_pairs, timed
-from diffusion_worker.server.encoding import OutputFormat, encode
+from diffusion_worker.server.encoding.images import OutputFormat, encode
 
 
 def natural_image(exponent: float, seed: int, size: int) -> bytes:

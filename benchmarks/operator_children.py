@@ -7,9 +7,9 @@ from typing import Any
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, DISRUPTION_BUDGET, NETWORK_POLICY, POD, SECRET, SERVICE, Kind
 from diffusion_operator.plan.deployment import plan_deployment
-from diffusion_operator.plan.observed import Observed
-from diffusion_operator.plan.pods import read_pod
-from diffusion_operator.plan.revision import template_of
+from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.observed.pods import read_pod
+from diffusion_operator.plan.replicas.revision import template_of
 from diffusion_operator.reconcile.observe import parse
 from diffusion_operator.reconcile.status_write import encode_status
 from diffusion_operator.render.control_secret import control_secret

@@ -19,10 +19,10 @@ from benchmarks.pairs import TINY_PLAN, Pairs, Plan, take_pairs, timed
 from benchmarks.result import Measured
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import RequestSpec, Tick
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.pixels import pixels_of
+from diffusion_worker.runner.parallel.rows import Parallel
+from diffusion_worker.runner.stepping.pixels import pixels_of
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
 PROMPT = "a red digit seven"

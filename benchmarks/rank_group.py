@@ -9,8 +9,8 @@ import os
 
 import msgspec
 
-from diffusion_worker.engine.documents import RankDocument, RankState
-from diffusion_worker.engine.rank_group import Loss
+from diffusion_worker.engine.state.rank_protocol import Loss
+from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.messages import Fingerprint, MemoryReport, ModelInfo, RpcReply
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from diffusion_worker.engine.step_loop import TICKS_AHEAD
+from diffusion_worker.engine.scheduling.step_loop import TICKS_AHEAD
 from diffusion_worker.messages import ErrorReport, Failed, Finished, RequestSpec, Tick, TickDone
 
 # Seconds of a step for the requests that are denoised in it.

@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import HashStore
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import Failed, Finished, RequestSpec, Tick, TickDone
-from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.parallel import Execute, Parallel
-from diffusion_worker.runner.pipeline_view import view_of
+from diffusion_worker.runner.parallel.rows import Execute, Parallel
+from diffusion_worker.runner.pipelines.view import view_of
 
 CPU = torch.device("cpu")
 WIDTH = 96

@@ -33,7 +33,7 @@ from diffusion_worker.memory.slabs import HostSlab
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import RequestSpec, SleepLevel, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.parallel import Parallel
+from diffusion_worker.runner.parallel.rows import Parallel
 
 SPARE_BYTES = 2_000_000_000
 MAP_POPULATE = 0x8000

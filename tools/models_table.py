@@ -2,7 +2,7 @@
 """Writes docs/models.md: every pipeline that the installed diffusers exports, and how the worker runs it.
 
 Everything but the reasons below is found by looking at the classes: what they make by what they return, how they run by
-`diffusion_worker.runner.step_support`, what is tested by the families of tests/support. `--check` only compares.
+`diffusion_worker.runner.pipelines.step_support`, what is tested by the families of tests/support. `--check` only compares.
 """
 
 import collections
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import click
 import diffusers
 
-from diffusion_worker.runner.pipeline_description import blocks_of, kind_of
-from diffusion_worker.runner.step_support import missing_libraries, why_impossible, why_whole
+from diffusion_worker.runner.pipelines.description import blocks_of, kind_of
+from diffusion_worker.runner.pipelines.step_support import missing_libraries, why_impossible, why_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"

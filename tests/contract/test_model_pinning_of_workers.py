@@ -18,7 +18,7 @@ from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.render.control_secret import control_token
 from diffusion_operator.worker_client import HttpWorkerClient
-from diffusion_worker.engine.model_digest import digest_of
+from diffusion_worker.engine.startup.model_digest import digest_of
 from hub_server import HubServer
 from operator_rig import Rig, deployment
 from reconcile_story import write_desired

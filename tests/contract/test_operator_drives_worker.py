@@ -18,11 +18,11 @@ from diffusion_operator.api.deployment_spec import DrainMode
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase
 from diffusion_operator.errors import ControlUnreachable
-from diffusion_operator.plan.acceptance import DesiredAdapter
-from diffusion_operator.plan.attempts import RACES
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+from diffusion_operator.plan.adapters.load_attempts import RACES
 from diffusion_operator.render.desired_config import desired_config
-from diffusion_worker.engine.documents import AdapterState, EngineState, RankState
-from diffusion_worker.engine.sleep_policy import read_desired
+from diffusion_worker.engine.sleep.policy import read_desired
+from diffusion_worker.engine.state.state_document import AdapterState, EngineState, RankState
 from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode
 from fake_rank_group import fake_digest
 from worker_driver import TOKEN, Driver, refusal

@@ -13,7 +13,7 @@ import pytest
 
 from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.worker_state import Operation, WorkerPhase, WorkerState
-from diffusion_operator.plan.attempts import RACES
+from diffusion_operator.plan.adapters.load_attempts import RACES
 from fake_rank_group import WEIGHTS_BYTES
 from worker_driver import TOKEN, Driver, refusal
 from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess

@@ -14,19 +14,19 @@ from diffusion_operator.api.adapter import AdapterFormat, AdapterSpec, Component
 from diffusion_operator.api.adapter_load import AdapterLoad, adapter_load, format_of
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import OnMissing
-from diffusion_operator.plan.acceptance import DesiredAdapter
-from diffusion_operator.plan.actions import PutAdapter, WorkerAddress
-from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, FINAL, RELOAD_LOOP, SOURCE_REASONS
-from diffusion_operator.plan.attempts import RACES
-from diffusion_operator.plan.observed import AttemptKey
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, FINAL, RELOAD_LOOP, SOURCE_REASONS
+from diffusion_operator.plan.adapters.load_attempts import RACES
+from diffusion_operator.plan.observed.observed import AttemptKey
+from diffusion_operator.plan.results.actions import PutAdapter, WorkerAddress
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.worker_arguments import worker_arguments
 from diffusion_operator.worker_client import adapter_body
 from diffusion_worker import config
-from diffusion_worker.engine import documents
-from diffusion_worker.engine.sleep_policy import read_desired
+from diffusion_worker.engine.sleep.policy import read_desired
+from diffusion_worker.engine.state import state_document as documents
 from diffusion_worker.errors import RETRYABLE, ErrorCode
-from diffusion_worker.server.schemas import AdapterBody
+from diffusion_worker.server.schemas.control import AdapterBody
 from diffusion_worker.sources import source as worker_source
 from diffusion_worker.sources.parsing import parse_source
 

@@ -15,7 +15,7 @@ from diffusion_operator.api import deployment_spec as operator_api
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DeploymentSpec
 from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
-from diffusion_operator.plan.revision import template_of
+from diffusion_operator.plan.replicas.revision import template_of
 from diffusion_operator.render.pod import pod
 from diffusion_operator.render.worker_arguments import option_word, worker_arguments
 from diffusion_worker import cli, config

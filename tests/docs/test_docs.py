@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_operator.plan.groups import Problem
+from diffusion_operator.plan.observed.replica_state import Problem
 from diffusion_worker.errors import ErrorCode
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.plan.revision import template_of
+from diffusion_operator.plan.replicas.revision import template_of
 from kind_api import Document, merged, nested
 from tools import reference
 

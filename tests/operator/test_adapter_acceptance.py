@@ -9,8 +9,8 @@ import pytest
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
-from diffusion_operator.plan.acceptance import Decision, decide_all, overruled
-from diffusion_operator.plan.adapter_codes import FINAL, SOURCE_REASONS
+from diffusion_operator.plan.adapters.acceptance import Decision, decide_all, overruled
+from diffusion_operator.plan.adapters.error_codes import FINAL, SOURCE_REASONS
 from diffusion_worker.errors import ErrorCode
 
 HUB = {"huggingFace": {"repo": "org/style", "tokenSecretRef": {"name": "hub"}}}

@@ -15,10 +15,17 @@ from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, SECRET, SERVICE, Kind
 from diffusion_operator.cluster import KubernetesCluster, connect
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable
-from diffusion_operator.plan.children import REFUSALS
-from diffusion_operator.plan.observed import Answer
-from diffusion_operator.plan.ownership import adopt_secret, as_if_applied, replace_whole, secret_is_leaving, secret_is_ours, was_posted
-from diffusion_operator.plan.template_trial import answer_of
+from diffusion_operator.plan.observed.children import REFUSALS
+from diffusion_operator.plan.observed.observed import Answer
+from diffusion_operator.plan.observed.ownership import (
+    adopt_secret,
+    as_if_applied,
+    replace_whole,
+    secret_is_leaving,
+    secret_is_ours,
+    was_posted,
+)
+from diffusion_operator.plan.replicas.template_trial import answer_of
 from real_apiserver import kubectl
 
 pytestmark = pytest.mark.apiserver

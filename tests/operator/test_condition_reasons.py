@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from condition_reasons import PROBLEM, problems, reasons_of, returned
-from diffusion_operator.plan import acceptance
-from diffusion_operator.plan.adapter_codes import DEPLOYMENT_REASONS, SOURCE_REASONS
-from diffusion_operator.plan.children import LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
+from diffusion_operator.plan.adapters import acceptance
+from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, SOURCE_REASONS
+from diffusion_operator.plan.observed.children import LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 REASONS = reasons_of(

@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 
 from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ClusterUnavailable
-from diffusion_operator.plan.happenings import AdapterLoad, Happened, happened
+from diffusion_operator.plan.results.worker_changes import AdapterLoad, Happened, happened
 from operator_rig import Rig, adapter, serving, with_adapter
 from scripted_workers import ScriptedWorker
 

@@ -17,8 +17,8 @@ from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.names import DEPLOYMENT
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
-from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, WorkerAddress
-from diffusion_operator.plan.observed import AttemptKey
+from diffusion_operator.plan.observed.observed import AttemptKey
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, WorkerAddress
 from diffusion_operator.worker_client import ANSWER_BYTES, STATE_BYTES, HttpWorkerClient
 from operator_rig import Rig, deployment
 

@@ -9,10 +9,10 @@ import pytest
 from diffusion_operator.api.deployment_status import LoadStatus
 from diffusion_operator.api.names import CONTAINER
 from diffusion_operator.api.worker_state import LoadReport, WorkerPhase
-from diffusion_operator.plan.groups import read_group
-from diffusion_operator.plan.load_progress import load_status
-from diffusion_operator.plan.observed import Poll
-from diffusion_operator.plan.pods import Container, read_pod
+from diffusion_operator.plan.observed.observed import Poll
+from diffusion_operator.plan.observed.pods import Container, read_pod
+from diffusion_operator.plan.observed.replica_state import read_group
+from diffusion_operator.plan.status.load_progress import load_status
 from fake_cluster import EPOCH
 from operator_rig import Rig, deployment
 from plan_builders import READY, made, pod, says

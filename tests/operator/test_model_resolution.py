@@ -11,12 +11,12 @@ from diffusion_operator.api.deployment_status import ModelStatus
 from diffusion_operator.api.meta import ConditionStatus
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT, CONFIG_MAP, DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import LoadReport, ModelReport, WireError, WorkerPhase
-from diffusion_operator.plan.groups import read_group
-from diffusion_operator.plan.model_codes import code_in
-from diffusion_operator.plan.model_resolution import Resolution, model_resolved, resolve_model, unpinned
-from diffusion_operator.plan.observed import Poll
-from diffusion_operator.plan.pods import Container, Exit
-from diffusion_operator.plan.revision import template_of
+from diffusion_operator.plan.observed.observed import Poll
+from diffusion_operator.plan.observed.pods import Container, Exit
+from diffusion_operator.plan.observed.replica_state import read_group
+from diffusion_operator.plan.observed.worker_exit_codes import code_in
+from diffusion_operator.plan.replicas.model_pinning import Resolution, model_resolved, resolve_model, unpinned
+from diffusion_operator.plan.replicas.revision import template_of
 from fake_cluster import EPOCH
 from operator_rig import Rig, deployment
 from plan_builders import NOW, made, pod, says

@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_operator.api.names import DEPLOYMENT, DISRUPTION_BUDGET, NETWORK_POLICY, SERVICE, Kind
 from diffusion_operator.errors import ClusterRefused
-from diffusion_operator.plan.control_security import PolicyOutcome, control_secured
+from diffusion_operator.plan.observed.control_security import PolicyOutcome, control_secured
 from operator_rig import Rig, deployment, serving
 from plan_builders import made
 

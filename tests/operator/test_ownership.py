@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
-from diffusion_operator.plan.ownership import Ownership, as_if_applied, ownership, replace_whole, was_posted
+from diffusion_operator.plan.observed.ownership import Ownership, as_if_applied, ownership, replace_whole, was_posted
 
 OWNER = ObjectMeta(name="d", namespace="default", uid="now", creation_timestamp=datetime(2026, 1, 1, tzinfo=UTC))
 LABELS = {LABEL_MANAGED_BY: "diffusion-operator", LABEL_DEPLOYMENT: "d"}

@@ -10,12 +10,12 @@ from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Condition, ConditionStatus, settle_conditions, verdict
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
-from diffusion_operator.plan.actions import CreatePod, DeletePod, SetRoutable
-from diffusion_operator.plan.attempts import next_attempt
-from diffusion_operator.plan.groups import Problem, observe_groups, read_group
-from diffusion_operator.plan.observed import Attempt, Observed, Poll
-from diffusion_operator.plan.pods import Container, Exit, Pod, pod_numbers
-from diffusion_operator.plan.revision import template_of
+from diffusion_operator.plan.adapters.load_attempts import next_attempt
+from diffusion_operator.plan.observed.observed import Attempt, Observed, Poll
+from diffusion_operator.plan.observed.pods import Container, Exit, Pod, pod_numbers
+from diffusion_operator.plan.observed.replica_state import Problem, observe_groups, read_group
+from diffusion_operator.plan.replicas.revision import template_of
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SetRoutable
 from fake_cluster import EPOCH
 from plan_builders import NOW, READY, REVISION, made, planned, pod, says
 

@@ -9,13 +9,13 @@ import pytest
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import condition_of
 from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
-from diffusion_operator.plan.actions import DeletePod, SetRoutable
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.events import deployment_events
-from diffusion_operator.plan.groups import Problem, read_group
-from diffusion_operator.plan.observed import Observed, Poll
-from diffusion_operator.plan.pods import Container, Exit, Pod, read_pod
-from diffusion_operator.plan.recovery import backoff
+from diffusion_operator.plan.observed.observed import Observed, Poll
+from diffusion_operator.plan.observed.pods import Container, Exit, Pod, read_pod
+from diffusion_operator.plan.observed.replica_state import Problem, read_group
+from diffusion_operator.plan.replicas.recovery import backoff
+from diffusion_operator.plan.results.actions import DeletePod, SetRoutable
+from diffusion_operator.plan.results.events import deployment_events
 from fake_cluster import EPOCH
 from plan_builders import NOW, READY, REVISION, made, planned, pod, says
 

@@ -10,10 +10,10 @@ import pytest
 from diffusion_operator.api.deployment_spec import SleepPolicy
 from diffusion_operator.api.meta import condition_of
 from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
-from diffusion_operator.plan.actions import CreatePod, DeletePod, SleepWorker, WakeWorker
 from diffusion_operator.plan.deployment import DeploymentPlan
-from diffusion_operator.plan.events import deployment_events
-from diffusion_operator.plan.pods import Container, Exit, Pod
+from diffusion_operator.plan.observed.pods import Container, Exit, Pod
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SleepWorker, WakeWorker
+from diffusion_operator.plan.results.events import deployment_events
 from fake_cluster import EPOCH
 from plan_builders import NOW, REVISION, made, planned, pod, says
 

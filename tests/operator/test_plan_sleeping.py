@@ -19,10 +19,10 @@ from diffusion_operator.api.worker_state import (
     WorkerPhase,
     WorkerState,
 )
-from diffusion_operator.plan.actions import CreatePod, DeletePod, RemoveAdapter, SetRoutable, SleepWorker, WakeWorker
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.observed import Observed, Poll
-from diffusion_operator.plan.sleeping import retry_key
+from diffusion_operator.plan.observed.observed import Observed, Poll
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod, RemoveAdapter, SetRoutable, SleepWorker, WakeWorker
+from diffusion_operator.plan.sleep.policy import retry_key
 from plan_builders import NOW, made, planned, pod, says
 
 IDLE_S, MIN_AWAKE_S = 300, 60

@@ -5,7 +5,7 @@ import pytest
 
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD, SECRET, SERVICE
 from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
-from diffusion_operator.plan.actions import DeletePod, SetRoutable
+from diffusion_operator.plan.results.actions import DeletePod, SetRoutable
 from operator_rig import Rig, serving, with_adapter
 from plan_builders import READY, planned, pod, says
 

@@ -12,9 +12,9 @@ from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import DEPLOYMENT
 from diffusion_operator.api.source import AdapterSource, S3Source, SecretRef
-from diffusion_operator.plan.acceptance import DesiredAdapter
-from diffusion_operator.plan.events import EventType, PlannedEvent
-from diffusion_operator.plan.revision import template_of
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+from diffusion_operator.plan.replicas.revision import template_of
+from diffusion_operator.plan.results.events import EventType, PlannedEvent
 from diffusion_operator.render.control_secret import control_secret, control_token
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.disruption_budget import disruption_budget

@@ -18,7 +18,7 @@ from diffusion_operator.api.names import (
     SERVICE,
     Kind,
 )
-from diffusion_operator.plan.drift import drift
+from diffusion_operator.plan.results.drift import drift
 from operator_rig import Rig, adapter, serving
 
 LABELS = {LABEL_DEPLOYMENT: "d"}

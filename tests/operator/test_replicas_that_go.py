@@ -11,9 +11,9 @@ from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceS
 from diffusion_operator.api.deployment_status import DeploymentStatus, FailureStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.plan.deployment import plan_deployment
-from diffusion_operator.plan.events import adapter_events, deployment_events
-from diffusion_operator.plan.observed import Observed
-from diffusion_operator.plan.pods import Container, Exit, read_pod
+from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.observed.pods import Container, Exit, read_pod
+from diffusion_operator.plan.results.events import adapter_events, deployment_events
 from diffusion_operator.reconcile.observe import parse
 from operator_rig import Rig, adapter, serving
 from plan_builders import NOW, made, pod

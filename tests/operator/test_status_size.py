@@ -6,8 +6,8 @@ import pytest
 
 from diffusion_operator.api.deployment_status import FailureStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.worker_state import LossReport, WireError, WorkerPhase
-from diffusion_operator.plan.pods import Container, Exit
-from diffusion_operator.plan.status_size import GROUPS_BYTES, GROUPS_SHOWN, fitted
+from diffusion_operator.plan.observed.pods import Container, Exit
+from diffusion_operator.plan.status.size_limit import GROUPS_BYTES, GROUPS_SHOWN, fitted
 from operator_rig import serving
 from plan_builders import planned, pod, says
 

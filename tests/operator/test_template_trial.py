@@ -8,10 +8,10 @@ import pytest
 
 from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.errors import ClusterError, ClusterRefused, ClusterUnavailable
-from diffusion_operator.plan.actions import CreatePod, DeletePod
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.observed import Answer, Observed, Poll, TemplateTrial
-from diffusion_operator.plan.template_trial import RETRY, UNDECIDED_FOR, answer_of
+from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateTrial
+from diffusion_operator.plan.replicas.template_trial import RETRY, UNDECIDED_FOR, answer_of
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod
 from operator_rig import Rig, serving
 from plan_builders import NOW, READY, REVISION, made, pod
 

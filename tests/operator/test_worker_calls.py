@@ -5,7 +5,7 @@ import asyncio
 from datetime import timedelta
 
 from diffusion_operator.api.names import ADAPTER
-from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter
 from operator_rig import Rig, adapter, serving
 from scripted_workers import ScriptedWorkers
 

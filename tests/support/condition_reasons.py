@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 
 from diffusion_operator import plan
-from diffusion_operator.plan.groups import Problem
+from diffusion_operator.plan.observed.replica_state import Problem
 from syntax import parse
 
 Found = dict[str, set[str]]
@@ -117,7 +117,7 @@ def returned(module: ModuleType) -> set[str]:
 
 def problems() -> set[str]:
     """The problems of a group that a condition may name itself: those that the conditions speak of, but as what they put in words."""
-    tree = parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.conditions")))
+    tree = parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.status.conditions")))
     keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
     named = {
         node.attr

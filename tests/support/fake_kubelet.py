@@ -33,7 +33,7 @@ from diffusion_operator.api.names import (
     desired_config_name,
 )
 from diffusion_operator.errors import ControlRefused, ControlUnreachable, OperatorError
-from diffusion_operator.plan.actions import SleepWorker, WakeWorker, WorkerAddress
+from diffusion_operator.plan.results.actions import SleepWorker, WakeWorker, WorkerAddress
 from rest_client import RestClient, path_of
 from scripted_workers import ScriptedWorker
 

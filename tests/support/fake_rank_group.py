@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from diffusion_worker.engine.documents import RankDocument, RankState
-from diffusion_worker.engine.rank_group import Loss, TickReport
+from diffusion_worker.engine.state.rank_protocol import Loss, TickReport
+from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import (

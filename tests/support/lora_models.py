@@ -9,8 +9,8 @@ import peft
 import torch
 from torch import nn
 
-from diffusion_worker.lora.adapter_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
+from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
 CPU = torch.device("cpu")
 Factors = Mapping[str, LoRAFactors]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from diffusion_worker.errors import RequestError
-from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
-from diffusion_worker.runner.adapters import add_on_all_ranks
+from diffusion_worker.runner.loading.adapter_layers import add_on_all_ranks
 from peft_adapters import write_adapter
 from rank_processes import Rank
 

@@ -18,8 +18,8 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pipeline_description import denoiser_of
-from diffusion_worker.runner.pipeline_view import view_of
+from diffusion_worker.runner.pipelines.description import denoiser_of
+from diffusion_worker.runner.pipelines.view import view_of
 from families import flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images
 from families.family import Family, as_tensor, in_float64, randomise_zeros
 from peft_adapters import write_adapter

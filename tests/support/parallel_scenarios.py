@@ -12,11 +12,11 @@ import diffusers
 import torch
 
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.faults import RankFault
-from diffusion_worker.runner.parallel import CallFailed, Parallel
-from diffusion_worker.runner.pipeline_view import view_of
-from diffusion_worker.runner.vae_tiles import VaeTiles
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.faults import RankFault
+from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
+from diffusion_worker.runner.parallel.vae_tiles import VaeTiles
+from diffusion_worker.runner.pipelines.view import view_of
 from families.family import randomise_zeros
 from parallel_families import BY_NAME, REQUESTS, WITH_ADAPTER, Difference, Run, apart, difference, results_of, run, runner_of, with_heads
 from rank_processes import Rank

@@ -9,9 +9,9 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.observed import Answer, Observed, Poll, TemplateTrial
-from diffusion_operator.plan.pods import Container, Pod
-from diffusion_operator.plan.revision import template_of
+from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateTrial
+from diffusion_operator.plan.observed.pods import Container, Pod
+from diffusion_operator.plan.replicas.revision import template_of
 from fake_cluster import EPOCH
 
 RUNNING = Container(running=True)

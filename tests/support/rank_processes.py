@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.parallel import CallFailed, Parallel
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
 
 DEADLINE_S = 240.0
 

@@ -11,12 +11,12 @@ import torch
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.parallel import CallFailed
-from diffusion_worker.runner.pipeline_view import modules_of
-from diffusion_worker.runner.pixels import pixels_of
-from diffusion_worker.runner.stepper import report_of
+from diffusion_worker.runner.parallel.rows import CallFailed
+from diffusion_worker.runner.pipelines.view import modules_of
+from diffusion_worker.runner.stepping.pixels import pixels_of
+from diffusion_worker.runner.stepping.stepper import report_of
 from module_attributes import attributes_of, changes_of
 from worker_process import DIGITS_MODEL
 

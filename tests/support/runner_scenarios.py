@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.runner.request_state import DiffusionRequestState, mark_step
-from diffusion_worker.runner.stand_in import StandIn
-from diffusion_worker.runner.stepper import StepOutput, Stepper
-from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
+from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
+from diffusion_worker.runner.stepping.suspending_module import StandIn
+from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from rank_processes import Rank
 from runner_rig import request
 

@@ -27,7 +27,7 @@ from diffusion_operator.api.worker_state import (
     WorkerState,
 )
 from diffusion_operator.errors import ControlError, ControlRefused, ControlUnreachable
-from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
 from fake_cluster import EPOCH
 
 RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.admission import GenerationParams
-from diffusion_worker.engine.documents import AdapterCall, EngineState, OperationResult, SleepCall, StateDocument, WakeCall
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.results import Generation
+from diffusion_worker.engine.requests.admission import GenerationParams
+from diffusion_worker.engine.state.request_events import Generation
+from diffusion_worker.engine.state.state_document import AdapterCall, EngineState, OperationResult, SleepCall, StateDocument, WakeCall
 from diffusion_worker.messages import MemoryTag
 from diffusion_worker.sources.source import Source
 from fake_fetcher import FakeFetcher

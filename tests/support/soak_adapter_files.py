@@ -22,7 +22,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_file import PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.conversion import converter_of
-from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.naming import Model
 from diffusion_worker.lora.peft_settings import CONFIG_FILE
 from diffusion_worker.lora.request import LoRARequest

@@ -9,7 +9,7 @@ import torch
 
 from diffusion_worker.config import StepCache
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline_view import view_of
+from diffusion_worker.runner.pipelines.view import view_of
 from diffusion_worker.runner.step_cache import first_block
 from families.family import Family, as_tensor, in_float64
 from parallel_families import BY_NAME, runner_of

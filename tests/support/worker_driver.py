@@ -14,8 +14,8 @@ from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepP
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused
-from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
-from diffusion_operator.plan.observed import AttemptKey
+from diffusion_operator.plan.observed.observed import AttemptKey
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from diffusion_operator.worker_client import HttpWorkerClient
 from worker_process import DIGITS, WorkerProcess
 

@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from diffusion_worker.config import OnMissing
-from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
-from diffusion_worker.engine.documents import (
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.requests.admission import AdapterChoice, GenerationParams
+from diffusion_worker.engine.state.request_events import AppliedAdapter, Generation
+from diffusion_worker.engine.state.state_document import (
     AdapterCall,
     AdapterDocument,
     AdapterState,
@@ -23,8 +25,6 @@ from diffusion_worker.engine.documents import (
     SleepCall,
     WakeCall,
 )
-from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.results import AppliedAdapter, Generation
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, Recipe
 from diffusion_worker.sources.source import HuggingFaceSource, Source

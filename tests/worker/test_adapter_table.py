@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.adapter_table import AdapterTable
-from diffusion_worker.engine.adapters import Adapter
-from diffusion_worker.engine.documents import AdapterCall, AdapterState, Residency
+from diffusion_worker.engine.adapters.adapter import Adapter
+from diffusion_worker.engine.adapters.table import AdapterTable
+from diffusion_worker.engine.state.state_document import AdapterCall, AdapterState, Residency
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import LoadedLoRA
 from diffusion_worker.sources.source import Source

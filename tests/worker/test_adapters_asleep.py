@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffusion_worker.engine.adapter_declared import changes
-from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
-from diffusion_worker.engine.documents import (
+from diffusion_worker.engine.adapters.declared import changes
+from diffusion_worker.engine.requests.admission import AdapterChoice, GenerationParams
+from diffusion_worker.engine.state.state_document import (
     AdapterCall,
     AdapterDocument,
     AdapterState,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_worker.runner import contents as contents_module
-from diffusion_worker.runner.calls import ModelCall, Role, execute, group_key, merge, role_of, slice_rows
-from diffusion_worker.runner.contents import Contents, content
+from diffusion_worker.runner.model_call import contents as contents_module
+from diffusion_worker.runner.model_call.call import ModelCall, Role, execute, group_key, merge, role_of, slice_rows
+from diffusion_worker.runner.model_call.contents import Contents, content
 
 
 def call_of(rows: int, **arguments: Any) -> ModelCall:

@@ -16,9 +16,9 @@ from diffusion_worker.lora.call_rows import RowsCannotBeToldApart
 from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.compilation import Compilation, regions_of
-from diffusion_worker.runner.offloading import Offloading
+from diffusion_worker.runner.loading.compilation import Compilation, regions_of
+from diffusion_worker.runner.loading.offloading import Offloading
+from diffusion_worker.runner.model_call.call import ModelCall
 from lora_models import layers_of, load, merged, random_factors, run
 from runner_rig import RunnerRig, levels_apart, request
 from worker_process import DIGITS, WorkerProcess
@@ -104,7 +104,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_and_the_features
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
     assert compilation.features == {"compile": "none: fell back: Unsupported: no such operation"}
-    [said] = [record for record in caplog.records if record.name == "diffusion_worker.runner.compilation"]
+    [said] = [record for record in caplog.records if record.name == "diffusion_worker.runner.loading.compilation"]
     assert said.levelname == "WARNING"
     assert "--compile default: Block cannot be compiled, everything runs as it is" in caplog.text
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from diffusion_worker.engine.cost_curve import ENOUGH, FORGET_AFTER, RETRY_AFTER, CostCurve
+from diffusion_worker.engine.scheduling.cost_curve import ENOUGH, FORGET_AFTER, RETRY_AFTER, CostCurve
 
 
 def run(curve: CostCurve, seconds: list[float] | None = None, *, demand: int = 8, steps: int = 60, per_step: float = 0.0) -> list[int]:

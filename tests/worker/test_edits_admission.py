@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from diffusion_worker.config import RequestLimits
-from diffusion_worker.engine.admission import GenerationParams, InputImage, check, check_memory
-from diffusion_worker.engine.memory_model import MemoryModel
-from diffusion_worker.engine.request_class import Defaults, class_of
-from diffusion_worker.engine.request_queue import REMEMBERED_COURSES, Course, RunLengths
+from diffusion_worker.engine.requests.admission import GenerationParams, InputImage, check, check_memory
+from diffusion_worker.engine.scheduling.memory_model import MemoryModel
+from diffusion_worker.engine.scheduling.request_class import Defaults, class_of
+from diffusion_worker.engine.scheduling.request_queue import REMEMBERED_COURSES, Course, RunLengths
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import ImageInput, ModelInfo, RequestSpec, Task
 

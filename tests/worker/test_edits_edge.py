@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 
 from diffusion_worker.config import RequestLimits
-from diffusion_worker.engine.admission import InputImage, size_of_edit
+from diffusion_worker.engine.requests.admission import InputImage, size_of_edit
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport, ImageInput, ModelInfo, RequestSpec, Task
-from diffusion_worker.server.input_images import MAX_FILE_PIXELS, decode
+from diffusion_worker.server.encoding.input_images import MAX_FILE_PIXELS, decode
 from fake_rank_group import fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image

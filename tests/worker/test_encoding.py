@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from diffusion_worker.engine.results import AppliedAdapter, FinishedImage, Provenance
+from diffusion_worker.engine.state.request_events import AppliedAdapter, FinishedImage, Provenance
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Task
-from diffusion_worker.server import answers
-from diffusion_worker.server.encoding import BAND_BYTES, OutputFormat, encode, metadata_of
-from diffusion_worker.server.encoding_threads import MAX_THREADS, NICENESS, EncodingThreads
+from diffusion_worker.server.encoding.images import BAND_BYTES, OutputFormat, encode, metadata_of
+from diffusion_worker.server.encoding.threads import MAX_THREADS, NICENESS, EncodingThreads
+from diffusion_worker.server.schemas import answers
 from server_edge import DEADLINE_S, serving_edge
 
 PROVENANCE = Provenance(
@@ -213,7 +213,7 @@ def test_a_file_without_metadata_has_none(output_format: OutputFormat) -> None:
 FORBIDDEN = """
 import sys
 import diffusion_worker.cli, diffusion_worker.ranks.executor, diffusion_worker.server.serve
-from diffusion_worker.server.encoding import OutputFormat, encode
+from diffusion_worker.server.encoding.images import OutputFormat, encode
 for each in OutputFormat:
     encode(bytes(3 * 64), 8, 8, output_format=each, metadata={"a": 1})
 print(*sorted({"numpy", "torch", "diffusers", "safetensors", "PIL.PsdImagePlugin"} & set(sys.modules)))

@@ -4,7 +4,7 @@
 import pytest
 
 from diffusion_worker.config import RequestLimits
-from diffusion_worker.engine.admission import GenerationParams, check
+from diffusion_worker.engine.requests.admission import GenerationParams, check
 from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo
 

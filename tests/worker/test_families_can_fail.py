@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
-from diffusion_worker.runner import stepper
-from diffusion_worker.runner.pipeline_view import view_of
+from diffusion_worker.runner.pipelines.view import view_of
+from diffusion_worker.runner.stepping import stepper
 from families import family_rig
 from families.all import FAMILIES
 from families.checks import check_following, check_sizes, check_trio

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from diffusion_worker.runner.calls import group_key, slice_rows
+from diffusion_worker.runner.model_call.call import group_key, slice_rows
 from families import flux, flux2, latent_images, packed_images, qwen, worded_images, z_image
 from families.family import Arguments, Family, image, seeded
 from families.family_rig import Asked, FamilyRig, apart

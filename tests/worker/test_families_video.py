@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from diffusion_worker.runner.calls import ModelCall, group_key, merge, split
+from diffusion_worker.runner.model_call.call import ModelCall, group_key, merge, split
 from families.all import FAMILIES
 from families.family import as_tensor
 from families.family_rig import JOINING, TRIO, Asked, FamilyRig, apart

@@ -4,7 +4,7 @@
 The ranks' processes and their messages are tested elsewhere; here each slice of a call is made in turn, in the test's own process.
 """
 
-from diffusion_worker.runner.calls import group_key, merge, slice_rows, split
+from diffusion_worker.runner.model_call.call import group_key, merge, slice_rows, split
 from families.all import every_family
 from families.checks import first_calls
 from families.family import Family, as_tensor

@@ -15,8 +15,8 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.lora.slot_bank import Segment
 from diffusion_worker.messages import Fingerprint, LoRAUse, MemoryTag, ModelInfo, RequestSpec, SleepLevel, Task, Tick
-from diffusion_worker.runner.calls import ModelCall
 from diffusion_worker.runner.fingerprint import SMALLEST_SIDE, probe_requests
+from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from runner_rig import RunnerRig, request
 from wordy_pipelines import LargeFlux, NeverFlux, WordyFlux, WordyFluxEdits, WordyWan, runner_of

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from corrupting_extension import flip_in_file, write_limit
-from diffusion_worker.engine.documents import RankState
+from diffusion_worker.engine.state.state_document import RankState
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import MemoryTag, SleepLevel, TaskAck, TaskStatus, Tick, WakeTask

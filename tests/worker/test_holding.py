@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from diffusion_worker.engine import holding as holding_module
-from diffusion_worker.engine.documents import ColdMode, ColdRequests, EngineState, SleepPolicy
-from diffusion_worker.engine.holding import HeldOutcome, Holding, Situation, Turn, decide
-from diffusion_worker.engine.life import EngineLife
-from diffusion_worker.engine.rank_group import Loss
-from diffusion_worker.engine.results import Held, RequestEvent
+from diffusion_worker.engine.requests import holding as holding_module
+from diffusion_worker.engine.requests.holding import HeldOutcome, Holding, Situation, Turn, decide
+from diffusion_worker.engine.state.lifecycle import EngineLife
+from diffusion_worker.engine.state.rank_protocol import Loss
+from diffusion_worker.engine.state.request_events import Held, RequestEvent
+from diffusion_worker.engine.state.state_document import ColdMode, ColdRequests, EngineState, SleepPolicy
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 
 DEADLINE_S = 10.0

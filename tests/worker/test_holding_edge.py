@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from cold_edge import Client, code, desired, fall_asleep, sleeping_edge
-from diffusion_worker.engine.documents import Residency, SleepCall
+from diffusion_worker.engine.state.state_document import Residency, SleepCall
 from diffusion_worker.errors import ErrorCode, GroupFailed
 from diffusion_worker.messages import ErrorReport, RequestSpec, Task
 from fake_rank_group import FakeRankGroup, fake_pixels

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from cold_edge import Client, code, desired, sleeping_edge
-from diffusion_worker.engine import holding, sleep_calls
+from diffusion_worker.engine.requests import holding
+from diffusion_worker.engine.sleep import calls as sleep_calls
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport
-from diffusion_worker.server import streaming
+from diffusion_worker.server.images import streaming
 from server_edge import serving_edge
 
 

@@ -18,10 +18,10 @@ from diffusion_worker.memory.device_memory import machine_bytes
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
-from diffusion_worker.runner.loading_progress import LoadingProgress
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.loading.progress import LoadingProgress
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.pipeline_view import modules_of
+from diffusion_worker.runner.pipelines.view import modules_of
 from families.all import FAMILIES
 from families.family_rig import Asked, FamilyRig
 from runner_rig import OneRank, RunnerRig, image_of_diffusers, request

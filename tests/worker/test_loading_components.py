@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import ModelWeights
-from diffusion_worker.runner.component_loading import is_loadable, load_component
+from diffusion_worker.runner.loading.component import is_loadable, load_component
 from families.all import FAMILIES
 from families.family import tiny_vae
 from worker_process import DIGITS_MODEL

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from diffusion_worker.config import RequestLimits
-from diffusion_worker.engine.admission import GenerationParams, InputImage, check, size_of_edit
+from diffusion_worker.engine.requests.admission import GenerationParams, InputImage, check, size_of_edit
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo
-from diffusion_worker.runner.pipeline_description import describe, kind_of
+from diffusion_worker.runner.pipelines.description import describe, kind_of
 from families.all import FAMILIES
 from families.family import Family, as_tensor
 

@@ -15,7 +15,7 @@ from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.layers import LoRALinear
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
-from diffusion_worker.runner.pipeline_loading import load_pipeline
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from runner_rig import RunnerRig, image_of_diffusers, request
 from worker_process import DIGITS
 

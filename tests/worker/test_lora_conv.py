@@ -10,10 +10,10 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from diffusion_worker.errors import RequestError
-from diffusion_worker.lora.adapter_layers import AdapterLayers
 from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.convolution import LoRAConvolution
 from diffusion_worker.lora.layers import LoRALinear
+from diffusion_worker.lora.pipeline_layers import AdapterLayers
 from lora_models import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}

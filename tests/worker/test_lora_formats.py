@@ -16,7 +16,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
-from diffusion_worker.runner.pipeline_loading import load_pipeline
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from families.all import FAMILIES
 from families.family_rig import Asked, FamilyRig, apart
 from lora_files import CASES, Case, MadeFile, Update, flat, make_file, model_of, of_diffusers

@@ -16,7 +16,7 @@ import diffusion_worker.lora
 import rank_processes
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
-from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.ranks.worker_proc import RPC_METHODS

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
-from diffusion_worker.runner.pipeline_view import view_of
+from diffusion_worker.runner.pipelines.view import view_of
 from families import hidream
 from families.family import as_tensor, in_float64
 from parallel_families import block_linears, runner_of

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_file import DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
-from diffusion_worker.lora.adapter_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.peft_settings import CONFIG_FILE
+from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
-from diffusion_worker.runner.pipeline_loading import load_pipeline
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from families.family import seeded
 from lora_files import SD3, SD15, WAN, model_of
 from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request

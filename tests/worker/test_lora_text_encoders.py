@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse, Tick
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.request_state import DiffusionRequestState, mark_step
-from diffusion_worker.runner.stand_in import StandIn
-from diffusion_worker.runner.stepper import StepOutput, Stepper
-from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
+from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
+from diffusion_worker.runner.stepping.suspending_module import StandIn
+from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from peft_adapters import write_adapter
 from runner_rig import OneRank, RunnerRig, image_of_diffusers, levels_apart, request
 from worker_process import DIGITS

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion_worker.engine.admission import GenerationParams, check_memory
-from diffusion_worker.engine.memory_model import FORGET_S, MemoryModel
-from diffusion_worker.engine.request_class import RequestClass
+from diffusion_worker.engine.requests.admission import GenerationParams, check_memory
+from diffusion_worker.engine.scheduling.memory_model import FORGET_S, MemoryModel
+from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.memory.device_memory import free_bytes, machine_bytes
 from diffusion_worker.messages import ModelInfo

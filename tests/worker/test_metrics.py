@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from diffusion_worker.engine.documents import EngineState
-from diffusion_worker.engine.results import Timings
+from diffusion_worker.engine.state.request_events import Timings
+from diffusion_worker.engine.state.state_document import EngineState
 from diffusion_worker.errors import ErrorCode, Fault
 from diffusion_worker.messages import ErrorReport, MemoryReport
 from fake_rank import FakeRank

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine import model_digest
-from diffusion_worker.engine.admission import GenerationParams
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.model_digest import ModelDigest, Stopped, digest_of
+from diffusion_worker.engine.requests.admission import GenerationParams
+from diffusion_worker.engine.startup import model_digest
+from diffusion_worker.engine.startup.model_digest import ModelDigest, Stopped, digest_of
 from fake_rank_group import FakeRankGroup
 
 DEADLINE_S = 5.0

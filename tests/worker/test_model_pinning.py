@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from diffusion_worker.engine.documents import DesiredModel, DesiredState
-from diffusion_worker.engine.model_fetching import ModelFetch
+from diffusion_worker.engine.startup.model_fetching import ModelFetch
+from diffusion_worker.engine.state.state_document import DesiredModel, DesiredState
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched
 from diffusion_worker.sources.source import HuggingFaceSource, S3Source, Source

@@ -6,7 +6,7 @@ import inspect
 import diffusers
 import pytest
 
-from diffusion_worker.runner.step_support import source_of, why_exclusive, why_impossible, why_whole
+from diffusion_worker.runner.pipelines.step_support import source_of, why_exclusive, why_impossible, why_whole
 from tools import models_table
 
 

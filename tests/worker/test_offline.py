@@ -19,7 +19,7 @@ from PIL import Image
 import diffusion_worker
 from diffusion_worker import ConfigError, DiffusionEngine, ErrorCode, GroupFailed, LoRARequest, RequestError
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.results import AppliedAdapter
+from diffusion_worker.engine.state.request_events import AppliedAdapter
 from diffusion_worker.messages import ErrorReport, Task
 from diffusion_worker.offline import engine as offline_engine
 from diffusion_worker.offline.inputs import image_fields

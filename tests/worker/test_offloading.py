@@ -12,8 +12,8 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.memory.slabs import make_slab
 from diffusion_worker.messages import LoRAUse
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.offloading import Offloading, Residence, check_device
+from diffusion_worker.runner.loading.offloading import Offloading, Residence, check_device
+from diffusion_worker.runner.model_call.call import ModelCall
 from runner_rig import RunnerRig, request
 from worker_process import DIGITS, START_TIMEOUT_S, WorkerProcess
 

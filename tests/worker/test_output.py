@@ -15,10 +15,10 @@ from diffusion_worker.messages import Fatal, Finished, Rpc, RpcReply, Shutdown, 
 from diffusion_worker.ranks.finished_images import ImageReport
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.ranks.worker_proc import WorkerProc
-from diffusion_worker.runner.faults import RankFault
-from diffusion_worker.runner.pixels import RawImage, bytes_of, to_pixels
-from diffusion_worker.runner.stage_clock import StageClock
-from diffusion_worker.runner.stepper import StepOutput
+from diffusion_worker.runner.model_call.faults import RankFault
+from diffusion_worker.runner.stepping.pixels import RawImage, bytes_of, to_pixels
+from diffusion_worker.runner.stepping.stage_clock import StageClock
+from diffusion_worker.runner.stepping.stepper import StepOutput
 
 DEADLINE_S = 10.0
 

@@ -6,7 +6,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-from diffusion_worker.runner.outputs import split, stacked, tensors_of, unstacked, with_tensors
+from diffusion_worker.runner.model_call.outputs import split, stacked, tensors_of, unstacked, with_tensors
 
 
 def test_an_output_is_split_wherever_it_has_rows() -> None:

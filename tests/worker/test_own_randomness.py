@@ -4,8 +4,8 @@
 import torch
 
 from diffusion_worker.messages import RequestSpec
-from diffusion_worker.runner.own_randomness import OwnRandomness
-from diffusion_worker.runner.request_state import DiffusionRequestState, Done
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, Done
+from diffusion_worker.runner.stepping.rng_state import OwnRandomness
 
 
 def drawn_after(seed: int, count: int) -> torch.Tensor:

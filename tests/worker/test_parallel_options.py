@@ -11,8 +11,8 @@ import pytest
 from diffusion_worker import cli
 from diffusion_worker.compatibility import check_together
 from diffusion_worker.config import RequestLimits, WorkerConfig
-from diffusion_worker.engine import admission
-from diffusion_worker.engine.admission import GenerationParams
+from diffusion_worker.engine.requests import admission
+from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo
 from worker_process import DIGITS_MODEL

@@ -10,9 +10,9 @@ import torch
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo
-from diffusion_worker.runner import sequence
-from diffusion_worker.runner.kinds import ParallelKinds
-from diffusion_worker.runner.pipeline_view import modules_of
+from diffusion_worker.runner.parallel import sequence
+from diffusion_worker.runner.parallel.setup import ParallelKinds
+from diffusion_worker.runner.pipelines.view import modules_of
 from families import dit, flux, flux2, stable_diffusion, stable_diffusion_3, wan, z_image
 from families.family import Family
 from runner_rig import OneRank

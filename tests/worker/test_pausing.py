@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from diffusion_worker.engine.documents import OperationCall, PauseCall, SleepMode
+from diffusion_worker.engine.state.state_document import OperationCall, PauseCall, SleepMode
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport
 from sleep_rig import KILLED, SleepRig, sleep_rig

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from diffusion_worker.config import LoadFormat, RequestDefaults, RequestLimits
-from diffusion_worker.engine.admission import GenerationParams, check, with_defaults
+from diffusion_worker.engine.requests.admission import GenerationParams, check, with_defaults
 from diffusion_worker.errors import ConfigError, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline_description import describe
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.pixels import pixels_of, to_pixels
-from diffusion_worker.runner.request_body import default_guidance, make_body
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.pipelines.body import default_guidance, make_body
+from diffusion_worker.runner.pipelines.description import describe
+from diffusion_worker.runner.stepping.pixels import pixels_of, to_pixels
 from families.all import FAMILIES
 from families.family import image, mask
 from runner_rig import RunnerRig, request
@@ -127,7 +127,7 @@ def test_image_to_image_requests_run_through_the_runner_as_diffusers_runs_them()
 
 def test_inpaint_requests_run_through_the_runner_as_diffusers_runs_them(tmp_path: Path) -> None:
     # The class wants latents of 16 channels: the digits model's architecture with four times as many, and random weights.
-    # Without a shift, which the class forgets; see `runner/mended.py`.
+    # Without a shift, which the class forgets; see `runner/pipelines/diffusers_workarounds.py`.
     folder = Path(shutil.copytree(DIGITS_MODEL, tmp_path / "wide", ignore=shutil.ignore_patterns("*.safetensors")))
     for part, change in (("transformer", {"in_channels": 16, "out_channels": 16}), ("vae", {"latent_channels": 16, "shift_factor": 0.0})):
         config = json.loads((folder / part / "config.json").read_text())

@@ -15,9 +15,9 @@ from diffusers import ModularPipeline
 from diffusion_worker import cli
 from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.runner.pipeline_description import describe
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.pipeline_view import modules_of
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.pipelines.description import describe
+from diffusion_worker.runner.pipelines.view import modules_of
 from families.all import FAMILIES
 from runner_rig import RunnerRig, image_of_diffusers, request
 from worker_process import DIGITS_MODEL

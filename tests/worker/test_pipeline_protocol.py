@@ -11,9 +11,9 @@ from diffusers import DiffusionPipeline, LayerSkipConfig, SkipLayerGuidance
 
 from diffusion_worker.config import LoadFormat
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.pipeline_view import guide, guiders_of, schedulers_of, view_of
-from diffusion_worker.runner.request_state import DiffusionRequestState, Done
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.pipelines.view import guide, guiders_of, schedulers_of, view_of
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, Done
 from families.all import FAMILIES
 from families.modular import wan22
 from runner_rig import RunnerRig, image_of_diffusers, request

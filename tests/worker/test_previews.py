@@ -20,12 +20,12 @@ from diffusers import (
 )
 
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.pipeline_view import view_of
-from diffusion_worker.runner.pixels import Pixels, keep_on_device, pixels_of
-from diffusion_worker.runner.preview import preview_steps
-from diffusion_worker.runner.stepper import StepOutput
-from diffusion_worker.runner.way import Step
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.pipelines.view import view_of
+from diffusion_worker.runner.stepping.call_history import Step
+from diffusion_worker.runner.stepping.pixels import Pixels, keep_on_device, pixels_of
+from diffusion_worker.runner.stepping.preview import preview_steps
+from diffusion_worker.runner.stepping.stepper import StepOutput
 from families.all import FAMILIES
 from families.family_rig import Asked, FamilyRig, as_tensor
 from runner_rig import RunnerRig, request
@@ -121,7 +121,7 @@ def test_where_no_preview_can_be_made_none_is_sent_it_is_said_once_and_the_image
             raise ValueError("this decoder is busy")
 
     rig.parallel.before = refuse
-    with caplog.at_level(logging.WARNING, "diffusion_worker.runner.stepper"):
+    with caplog.at_level(logging.WARNING, "diffusion_worker.runner.stepping.stepper"):
         found = outputs(rig, request("a", steps=4, previews=2))
     rig.parallel.before = lambda call: None
     assert (ends, previews_of("a", found)) == ([2], [])

@@ -11,9 +11,9 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion_worker.messages import PromptCacheStats, Tick
-from diffusion_worker.runner.calls import ModelCall, execute
-from diffusion_worker.runner.outputs import tensors_of
-from diffusion_worker.runner.prompt_cache import PromptCache
+from diffusion_worker.runner.model_call.call import ModelCall, execute
+from diffusion_worker.runner.model_call.outputs import tensors_of
+from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from runner_rig import RunnerRig, request
 
 ENCODERS = ("text_encoder", "text_encoder_2")

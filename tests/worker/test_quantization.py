@@ -12,7 +12,7 @@ from diffusion_worker.config import Device, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
-from diffusion_worker.runner import quantization
+from diffusion_worker.runner.loading import quantization
 from digit_judge import has_style, judge_all
 from runner_rig import RunnerRig, request
 from worker_process import DIGITS

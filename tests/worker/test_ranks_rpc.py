@@ -16,7 +16,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diffusion_worker.engine.rank_calls import all_true, require_success
+from diffusion_worker.engine.state.rank_calls import all_true, require_success
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.messages import (
     Dropped,
@@ -38,9 +38,9 @@ from diffusion_worker.ranks.extension import extended_worker
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker
-from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
+from diffusion_worker.runner.model_call.faults import RankFault, classify, require_usable_rank
 from diffusion_worker.runner.profiler import RankProfiler
-from diffusion_worker.runner.stepper import StepOutput
+from diffusion_worker.runner.stepping.stepper import StepOutput
 
 
 class FakeWorker:

@@ -3,9 +3,9 @@
 
 import pytest
 
-from diffusion_worker.engine.adapter_use import chosen
-from diffusion_worker.engine.admission import AdapterChoice, GenerationParams
-from diffusion_worker.engine.recipes import agreed, inherit
+from diffusion_worker.engine.requests.adapter_selection import chosen
+from diffusion_worker.engine.requests.admission import AdapterChoice, GenerationParams
+from diffusion_worker.engine.requests.recipes import agreed, inherit
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import Recipe
 

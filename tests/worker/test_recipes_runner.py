@@ -10,9 +10,9 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ImageInput, RequestSpec, Task
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.request_body import make_body
-from diffusion_worker.runner.schedule import own_scheduler
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.pipelines.body import make_body
+from diffusion_worker.runner.pipelines.schedule import own_scheduler
 from runner_rig import RunnerRig, levels_apart, request
 
 SIGMAS = [1.0, 0.6, 0.2]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.documents import AdapterCall, EngineState
-from diffusion_worker.engine.recovery import WINDOW_S, RestartBudget
+from diffusion_worker.engine.state.restart_budget import WINDOW_S, RestartBudget
+from diffusion_worker.engine.state.state_document import AdapterCall, EngineState
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout
 from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.sources.source import Source

@@ -16,8 +16,8 @@ from torch import nn
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.layers import LoRALayer
-from diffusion_worker.lora.model_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import (
     Dropped,
@@ -34,11 +34,11 @@ from diffusion_worker.messages import (
 from diffusion_worker.ranks.broadcast import RankEnd, ServerEnd
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.ranks.worker_proc import WorkerProc
-from diffusion_worker.runner.adapters import create_lora_manager
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
+from diffusion_worker.runner.loading.adapter_layers import create_lora_manager
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pixels import pixels_of
 from diffusion_worker.runner.profiler import RankProfiler
+from diffusion_worker.runner.stepping.pixels import pixels_of
 from real_ranks import ranks, results
 from runner_rig import OneRank, request
 from worker_process import DIGITS, DIGITS_MODEL

@@ -10,8 +10,8 @@ import torch
 from diffusion_worker.config import Dtype, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import Tick
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.pipeline_loading import load_pipeline
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.model_call.call import ModelCall
 from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 from worker_process import DIGITS_MODEL
 

@@ -10,10 +10,10 @@ import torch
 
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Tick
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.request_state import mark_step
-from diffusion_worker.runner.stand_in import StandIn
+from diffusion_worker.runner.stepping.request_state import mark_step
+from diffusion_worker.runner.stepping.suspending_module import StandIn
 from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 
 
@@ -229,7 +229,7 @@ def test_one_request_at_a_time_fails_as_its_request_does(rig: RunnerRig) -> None
 
 
 def test_a_pipeline_that_returns_no_image_is_refused_by_its_name(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusion_worker.runner.tasks.make_body", lambda pipeline, spec, **_: lambda: "a string")
+    monkeypatch.setattr("diffusion_worker.runner.pipelines.tasks.make_body", lambda pipeline, spec, **_: lambda: "a string")
     with pytest.raises(RequestError, match="StableDiffusion3Pipeline returned str, expected an image"):
         rig.runner.execute_model(request("one"))
 

@@ -10,9 +10,9 @@ import torch
 import rank_processes
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import LoRAUse, Tick
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.request_body import make_body
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.pipelines.body import make_body
 from runner_rig import RunnerRig, image_of_diffusers, levels_apart, request
 
 
@@ -129,7 +129,7 @@ def test_a_request_that_cannot_even_be_prepared_fails_alone(rig: RunnerRig, monk
             raise KeyError("a custom pipeline's mistake")
         return make_body(pipeline, spec)
 
-    monkeypatch.setattr("diffusion_worker.runner.tasks.make_body", prepare)
+    monkeypatch.setattr("diffusion_worker.runner.pipelines.tasks.make_body", prepare)
     images, errors = rig.run(request("odd"), request("good"))
     assert errors["odd"].code == ErrorCode.REQUEST_FAILED
     assert list(images) == ["good"]
@@ -141,7 +141,7 @@ def test_a_merge_that_does_not_fit_in_memory_is_made_one_by_one(rig: RunnerRig, 
             raise torch.OutOfMemoryError("out of memory")
         return calls[0]
 
-    monkeypatch.setattr("diffusion_worker.runner.input_batch.merge", merge)
+    monkeypatch.setattr("diffusion_worker.runner.stepping.batch.merge", merge)
     images, errors = rig.run(request("a"), request("b"))
     assert (sorted(images), errors) == (["a", "b"], {})
 

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.fifo import FifoScheduler
 from benchmarks.replay import Arrival, Outcome, VirtualDevice, percentile, replay
-from diffusion_worker.engine.request_class import Defaults
-from diffusion_worker.engine.scheduler import PATIENCE, RESIDENT_BATCHES, SHARE, StepScheduler
+from diffusion_worker.engine.scheduling.request_class import Defaults
+from diffusion_worker.engine.scheduling.scheduler import PATIENCE, RESIDENT_BATCHES, SHARE, StepScheduler
 from diffusion_worker.messages import ErrorReport, Failed, Finished, RequestSpec, Tick, TickDone
 
 SMALL_S, LARGE_S = 0.03, 0.12

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.replay import Arrival, Outcome, VirtualDevice, replay
-from diffusion_worker.engine.scheduler import LOOKAHEAD, PATIENCE, StepScheduler
+from diffusion_worker.engine.scheduling.scheduler import LOOKAHEAD, PATIENCE, StepScheduler
 from diffusion_worker.messages import Finished, LoRAUse, RequestSpec, Tick, TickDone
 
 STEP_S = 0.01

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.replay import Arrival, VirtualDevice, replay
-from diffusion_worker.engine.request_class import Defaults, class_of
-from diffusion_worker.engine.scheduler import PATIENCE, SHARE, StepScheduler
-from diffusion_worker.engine.step_loop import TICKS_AHEAD
+from diffusion_worker.engine.scheduling.request_class import Defaults, class_of
+from diffusion_worker.engine.scheduling.scheduler import PATIENCE, SHARE, StepScheduler
+from diffusion_worker.engine.scheduling.step_loop import TICKS_AHEAD
 from diffusion_worker.messages import ErrorReport, Failed, Finished, RequestSpec, Tick, TickDone
 
 SIDES = (256, 512, 1024)

@@ -17,8 +17,8 @@ from PIL import Image
 
 from diffusion_worker.config import RequestDefaults, RequestLimits, StepCache
 from diffusion_worker.messages import ModelInfo, Recipe, RequestSpec
-from diffusion_worker.server.image_schemas import REFUSED, ImagesRequest
-from diffusion_worker.server.pieces import PIECE_BYTES, PiecedResponse, cut, json_with_file
+from diffusion_worker.server.encoding.chunked import PIECE_BYTES, PiecedResponse, cut, json_with_file
+from diffusion_worker.server.schemas.images import REFUSED, ImagesRequest
 from fake_rank_group import FAKE_STAGES, FakeRankGroup, fake_digest, fake_pixels
 from server_edge import Edge, serving_edge
 from worker_process import decode_image

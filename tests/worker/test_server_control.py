@@ -10,7 +10,7 @@ import pytest
 
 from diffusion_worker.errors import ConfigError, ErrorCode
 from diffusion_worker.messages import ErrorReport
-from diffusion_worker.server.bearer_token import TokenFile
+from diffusion_worker.server.http.bearer_token import TokenFile
 from fake_rank_group import fake_digest
 from server_edge import Edge, serving_edge
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from diffusion_worker.errors import STATUS, ErrorCode, RequestError
-from diffusion_worker.server.problems import REQUEST_ID, error_answer
+from diffusion_worker.server.schemas.problems import REQUEST_ID, error_answer
 from server_edge import Edge, serving_edge
 
 # Statuses of 400 and more that OpenAI's SDKs and Vercel's repeat by themselves.

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diffusion_worker.server import app as server_app
 from diffusion_worker.server import serve
-from diffusion_worker.server.body_limit import SLOWEST_BYTES_PER_S, BodyLimit
-from diffusion_worker.server.connection import BoundedConnection
-from diffusion_worker.server.encoding_threads import EncodingThreads
+from diffusion_worker.server.encoding.threads import EncodingThreads
+from diffusion_worker.server.http.body_limit import SLOWEST_BYTES_PER_S, BodyLimit
+from diffusion_worker.server.http.connection import BoundedConnection
 from fake_rank_group import FakeRankGroup
 from server_edge import DEADLINE_S, Edge, image_scope, serving_edge
 from worker_process import FAKE_PROGRAM, WorkerProcess

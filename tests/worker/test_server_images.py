@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.documents import EngineState
+from diffusion_worker.engine.state.state_document import EngineState
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.server.app import MAX_BODY_BYTES

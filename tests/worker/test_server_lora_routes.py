@@ -9,10 +9,10 @@ import httpx2
 import msgspec
 import pytest
 
-from diffusion_worker.engine.documents import AdapterCall, Residency
+from diffusion_worker.engine.state.state_document import AdapterCall, Residency
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport
-from diffusion_worker.server.schemas import AdapterBody
+from diffusion_worker.server.schemas.control import AdapterBody
 from diffusion_worker.sources.source import Source
 from fake_rank_group import fake_digest
 from server_edge import Edge, serving_edge

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_worker.engine.model_digest import digest_of
+from diffusion_worker.engine.startup.model_digest import digest_of
 from worker_process import DIGITS_MODEL, WorkerProcess
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.runner.pipeline_loading import load_pipeline
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from digit_judge import judge
 from runner_rig import image_of_diffusers, request
 from worker_process import DIGITS_MODEL, WorkerProcess

@@ -11,7 +11,7 @@ import pytest
 from diffusion_worker.config import Offload
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport
-from diffusion_worker.server import sleep_routes
+from diffusion_worker.server.control import sleep_routes
 from fake_rank_group import WEIGHTS_BYTES
 from server_edge import Edge, serving_edge
 

@@ -10,7 +10,7 @@ import pytest
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, RequestSpec
-from diffusion_worker.server import streaming
+from diffusion_worker.server.images import streaming
 from fake_rank_group import fake_pixels, fake_preview
 from server_edge import DEADLINE_S, Edge, serving_edge
 from worker_process import decode_image

@@ -11,7 +11,7 @@ import torch
 
 from diffusion_worker.config import LoadFormat
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline_loading import load_pipeline
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from runner_rig import Images, RunnerRig, image_of_diffusers, request
 
 CHANGING = """
@@ -109,7 +109,7 @@ def of_the_plain_class(rig: RunnerRig, spec: RequestSpec) -> None:
     """Join a request for the class that the custom one extends, on the same modules."""
     from diffusers import StableDiffusion3Pipeline
 
-    from diffusion_worker.runner.request_body import make_body
+    from diffusion_worker.runner.pipelines.body import make_body
 
     rig.runner.join(spec, make_body(StableDiffusion3Pipeline(**rig.runner.pipeline.components), spec))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker.config import Offload
-from diffusion_worker.engine.documents import EngineState, SleepCall, SleepMode, SleepPolicy, WakeCall
+from diffusion_worker.engine.state.state_document import EngineState, SleepCall, SleepMode, SleepPolicy, WakeCall
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import MemoryTag, SleepLevel
 from fake_rank import WEIGHTS_BYTES

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.documents import OperationResult, Problem
-from diffusion_worker.engine.verification import difference, wrong_adapters
+from diffusion_worker.engine.startup.wake_verification import difference, wrong_adapters
+from diffusion_worker.engine.state.state_document import OperationResult, Problem
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed
 from diffusion_worker.messages import ErrorReport, Fingerprint, MemoryTag, SleepLevel
 from fake_rank import WEIGHTS_BYTES
@@ -348,6 +348,6 @@ async def test_a_group_that_does_not_come_back_ends_the_operation_with_the_engin
 
 
 async def test_a_defect_of_ours_in_a_sleep_ends_the_engine_as_nothing_is_known_then(rig: SleepRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusion_worker.engine.tasks.unreleased", lambda ranks: 1 / 0)
+    monkeypatch.setattr("diffusion_worker.engine.sleep.rank_tasks.unreleased", lambda ranks: 1 / 0)
     assert "sleep broke: ZeroDivisionError" in problem_of(await rig.sleep()).message
     assert rig.engine.state == "failed"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_worker.engine.documents import ColdMode, SleepPolicy
-from diffusion_worker.engine.sleep_calls import FIRST_RETRY_S, LAST_RETRY_S
-from diffusion_worker.engine.sleep_policy import SleepRules
+from diffusion_worker.engine.sleep.calls import FIRST_RETRY_S, LAST_RETRY_S
+from diffusion_worker.engine.sleep.policy import SleepRules
+from diffusion_worker.engine.state.state_document import ColdMode, SleepPolicy
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, MemoryTag
 from sleep_rig import KILLED, SleepRig, sleep_rig, write_desired

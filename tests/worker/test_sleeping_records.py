@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.sleep_record import FILE_NAME, record_key
+from diffusion_worker.engine.sleep.record import FILE_NAME, record_key
 from diffusion_worker.messages import MemoryTag, SleepLevel
 from fake_rank_group import FakeRankGroup
 from sleep_rig import KILLED, sleep_rig, write_desired

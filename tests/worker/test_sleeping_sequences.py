@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_worker.engine.documents import OperationCall, PauseCall, SleepMode, SleepPolicy
-from diffusion_worker.engine.results import Generation
+from diffusion_worker.engine.state.request_events import Generation
+from diffusion_worker.engine.state.state_document import OperationCall, PauseCall, SleepMode, SleepPolicy
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, MemoryTag, RequestSpec, SleepLevel
 from fake_rank_group import FakeRankGroup, fake_pixels

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.cache import Cache
 from diffusion_worker.sources.downloading import Downloader, RemoteFile, Totals
 from diffusion_worker.sources.fetching import Fetched
+from diffusion_worker.sources.file_cache import Cache
 from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, Source
 from diffusion_worker.sources.transport import checked_client

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine import model_fetching
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.model_digest import digest_of
+from diffusion_worker.engine.startup import model_fetching
+from diffusion_worker.engine.startup.model_digest import digest_of
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.offline.engine import DiffusionEngine
 from diffusion_worker.sources.options import locate_model

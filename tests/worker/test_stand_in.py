@@ -11,9 +11,9 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel
 from transformers import Gemma2Config, Gemma2Model, Qwen2Config, Qwen2ForCausalLM
 
 from diffusion_worker.messages import Tick
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.request_state import DiffusionRequestState
-from diffusion_worker.runner.stand_in import StandIn, forget_copies
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
+from diffusion_worker.runner.stepping.suspending_module import StandIn, forget_copies
 from families.family import tiny_vae
 from runner_rig import RunnerRig, request
 

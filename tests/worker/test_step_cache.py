@@ -13,15 +13,15 @@ import torch
 from PIL import Image
 
 from diffusion_worker.config import StepCache
-from diffusion_worker.engine.request_class import Defaults, class_of
+from diffusion_worker.engine.scheduling.request_class import Defaults, class_of
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall
+from diffusion_worker.runner.loading.step_cache import make_step_cache
+from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.step_cache import first_block
 from diffusion_worker.runner.step_cache.cache import Divided
 from diffusion_worker.runner.step_cache.run import Verdict
-from diffusion_worker.runner.step_cache_loading import make_step_cache
-from diffusion_worker.runner.stepper import StepOutput
+from diffusion_worker.runner.stepping.stepper import StepOutput
 from digit_judge import DIGIT_WORDS, HUES, judge
 from families.all import FAMILIES
 from runner_rig import Images, OneRank, RunnerRig, levels_apart, request

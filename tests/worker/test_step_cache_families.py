@@ -22,11 +22,11 @@ from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS
 
 from diffusion_worker.config import StepCache
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline_view import modules_of
+from diffusion_worker.runner.loading.step_cache import make_step_cache
+from diffusion_worker.runner.pipelines.step_cache_support import SUPPORTED
+from diffusion_worker.runner.pipelines.view import modules_of
 from diffusion_worker.runner.step_cache import first_block
-from diffusion_worker.runner.step_cache.support import SUPPORTED
-from diffusion_worker.runner.step_cache_loading import make_step_cache
-from diffusion_worker.runner.stepper import StepOutput
+from diffusion_worker.runner.stepping.stepper import StepOutput
 from families.all import FAMILIES
 from families.family import Family, randomise_zeros
 from families.family_rig import JOINING, Asked, FamilyRig, apart

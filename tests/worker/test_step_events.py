@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from diffusion_worker.engine.results import PreviewMade, RequestEvent, StepTaken
-from diffusion_worker.engine.step_loop import MAX_REPLAYS, StepLoop
+from diffusion_worker.engine.scheduling.step_loop import MAX_REPLAYS, StepLoop
+from diffusion_worker.engine.state.request_events import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec, Task
 from fake_images import fake_pixels

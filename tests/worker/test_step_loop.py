@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.rank_group import TickReport
-from diffusion_worker.engine.scheduler import Wave
-from diffusion_worker.engine.step_loop import MAX_REPLAYS, TICKS_AHEAD, Outcome, StepLoop
-from diffusion_worker.engine.wave_limit import FACTOR, FLOOR_OF_NEW_CLASS_S, FLOOR_S, UNMEASURED_S, wave_limit_s
+from diffusion_worker.engine.scheduling.scheduler import Wave
+from diffusion_worker.engine.scheduling.step_loop import MAX_REPLAYS, TICKS_AHEAD, Outcome, StepLoop
+from diffusion_worker.engine.scheduling.tick_deadline import FACTOR, FLOOR_OF_NEW_CLASS_S, FLOOR_S, UNMEASURED_S, wave_limit_s
+from diffusion_worker.engine.state.rank_protocol import TickReport
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
 from fake_rank_group import FakeRankGroup, fake_pixels

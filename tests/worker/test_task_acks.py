@@ -8,7 +8,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.messages import SleepLevel, SleepTask, TaskAck, TaskStatus, WakeTask
-from diffusion_worker.runner.faults import RankFault
+from diffusion_worker.runner.model_call.faults import RankFault
 from diffusion_worker.runner.task_acks import MOST_REMEMBERED, TaskAcks
 
 

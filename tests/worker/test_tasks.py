@@ -15,11 +15,11 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import ImageInput, LoRAUse, RequestSpec, Task, Tick
+from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pipeline_description import describe
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.pixels import pixels_of
-from diffusion_worker.runner.tasks import TaskPipelines
+from diffusion_worker.runner.pipelines.description import describe
+from diffusion_worker.runner.pipelines.tasks import TaskPipelines
+from diffusion_worker.runner.stepping.pixels import pixels_of
 from families.all import FAMILIES
 from families.family import image
 from runner_rig import Images, OneRank, RunnerRig, levels_apart, request

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from diffusion_worker.messages import RequestSpec, Tick
-from diffusion_worker.runner.pipeline_loading import load_pipeline
-from diffusion_worker.runner.pixels import pixels_of
-from diffusion_worker.runner.request_body import PipelineBody
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.pipelines.body import PipelineBody
+from diffusion_worker.runner.stepping.pixels import pixels_of
 from families import svd, wan
 from families.family import build_seeded
 from families.family_rig import FamilyRig

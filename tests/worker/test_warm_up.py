@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.documents import EngineState, LoadStage
-from diffusion_worker.engine.rank_group import TickReport
+from diffusion_worker.engine.state.rank_protocol import TickReport
+from diffusion_worker.engine.state.state_document import EngineState, LoadStage
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec, RpcReply, Task, Tick
-from diffusion_worker.runner.stepper import StepOutput
+from diffusion_worker.runner.stepping.stepper import StepOutput
 from diffusion_worker.runner.warm_up import Variant, compiled_variants, warm_up, warm_up_requests
 from fake_rank_group import FakeRankGroup
 from runner_rig import RunnerRig

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.api.worker_state import CODES
-from diffusion_operator.plan.happenings import Happened
+from diffusion_operator.plan.results.worker_changes import Happened
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.reconcile.listing import Listing
 from diffusion_operator.reconcile.runtime import Runtime

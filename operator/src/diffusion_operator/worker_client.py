@@ -20,7 +20,7 @@ from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.api.names import CONTROL_PORT
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
-from diffusion_operator.plan.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
 
 STATE_BYTES = 4 << 20
 """The largest state document that is read."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from diffusion_worker.runner.calls import ModelCall, group_key, merge, split
+from diffusion_worker.runner.model_call.call import ModelCall, group_key, merge, split
 from families.family import Family, as_tensor
 from families.family_rig import JOINING, TRIO, Asked, FamilyRig, apart
 

@@ -10,9 +10,9 @@ import torch
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
-from diffusion_worker.runner.calls import ModelCall, execute
+from diffusion_worker.runner.model_call.call import ModelCall, execute
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.pipeline_view import modules_of, view_of
+from diffusion_worker.runner.pipelines.view import modules_of, view_of
 from families.family import Arguments, Family, as_tensor, in_float64
 from module_attributes import attributes_of, changes_of
 from runner_rig import OneRank

@@ -11,8 +11,8 @@ from typing import Any
 import diffusers
 import torch
 
-from diffusion_worker.runner.pipeline_view import guide, silence
-from diffusion_worker.runner.request_body import inputs_of
+from diffusion_worker.runner.pipelines.body import inputs_of
+from diffusion_worker.runner.pipelines.view import guide, silence
 from families.family import Arguments, Family, build_seeded, seeded
 from families.wan import TRANSFORMER as WAN_TRANSFORMER
 from families.wan import flow_unipc

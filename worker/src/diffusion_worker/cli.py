@@ -32,8 +32,8 @@ from diffusion_worker.config import (
     read_model_index,
     split_import_path,
 )
-from diffusion_worker.engine.documents import SleepPolicy
-from diffusion_worker.engine.sleep_policy import read_desired
+from diffusion_worker.engine.sleep.policy import read_desired
+from diffusion_worker.engine.state.state_document import SleepPolicy
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.sources.options import check_lora_bounds, check_sources, locate_model, lora_defaults, shown
 

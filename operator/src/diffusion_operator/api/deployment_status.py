@@ -16,7 +16,7 @@ class _Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class ReplicaState(StrEnum):
-    """The machine of a replica; see plan/groups.py for what leads to each."""
+    """The machine of a replica; see plan/observed/replica_state.py for what leads to each."""
 
     PENDING = "Pending"
     STARTING = "Starting"

@@ -8,24 +8,24 @@ import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
-from diffusion_operator.plan.acceptance import DesiredAdapter
-from diffusion_operator.plan.actions import CreatePod, DeletePod, PodAction, SetRoutable, WorkerAction
-from diffusion_operator.plan.adapters import AdapterView, plan_adapters
-from diffusion_operator.plan.children import ChildState
-from diffusion_operator.plan.departures import Told, depart
-from diffusion_operator.plan.deployment_status import deployment_status
-from diffusion_operator.plan.groups import Group, observe_groups
-from diffusion_operator.plan.model_resolution import resolve_model, unpinned
-from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Observed
-from diffusion_operator.plan.polling import MOVING_POLL_S, look_again
-from diffusion_operator.plan.recovery import with_failures
-from diffusion_operator.plan.replicas import ReplicaPlan, plan_replicas
-from diffusion_operator.plan.revision import Template, template_of
-from diffusion_operator.plan.rollout import progress_of
-from diffusion_operator.plan.routing import plan_routing
-from diffusion_operator.plan.situation import Situation
-from diffusion_operator.plan.sleeping import plan_sleep
-from diffusion_operator.plan.template_trial import Trial, plan_trial
+from diffusion_operator.plan.adapter_removals import Told, depart
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+from diffusion_operator.plan.adapters.plan import AdapterView, plan_adapters
+from diffusion_operator.plan.observed.children import ChildState
+from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Observed
+from diffusion_operator.plan.observed.replica_state import Group, observe_groups
+from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
+from diffusion_operator.plan.replicas.recovery import with_failures
+from diffusion_operator.plan.replicas.revision import Template, template_of
+from diffusion_operator.plan.replicas.rollout import progress_of
+from diffusion_operator.plan.replicas.routing import plan_routing
+from diffusion_operator.plan.replicas.scaling import ReplicaPlan, plan_replicas
+from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod, PodAction, SetRoutable, WorkerAction
+from diffusion_operator.plan.sleep.next_look import MOVING_POLL_S, look_again
+from diffusion_operator.plan.sleep.policy import plan_sleep
+from diffusion_operator.plan.status.deployment import deployment_status
+from diffusion_operator.plan.status.inputs import Situation
 
 UNROUTE_BEFORE_DELETE = timedelta(seconds=2)
 

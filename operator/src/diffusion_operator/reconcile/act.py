@@ -13,7 +13,11 @@ from datetime import datetime, timedelta
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_ROUTABLE, POD
 from diffusion_operator.errors import ClusterConflict, ClusterRefused, ControlError, NamespaceEnds, OperatorError
-from diffusion_operator.plan.actions import (
+from diffusion_operator.plan.adapters.load_attempts import RACE_RETRY_S, RACES, next_attempt
+from diffusion_operator.plan.observed.children import pods_wait_for
+from diffusion_operator.plan.observed.ownership import has_our_labels, is_controlled_by
+from diffusion_operator.plan.replicas.revision import Template
+from diffusion_operator.plan.results.actions import (
     CreatePod,
     DeletePod,
     PodAction,
@@ -24,12 +28,8 @@ from diffusion_operator.plan.actions import (
     WakeWorker,
     WorkerAction,
 )
-from diffusion_operator.plan.attempts import RACE_RETRY_S, RACES, next_attempt
-from diffusion_operator.plan.child_events import pod_name_taken
-from diffusion_operator.plan.children import pods_wait_for
-from diffusion_operator.plan.ownership import has_our_labels, is_controlled_by
-from diffusion_operator.plan.revision import Template
-from diffusion_operator.plan.sleeping import retry_key
+from diffusion_operator.plan.results.child_events import pod_name_taken
+from diffusion_operator.plan.sleep.policy import retry_key
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.repairs import tell, tell_repaired
 from diffusion_operator.reconcile.runtime import Runtime

@@ -4,9 +4,9 @@
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
-from diffusion_operator.plan.adapter_status import adapter_status
-from diffusion_operator.plan.adapters import AdapterView
-from diffusion_operator.plan.events import adapter_events
+from diffusion_operator.plan.adapters.plan import AdapterView
+from diffusion_operator.plan.adapters.status import adapter_status
+from diffusion_operator.plan.results.events import adapter_events
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.observe import parse
 from diffusion_operator.reconcile.report import report

@@ -11,8 +11,7 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import KINDS, LABEL_DEPLOYMENT, Kind
 from diffusion_operator.cluster import Manifest
 from diffusion_operator.errors import ClusterConflict, ClusterRefused
-from diffusion_operator.plan.events import repaired
-from diffusion_operator.plan.ownership import (
+from diffusion_operator.plan.observed.ownership import (
     Ownership,
     adopt_secret,
     as_if_applied,
@@ -23,6 +22,7 @@ from diffusion_operator.plan.ownership import (
     secret_is_ours,
     was_posted,
 )
+from diffusion_operator.plan.results.events import repaired
 from diffusion_operator.reconcile.repairs import tell
 from diffusion_operator.reconcile.runtime import Runtime
 

@@ -31,10 +31,10 @@ from diffusion_operator.api.names import (
     desired_config_name,
 )
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, NamespaceEnds
-from diffusion_operator.plan.children import PASS_FAILED, ChildState, leaving, refused, stranger, tried
-from diffusion_operator.plan.drift import drift
-from diffusion_operator.plan.ownership import Ownership, is_controlled_by
-from diffusion_operator.plan.pods import Pod
+from diffusion_operator.plan.observed.children import PASS_FAILED, ChildState, leaving, refused, stranger, tried
+from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by
+from diffusion_operator.plan.observed.pods import Pod
+from diffusion_operator.plan.results.drift import drift
 from diffusion_operator.reconcile.child_writes import remove_child, write_child, write_secret
 from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
 from diffusion_operator.reconcile.repairs import tell_repaired

@@ -12,13 +12,13 @@ from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import reason_of, settle_conditions
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.errors import ClusterError, NamespaceEnds
-from diffusion_operator.plan.child_events import child_events
-from diffusion_operator.plan.children import hurried
-from diffusion_operator.plan.conditions import pass_failed
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment, status_after
-from diffusion_operator.plan.events import deployment_events, wakes_between
-from diffusion_operator.plan.observed import Observed
-from diffusion_operator.plan.polling import WAKEABLE_POLL_S
+from diffusion_operator.plan.observed.children import hurried
+from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.results.child_events import child_events
+from diffusion_operator.plan.results.events import deployment_events, wakes_between
+from diffusion_operator.plan.sleep.next_look import WAKEABLE_POLL_S
+from diffusion_operator.plan.status.conditions import pass_failed
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
 from diffusion_operator.reconcile.children import doubt_secret, keep_children, next_try_s
 from diffusion_operator.reconcile.glance import glance_of, says_the_same

@@ -11,8 +11,8 @@ import msgspec
 
 from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlError
-from diffusion_operator.plan.observed import Observed
-from diffusion_operator.plan.polling import WAKEABLE_POLL_S
+from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.sleep.next_look import WAKEABLE_POLL_S
 from diffusion_operator.reconcile.memory import DeploymentMemory, Glance
 from diffusion_operator.reconcile.runtime import Runtime
 

@@ -9,10 +9,10 @@ import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import WireError, WorkerState
-from diffusion_operator.plan.adapters import AdapterView
-from diffusion_operator.plan.children import ChildState, ChildTry
-from diffusion_operator.plan.observed import Attempt, AttemptKey, Departures, Poll, TemplateTrial
-from diffusion_operator.plan.publishing import worth_publishing
+from diffusion_operator.plan.adapters.plan import AdapterView
+from diffusion_operator.plan.adapters.publishing import worth_publishing
+from diffusion_operator.plan.observed.children import ChildState, ChildTry
+from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Poll, TemplateTrial
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 
 

@@ -12,10 +12,10 @@ from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import LABEL_DEPLOYMENT, POD
 from diffusion_operator.errors import ControlError, OperatorError
-from diffusion_operator.plan.happenings import happened
-from diffusion_operator.plan.observed import Observed
-from diffusion_operator.plan.ownership import is_controlled_by
-from diffusion_operator.plan.pods import Pod, pod_numbers, read_pod
+from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.observed.ownership import is_controlled_by
+from diffusion_operator.plan.observed.pods import Pod, pod_numbers, read_pod
+from diffusion_operator.plan.results.worker_changes import happened
 from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord
 from diffusion_operator.reconcile.repairs import repair_pods
 from diffusion_operator.reconcile.runtime import Runtime

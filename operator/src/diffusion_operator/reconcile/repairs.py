@@ -11,10 +11,10 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, LABEL_REVISION, POD
 from diffusion_operator.errors import ClusterError, NamespaceEnds
-from diffusion_operator.plan.actions import CreatePod
 from diffusion_operator.plan.deployment import DeploymentPlan
-from diffusion_operator.plan.events import PlannedEvent, repaired
-from diffusion_operator.plan.ownership import is_controlled_by
+from diffusion_operator.plan.observed.ownership import is_controlled_by
+from diffusion_operator.plan.results.actions import CreatePod
+from diffusion_operator.plan.results.events import PlannedEvent, repaired
 from diffusion_operator.reconcile.memory import DeploymentMemory, KnownPod
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import Kind
 from diffusion_operator.errors import ClusterError, NamespaceEnds
-from diffusion_operator.plan.events import PlannedEvent
+from diffusion_operator.plan.results.events import PlannedEvent
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.event import event
 

@@ -6,10 +6,10 @@ import logging
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.errors import ClusterError
-from diffusion_operator.plan.actions import CreatePod
-from diffusion_operator.plan.observed import Answer, TemplateTrial
-from diffusion_operator.plan.revision import Template
-from diffusion_operator.plan.template_trial import WORDS, answer_of, remembered
+from diffusion_operator.plan.observed.observed import Answer, TemplateTrial
+from diffusion_operator.plan.replicas.revision import Template
+from diffusion_operator.plan.replicas.template_trial import WORDS, answer_of, remembered
+from diffusion_operator.plan.results.actions import CreatePod
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.pod import pod

@@ -8,7 +8,7 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import ModelStatus
 from diffusion_operator.api.names import DESIRED_KEY, desired_config_name
-from diffusion_operator.plan.acceptance import DesiredAdapter
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata
 

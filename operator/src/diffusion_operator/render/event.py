@@ -6,7 +6,7 @@ from datetime import datetime
 
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import EVENT, FIELD_MANAGER, GROUP, Kind
-from diffusion_operator.plan.events import PlannedEvent
+from diffusion_operator.plan.results.events import PlannedEvent
 from diffusion_operator.render import Manifest
 
 

@@ -16,7 +16,7 @@ from diffusion_operator.api.names import (
     NO_GPU_RESOURCE,
     pod_name,
 )
-from diffusion_operator.plan.revision import Template
+from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata, with_asked
 from diffusion_operator.render.scheduling import pod_scheduling

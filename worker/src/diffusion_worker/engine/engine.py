@@ -11,10 +11,19 @@ import msgspec
 
 from diffusion_worker.compatibility import why_awake
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.adapter_outcomes import DEFERRING
-from diffusion_worker.engine.adapter_ranks import AdapterLoads
-from diffusion_worker.engine.admission import GenerationParams
-from diffusion_worker.engine.documents import (
+from diffusion_worker.engine.adapters.on_ranks import AdapterLoads
+from diffusion_worker.engine.adapters.outcomes import DEFERRING
+from diffusion_worker.engine.construction import EngineParts
+from diffusion_worker.engine.requests.admission import GenerationParams
+from diffusion_worker.engine.requests.holding import Holding
+from diffusion_worker.engine.scheduling.step_hold import Pauser
+from diffusion_worker.engine.scheduling.step_loop import StepStats
+from diffusion_worker.engine.start import start
+from diffusion_worker.engine.state.operations import OperationsDone
+from diffusion_worker.engine.state.rank_calls import all_true
+from diffusion_worker.engine.state.rank_protocol import RankGroup
+from diffusion_worker.engine.state.request_events import Generation, RequestEvent
+from diffusion_worker.engine.state.state_document import (
     AdapterCall,
     AdapterDocument,
     EngineState,
@@ -30,15 +39,6 @@ from diffusion_worker.engine.documents import (
     StateDocument,
     WakeCall,
 )
-from diffusion_worker.engine.holding import Holding
-from diffusion_worker.engine.operations import OperationsDone
-from diffusion_worker.engine.parts import EngineParts
-from diffusion_worker.engine.pausing import Pauser
-from diffusion_worker.engine.rank_calls import all_true
-from diffusion_worker.engine.rank_group import RankGroup
-from diffusion_worker.engine.results import Generation, RequestEvent
-from diffusion_worker.engine.starting import start
-from diffusion_worker.engine.step_loop import StepStats
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import Fingerprint, ModelInfo, TaskAck
 from diffusion_worker.sources.fetching import Fetcher

@@ -8,13 +8,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+    from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
     from diffusion_worker.lora.registry import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
     from diffusion_worker.lora.request import LoRARequest
 
 __all__ = ["DiffusionLoRAManager", "LRUCacheLoRAModelManager", "LoRAModel", "LoRAModelManager", "LoRARequest"]
 
-_HOMES = {"DiffusionLoRAManager": "model_manager", "LoRARequest": "request"}
+_HOMES = {"DiffusionLoRAManager": "diffusion_manager", "LoRARequest": "request"}
 
 
 def __getattr__(name: str) -> Any:

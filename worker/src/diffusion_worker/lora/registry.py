@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_layers import HostAdapter, SlotUse
+from diffusion_worker.lora.pipeline_layers import HostAdapter, SlotUse
 
 # Rank of the adapters that a warm-up makes: real ones mostly have as many or more.
 DUMMY_RANK = 8

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffusion_worker.cli import ADAPTER_NAME
-from diffusion_worker.engine.admission import MAX_LORA_SCALE
-from diffusion_worker.engine.documents import AdapterCall, AdapterDocument, AdapterState
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.requests.admission import MAX_LORA_SCALE
+from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState
 from diffusion_worker.errors import ConfigError, RequestError, refused
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.sources.parsing import parse_source

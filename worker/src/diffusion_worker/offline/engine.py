@@ -12,10 +12,10 @@ import msgspec
 from PIL.Image import Image
 
 from diffusion_worker.cli import parse_size
-from diffusion_worker.engine.admission import GenerationParams
-from diffusion_worker.engine.documents import AdapterState
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.results import Generation, RequestEvent
+from diffusion_worker.engine.requests.admission import GenerationParams
+from diffusion_worker.engine.state.request_events import Generation, RequestEvent
+from diffusion_worker.engine.state.state_document import AdapterState
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError, refused
 from diffusion_worker.offline.adapters import RequestedAdapters, Scales, Wanted, WantedAdapter, wanted_adapters
 from diffusion_worker.offline.engine_thread import EngineThread

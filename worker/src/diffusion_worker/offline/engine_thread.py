@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 
 LOOK_S = 0.1

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from diffusion_worker.engine.results import FinishedImage, Provenance, Timings
+from diffusion_worker.engine.state.request_events import FinishedImage, Provenance, Timings
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.server.encoding import OutputFormat, encode, metadata_of
+from diffusion_worker.server.encoding.images import OutputFormat, encode, metadata_of
 
 FORMATS = {".png": OutputFormat.PNG, ".jpg": OutputFormat.JPEG, ".jpeg": OutputFormat.JPEG, ".webp": OutputFormat.WEBP}
 

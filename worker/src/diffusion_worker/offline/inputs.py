@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from PIL import ImageOps
 from PIL.Image import Image
 
-from diffusion_worker.engine.admission import InputImage
+from diffusion_worker.engine.requests.admission import InputImage
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
-from diffusion_worker.server.input_images import decoded
+from diffusion_worker.server.encoding.input_images import decoded
 
 
 def image_fields(image: Image | Sequence[Image] | None, mask: Image | None, strength: float | None) -> dict[str, object]:

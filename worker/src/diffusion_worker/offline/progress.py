@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
-from diffusion_worker.engine.results import RequestEvent, StepTaken
+from diffusion_worker.engine.state.request_events import RequestEvent, StepTaken
 
 WEIGHTS_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}]"
 

@@ -5,11 +5,11 @@ import asyncio
 from collections.abc import Sequence
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.documents import RankDocument, RankState
-from diffusion_worker.engine.rank_group import Loss, TickReport
+from diffusion_worker.engine.state.rank_protocol import Loss, TickReport
+from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import Fault, GroupFailed
 from diffusion_worker.messages import MemoryReport, ModelInfo, RpcReply, Tick
-from diffusion_worker.ranks.generation import Generation
+from diffusion_worker.ranks.rank_generation import Generation
 
 
 class RankExecutor:

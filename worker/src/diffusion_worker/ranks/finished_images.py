@@ -11,9 +11,9 @@ import msgspec
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Failed, Finished, Preview, StageSeconds, TickDone
 from diffusion_worker.ranks.output import Said
-from diffusion_worker.runner.pixels import Pixels, RawImage, pixels_of
-from diffusion_worker.runner.stage_clock import StageClock
-from diffusion_worker.runner.stepper import StepOutput, report_of
+from diffusion_worker.runner.stepping.pixels import Pixels, RawImage, pixels_of
+from diffusion_worker.runner.stepping.stage_clock import StageClock
+from diffusion_worker.runner.stepping.stepper import StepOutput, report_of
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from diffusion_worker.engine.documents import RankDocument, RankState
+from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.messages import Fatal, MemoryReport, ModelInfo
 
 COLLECT_S = 2.0

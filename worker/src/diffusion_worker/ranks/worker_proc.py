@@ -43,7 +43,7 @@ from diffusion_worker.ranks.finished_images import ImageReport
 from diffusion_worker.ranks.output import Output
 from diffusion_worker.ranks.start_check import check_start
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
-from diffusion_worker.runner.faults import RankFault, classify, require_usable_rank
+from diffusion_worker.runner.model_call.faults import RankFault, classify, require_usable_rank
 
 log = logging.getLogger(__name__)
 

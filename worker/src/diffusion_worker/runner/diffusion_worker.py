@@ -33,13 +33,13 @@ from diffusion_worker.messages import (
     WakeTask,
 )
 from diffusion_worker.runner.device import device_of
+from diffusion_worker.runner.loading.offloading import check_device
+from diffusion_worker.runner.loading.replace_weights import read_weights
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
-from diffusion_worker.runner.offloading import check_device
-from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pixels import Pixels
+from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.profiler import RankProfiler
+from diffusion_worker.runner.stepping.pixels import Pixels
 from diffusion_worker.runner.task_acks import TaskAcks
-from diffusion_worker.runner.weight_loading import read_weights
 
 
 class Rendezvous(msgspec.Struct, frozen=True):

@@ -18,13 +18,13 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec
-from diffusion_worker.runner.agreement import failures_of_all
-from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pixels import Pixels, pixels_of
-from diffusion_worker.runner.request_state import DiffusionRequestState
-from diffusion_worker.runner.stepper import Compute, StepOutput, Stepper, report_of
-from diffusion_worker.runner.tasks import TaskPipelines
-from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.runner.parallel.agreement import failures_of_all
+from diffusion_worker.runner.parallel.rows import Parallel
+from diffusion_worker.runner.pipelines.tasks import TaskPipelines
+from diffusion_worker.runner.stepping.pixels import Pixels, pixels_of
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
+from diffusion_worker.runner.stepping.stepper import Compute, StepOutput, Stepper, report_of
+from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from diffusion_worker.runner.warm_up import WarmUpRequest, own_request, plain_variants
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from diffusion_worker.config import Compile, LoadFormat, Offload, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.conversion import converter_of
-from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.memory.heap import give_back_heap, unsettle_heap
@@ -30,30 +30,30 @@ from diffusion_worker.messages import (
     SleepLevel,
     Tick,
 )
-from diffusion_worker.runner.adapters import TEXT_ENCODER, add_on_all_ranks, create_lora_manager
-from diffusion_worker.runner.agreement import failures_of_all
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.compilation import Compilation
 from diffusion_worker.runner.fingerprint import Probe, adapter_digests
-from diffusion_worker.runner.kinds import ParallelKinds
-from diffusion_worker.runner.loading_progress import LoadingProgress, ReportProgress
-from diffusion_worker.runner.offloading import Offloading, home_of
-from diffusion_worker.runner.parallel import Parallel
-from diffusion_worker.runner.pipeline_description import describe
-from diffusion_worker.runner.pipeline_loading import check_pipeline_class, checkpoint_folder, dtype_of, load_pipeline
-from diffusion_worker.runner.pipeline_view import compute_on, modules_of
-from diffusion_worker.runner.pixels import Pixels, pixels_of
-from diffusion_worker.runner.prompt_cache import PromptCache
+from diffusion_worker.runner.loading.adapter_layers import TEXT_ENCODER, add_on_all_ranks, create_lora_manager
+from diffusion_worker.runner.loading.compilation import Compilation
+from diffusion_worker.runner.loading.offloading import Offloading, home_of
+from diffusion_worker.runner.loading.pipeline import check_pipeline_class, checkpoint_folder, dtype_of, load_pipeline
+from diffusion_worker.runner.loading.progress import LoadingProgress, ReportProgress
+from diffusion_worker.runner.loading.replace_weights import replace_weights
+from diffusion_worker.runner.loading.step_cache import make_step_cache
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.prompt_cache import PromptCache
+from diffusion_worker.runner.parallel.agreement import failures_of_all
+from diffusion_worker.runner.parallel.rows import Parallel
+from diffusion_worker.runner.parallel.setup import ParallelKinds
+from diffusion_worker.runner.pipelines.description import describe
+from diffusion_worker.runner.pipelines.tasks import TaskPipelines
+from diffusion_worker.runner.pipelines.view import compute_on, modules_of
 from diffusion_worker.runner.rank_memory import RankMemory
-from diffusion_worker.runner.request_state import Body, DiffusionRequestState
-from diffusion_worker.runner.stand_in import forget_copies
 from diffusion_worker.runner.step_cache.cache import StepCache
-from diffusion_worker.runner.step_cache_loading import make_step_cache
-from diffusion_worker.runner.stepper import StepOutput, Stepper, report_of
-from diffusion_worker.runner.tasks import TaskPipelines
-from diffusion_worker.runner.tick_meter import TickMeter
+from diffusion_worker.runner.stepping.pixels import Pixels, pixels_of
+from diffusion_worker.runner.stepping.request_state import Body, DiffusionRequestState
+from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper, report_of
+from diffusion_worker.runner.stepping.suspending_module import forget_copies
+from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from diffusion_worker.runner.warm_up import PLAIN, Variant, compiled_variants, plain_variants, task_of, warm_up
-from diffusion_worker.runner.weight_loading import replace_weights
 
 __all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOutput"]
 

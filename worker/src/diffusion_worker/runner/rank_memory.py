@@ -10,14 +10,14 @@ import msgspec
 import torch
 
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
-from diffusion_worker.lora.model_manager import DiffusionLoRAManager
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.memory.device_memory import available_bytes
 from diffusion_worker.memory.heap import give_back_heap
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import MemoryReport, MemoryTag, SleepLevel
-from diffusion_worker.runner.faults import classify
-from diffusion_worker.runner.prompt_cache import PromptCache
-from diffusion_worker.runner.stand_in import forget_copies
+from diffusion_worker.runner.model_call.faults import classify
+from diffusion_worker.runner.model_call.prompt_cache import PromptCache
+from diffusion_worker.runner.stepping.suspending_module import forget_copies
 
 
 class RankMemory:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.messages import ErrorReport, SleepTask, TaskAck, TaskStatus, WakeTask
-from diffusion_worker.runner.faults import classify, require_usable_rank
+from diffusion_worker.runner.model_call.faults import classify, require_usable_rank
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import msgspec
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, ImageInput, LoRAUse, ModelInfo, RequestSpec, Task, Tick
-from diffusion_worker.runner.request_body import inputs_of
-from diffusion_worker.runner.stepper import StepOutput
+from diffusion_worker.runner.pipelines.body import inputs_of
+from diffusion_worker.runner.stepping.stepper import StepOutput
 
 log = logging.getLogger(__name__)
 

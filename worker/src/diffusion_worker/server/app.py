@@ -9,14 +9,18 @@ from fastapi import Depends, FastAPI, params
 from fastapi.security import HTTPBearer
 
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.server import control, edits, images, lora_routes, probes, sleep_routes
-from diffusion_worker.server.bearer_token import RequireToken, TokenFile
-from diffusion_worker.server.body_limit import BodyLimit
-from diffusion_worker.server.encoding_threads import EncodingThreads
-from diffusion_worker.server.metrics import Metrics
-from diffusion_worker.server.problems import install_error_answers
-from diffusion_worker.server.request_log import RequestLog
-from diffusion_worker.server.running_requests import RunningRequests
+from diffusion_worker.server import probes
+from diffusion_worker.server.control import lora_routes, sleep_routes
+from diffusion_worker.server.control import routes as control
+from diffusion_worker.server.encoding.threads import EncodingThreads
+from diffusion_worker.server.http.bearer_token import RequireToken, TokenFile
+from diffusion_worker.server.http.body_limit import BodyLimit
+from diffusion_worker.server.http.request_log import RequestLog
+from diffusion_worker.server.http.running_requests import RunningRequests
+from diffusion_worker.server.images import edits
+from diffusion_worker.server.images import routes as images
+from diffusion_worker.server.metrics.page import Metrics
+from diffusion_worker.server.schemas.problems import install_error_answers
 from diffusion_worker.server.ui import page_router, status_router
 
 # A prompt is a few kilobytes; only edits bring images.

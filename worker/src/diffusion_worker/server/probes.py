@@ -4,10 +4,10 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from diffusion_worker.engine.documents import EngineState
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.state.state_document import EngineState
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.server.image_schemas import ERRORS
+from diffusion_worker.server.schemas.images import ERRORS
 
 router = APIRouter()
 READY_RETRY_S = 1.0

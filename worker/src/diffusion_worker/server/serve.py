@@ -24,10 +24,10 @@ from fastapi import FastAPI
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.rank_group import RankGroup
+from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.errors import ConfigError, GroupFailed
 from diffusion_worker.server.app import control_app, data_app
-from diffusion_worker.server.connection import BoundedConnection
+from diffusion_worker.server.http.connection import BoundedConnection
 
 EXIT_OK = 0
 EXIT_CONFIG = 1

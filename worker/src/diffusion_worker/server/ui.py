@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from diffusion_worker.engine.documents import EngineState, LoadStage, RankState, SleepPolicy, StateDocument
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.state.state_document import EngineState, LoadStage, RankState, SleepPolicy, StateDocument
 from diffusion_worker.errors import ErrorCode
 
 # Nothing from elsewhere, nothing inline, in nobody's frame; images are made of answers.

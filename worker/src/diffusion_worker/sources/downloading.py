@@ -18,7 +18,7 @@ import httpx2
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.cache import Blob, Cache, Lease, Partial, Record, key_of
+from diffusion_worker.sources.file_cache import Blob, Cache, Lease, Partial, Record, key_of
 
 PIECE_BYTES = 1 << 20
 # Tries in a row in which nothing arrived, and the pause after the first of them.

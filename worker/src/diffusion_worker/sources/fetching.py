@@ -16,7 +16,7 @@ import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.cache import Cache, Lease
+from diffusion_worker.sources.file_cache import Cache, Lease
 from diffusion_worker.sources.in_place import claim_path, local_adapter, local_model
 from diffusion_worker.sources.job import Done, FetchJob, FetchLimits, Wanted
 from diffusion_worker.sources.parsing import is_remote

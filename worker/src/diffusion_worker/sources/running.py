@@ -11,8 +11,8 @@ import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.header import read_header
-from diffusion_worker.sources.cache import Blob, Cache, Record, key_of
 from diffusion_worker.sources.downloading import Downloader, RemoteFile, Totals, bring_all
+from diffusion_worker.sources.file_cache import Blob, Cache, Record, key_of
 from diffusion_worker.sources.job import Done, FetchJob, Wanted
 from diffusion_worker.sources.plain_http import http_digest, resolve_http
 from diffusion_worker.sources.resolving import Question, Resolved

@@ -16,8 +16,8 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import S3Store
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.cache import key_of
 from diffusion_worker.sources.downloading import Interrupted, RemoteFile, raise_for_status
+from diffusion_worker.sources.file_cache import key_of
 from diffusion_worker.sources.job import Wanted
 from diffusion_worker.sources.mounted_secrets import read_optional_secret, read_secret
 from diffusion_worker.sources.resolving import Question, Resolved

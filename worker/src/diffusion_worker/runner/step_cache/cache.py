@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from diffusion_worker.runner.calls import ModelCall
-from diffusion_worker.runner.outputs import split
-from diffusion_worker.runner.step_cache.kinds import Branch, CachedRequest, CacheKind
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.outputs import split
+from diffusion_worker.runner.step_cache.branch import Branch, CachedRequest, CacheKind
 from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Run, Tensors, Verdict
 
 # The verdicts of the requests on all ranks, from those on this one.

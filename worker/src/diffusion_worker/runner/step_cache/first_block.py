@@ -10,7 +10,7 @@ import torch
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
 
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
-from diffusion_worker.runner.step_cache.kinds import own_state
+from diffusion_worker.runner.step_cache.branch import own_state
 from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Tensors, Verdict
 
 # What the first block gave, and what it changed.

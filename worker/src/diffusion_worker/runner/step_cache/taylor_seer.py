@@ -11,7 +11,7 @@ import torch
 from diffusers.hooks import TaylorSeerCacheConfig
 from diffusers.hooks.taylorseer_cache import _TRANSFORMER_BLOCK_IDENTIFIERS, TaylorSeerCacheHook, TaylorSeerState
 
-from diffusion_worker.runner.step_cache.kinds import own_state
+from diffusion_worker.runner.step_cache.branch import own_state
 from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict, hook
 
 

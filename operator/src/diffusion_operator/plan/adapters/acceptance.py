@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which LoRAAdapters a deployment serves: names, precedence, room and mounts, which CEL cannot see because they span objects.
+
+The older object wins a name; what it refuses it refuses without touching what is served. What only a replica finds out, the rank and
+the layers of a file, overrules a decision afterwards (`overruled`): the adapter then stays declared, so that what the replica says
+about it stays known.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from diffusion_operator.api.adapter import AdapterFormat, LoRAAdapter, Residency, ResolvedStatus
+from diffusion_operator.api.adapter_load import AdapterLoad, adapter_load
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import Lora
+from diffusion_operator.api.meta import ConditionStatus, condition_of
+from diffusion_operator.api.source import AdapterSource, claim_of, identity, secret_of
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
+from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS
+
+Holders = Mapping[str, Sequence[AdapterRecord]]
+"""By name: what awake replicas have under it."""
+
+_RANKS = (8, 16, 32, 64, 128, 256)
+
+
+class DesiredAdapter(msgspec.Struct, frozen=True):
+    """What every replica should hold."""
+
+    uid: str
+    generation: int
+    name: str
+    load: AdapterLoad
+    load_timeout_s: int
+    declared: str = ""
+    """`identity` of the source as the spec has it; that of `load` may name the commit that a branch was found to be."""
+    changed: bool = False
+    """Something else was pinned before: a replica has it only after it was told so."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Whether an adapter is served, and why not."""
+
+    adapter: LoRAAdapter
+    accepted: bool
+    reason: str = "Accepted"
+    message: str = ""
+    conflict_with: str | None = None
+    desired: DesiredAdapter | None = None
+
+
+def decide_all(deployment: DiffusionDeployment, adapters: Sequence[LoRAAdapter], *, holders: Holders) -> tuple[Decision, ...]:
+    """Oldest first; the order is the precedence."""
+    owners: dict[str, str] = {}
+    decisions: list[Decision] = []
+    residents = 0
+    for adapter in sorted(adapters, key=lambda one: (one.metadata.creation_timestamp, one.metadata.name)):
+        owner = owners.get(adapter.served_name)
+        refusal = _refusal(deployment, adapter, owner=owner, holders=holders, residents=residents)
+        owners.setdefault(adapter.served_name, adapter.metadata.name)
+        decision = _decision(deployment, adapter, refusal, owner=owner)
+        residents += decision.desired is not None and adapter.spec.residency is Residency.RESIDENT
+        decisions.append(decision)
+    return tuple(decisions)
+
+
+def overruled(decision: Decision, errors: Iterable[WireError]) -> Decision:
+    """What a replica found out about an adapter that was accepted."""
+    error = next((one for one in errors if one.code in DEPLOYMENT_REASONS), None)
+    if error is None or not decision.accepted:
+        return decision
+    return msgspec.structs.replace(decision, accepted=False, reason=error.code, message=error.message)
+
+
+def declared(adapter: LoRAAdapter) -> str:
+    """The source, what of it is used and what it must be, in one line. What is pinned is about this; anything else voids it."""
+    spec = adapter.spec
+    parts = [component.value for component in spec.components]
+    parts += [] if spec.format is AdapterFormat.AUTO else [spec.format.value]
+    parts += [] if spec.expected_rank is None else [f"rank {spec.expected_rank}"]
+    return identity(spec.source) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def pinned(deployment_uid: str, adapter: LoRAAdapter) -> ResolvedStatus | None:
+    """What the first replica of this deployment reported of this source."""
+    resolved = adapter.status.resolved
+    if resolved is None or adapter.status.deployment_uid != deployment_uid or resolved.source != declared(adapter):
+        return None
+    return resolved
+
+
+def _decision(deployment: DiffusionDeployment, adapter: LoRAAdapter, refusal: tuple[str, str] | None, *, owner: str | None) -> Decision:
+    if refusal is not None:
+        reason, message = refusal
+        return Decision(
+            adapter=adapter, accepted=False, reason=reason, message=message, conflict_with=owner if reason == "NameConflict" else None
+        )
+    desired = None if adapter.spec.suspend else _desired(deployment, adapter)
+    return Decision(adapter=adapter, accepted=True, message=f"served by DiffusionDeployment {deployment.metadata.name}", desired=desired)
+
+
+def _refusal(
+    deployment: DiffusionDeployment, adapter: LoRAAdapter, *, owner: str | None, holders: Holders, residents: int
+) -> tuple[str, str] | None:
+    """Reason and message, None for an adapter that is accepted."""
+    lora, name, where = deployment.spec.lora, adapter.served_name, f"DiffusionDeployment {deployment.metadata.name}"
+    if not lora.enabled:
+        return "LoRADisabled", f"spec.lora.enabled of {where} is false"
+    if name == deployment.served_name:
+        return "NameReserved", f"the name {name!r} is the served name of {where}"
+    if owner is not None:
+        return "NameConflict", f"the name {name!r} belongs to the older LoRAAdapter {owner}"
+    if _held_by_another(deployment, adapter, holders.get(name, ())):
+        return "NameConflict", f"the adapter that had the name {name!r} before is still being unloaded"
+    return _not_mounted(adapter, lora, where) or _too_large(deployment, adapter, where) or _crowded(adapter, lora, where, residents)
+
+
+def _held_by_another(deployment: DiffusionDeployment, adapter: LoRAAdapter, records: Sequence[AdapterRecord]) -> bool:
+    """Whether a replica still has somebody else's adapter under the name; one that was accepted before has its own there."""
+    before = condition_of(adapter.status.conditions, "Accepted")
+    if before is not None and before.status is ConditionStatus.TRUE and adapter.status.deployment_uid == deployment.metadata.uid:
+        return False
+    own = identity(adapter.spec.source)
+    return any(record.state is RecordState.DRAINING or identity(record.source) != own for record in records)
+
+
+def _not_mounted(adapter: LoRAAdapter, lora: Lora, where: str) -> tuple[str, str] | None:
+    secret, claim = secret_of(adapter.spec.source), claim_of(adapter.spec.source)
+    if secret is not None and secret not in lora.secrets:
+        return "SecretNotMounted", f"spec.source needs the Secret {secret}: add it to spec.lora.secrets of {where}"
+    if claim is not None and claim not in lora.claims:
+        return "ClaimNotMounted", f"spec.source lies on the PersistentVolumeClaim {claim}: add it to spec.lora.claims of {where}"
+    return None
+
+
+def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, where: str) -> tuple[str, str] | None:
+    known = pinned(deployment.metadata.uid, adapter)
+    rank, limit = adapter.spec.expected_rank or (known.rank if known else None), deployment.spec.lora.max_rank
+    if rank is None or rank <= limit:
+        return None
+    enough = next((one for one in _RANKS if one >= rank), None)
+    advice = f"raise that to {enough}, which replaces the replicas, or use a smaller adapter" if enough else "use a smaller adapter"
+    return "RankTooLarge", f"the adapter has rank {rank}, and spec.lora.maxRank of {where} is {limit}: {advice}"
+
+
+def _crowded(adapter: LoRAAdapter, lora: Lora, where: str, residents: int) -> tuple[str, str] | None:
+    """Only Resident ones take a place for good; the others take turns."""
+    if lora.slots == 0:
+        return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0: no adapter can be used"
+    if adapter.spec.suspend or adapter.spec.residency is not Residency.RESIDENT or residents < lora.slots:
+        return None
+    message = f"{residents} of {lora.slots} adapters are Resident on {where} (spec.lora.maxLoaded): raise that, or make one Cached"
+    return "CapacityExceeded", message
+
+
+def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAdapter:
+    known = pinned(deployment.metadata.uid, adapter)
+    load = adapter_load(adapter.spec, digest=_digest(adapter, known))
+    resolved = adapter.status.resolved
+    return DesiredAdapter(
+        uid=adapter.metadata.uid,
+        generation=adapter.metadata.generation,
+        name=adapter.served_name,
+        load=msgspec.structs.replace(load, source=_at(load.source, known)),
+        load_timeout_s=adapter.spec.load_timeout_seconds,
+        declared=identity(adapter.spec.source),
+        changed=known is None and resolved is not None and adapter.status.deployment_uid == deployment.metadata.uid,
+    )
+
+
+def _digest(adapter: LoRAAdapter, known: ResolvedStatus | None) -> str | None:
+    """The one that was demanded, else the one that was found; a file at an address is demanded with its digest."""
+    http = adapter.spec.source.http
+    demanded = adapter.spec.digest or (f"sha256:{http.sha256}" if http is not None else None)
+    return demanded or (known.digest if known is not None else None)
+
+
+def _at(source: AdapterSource, known: ResolvedStatus | None) -> AdapterSource:
+    """A branch as the commit that the first replica found it to be, so that a later one does not find another."""
+    if source.hugging_face is None or known is None or known.revision is None:
+        return source
+    return msgspec.structs.replace(source, hugging_face=msgspec.structs.replace(source.hugging_face, revision=known.revision))

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions of a LoRAAdapter. What they claim was reported by a replica; a message names the replica it is about."""
+
+from diffusion_operator.api.adapter import InstanceState, LoRAAdapter, ResolvedStatus
+from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, RELOAD_LOOP, SOURCE_REASONS
+from diffusion_operator.plan.adapters.instances import Instance
+from diffusion_operator.plan.adapters.plan import AdapterView
+from diffusion_operator.plan.observed.states import RESTING_STATES
+
+MIB = 1024 * 1024
+_COMING = (InstanceState.FETCHING, InstanceState.LOADING)
+
+
+def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
+    message = f"there is no DiffusionDeployment {adapter.spec.deployment_ref.name} in namespace {adapter.metadata.namespace}"
+    return (
+        verdict("Ready", False, "DeploymentMissing", message),
+        verdict("Accepted", False, "DeploymentNotFound", message),
+        verdict("SourceResolved", None, "NotTried", message),
+        verdict("Loaded", False, "NoReplicas", message),
+        verdict("Degraded", False, "AsExpected", ""),
+        verdict("UpToDate", None, "NotLoaded", message),
+    )
+
+
+def adapter_verdicts(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> tuple[Verdict, ...]:
+    accepted = verdict("Accepted", view.decision.accepted, view.decision.reason, view.decision.message)
+    return (ready(adapter, view), accepted, source_resolved(view, resolved), loaded(view), degraded(view), up_to_date(view))
+
+
+def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
+    if not view.decision.accepted:
+        return verdict("Ready", False, "NotAccepted", view.decision.message)
+    if adapter.spec.suspend:
+        used = f"; still in use on {_replicas(view.instances)}" if view.instances else ""
+        return verdict("Ready", False, "Suspended", f"spec.suspend is true{used}")
+    if view.suspended:
+        return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true; it is loaded when that is taken back")
+    text = _tally(view)
+    if view.ready:
+        whole = all(one.status.state is InstanceState.LOADED for one in view.awake)
+        return verdict("Ready", True, "LoadedEverywhere" if whole else "CachedOnDemand", text)
+    served = any(view.serves(one) for one in view.awake)
+    if view.count(InstanceState.FAILED):
+        reason = "PartiallyLoaded" if served else "SourceError" if _source_error(view) else "Failed"
+        return verdict("Ready", False, reason, _first_error(view) + _other_version(view))
+    if view.evicted:
+        return verdict("Ready", False, "Evicted", _evicted(view))
+    if served:
+        return verdict("Ready", False, "PartiallyLoaded", text)
+    if any(state in RESTING_STATES for state in view.group_states) and view.count(InstanceState.DEFERRED) == len(view.instances):
+        return verdict("Ready", False, "Deferred", f"{text}; it is loaded before a replica is awake again")
+    return verdict("Ready", False, "Loading", text + _other_version(view))
+
+
+def source_resolved(view: AdapterView, resolved: ResolvedStatus | None) -> Verdict:
+    error = _source_error(view)
+    if error is not None:
+        return verdict("SourceResolved", False, error, _first_error(view))
+    if resolved is not None:
+        return verdict("SourceResolved", True, "Resolved", f"{resolved.source} is {resolved.digest}")
+    if view.count(InstanceState.CACHED):
+        return verdict("SourceResolved", None, "NotTried", "it is fetched at its first request")
+    return verdict("SourceResolved", None, "NotTried", "no replica has looked at the source yet")
+
+
+def loaded(view: AdapterView) -> Verdict:
+    desired = view.decision.desired is not None
+    total, text = len(view.instances) if desired else 0, _tally(view)
+    if total == 0:
+        return verdict("Loaded", False, "NoReplicas", "there is no replica to load it on" if desired else "not asked for")
+    if view.count(InstanceState.LOADED) == total:
+        return verdict("Loaded", True, "AllReplicas", text)
+    if view.count(InstanceState.FAILED):
+        return verdict("Loaded", False, "SomeReplicasFailed", f"{text}; {_first_error(view)}")
+    if any(state in RESTING_STATES for state in view.group_states):
+        return verdict("Loaded", False, "WaitingForWake", text)
+    if view.count(InstanceState.LOADED, InstanceState.CACHED) == total:
+        return verdict("Loaded", False, "CachedOnDemand" if view.loads_on_request else "Evicted", text)
+    return verdict("Loaded", False, "WaitingForEngine", text)
+
+
+def degraded(view: AdapterView) -> Verdict:
+    for one in view.instances:
+        if one.error is not None and one.error.code == RELOAD_LOOP:
+            return verdict("Degraded", True, "ReloadLoop", f"replica {one.status.replica}: {one.error.message}")
+    for one in view.instances:
+        if one.drifted:
+            expected = view.decision.desired.load.digest if view.decision.desired is not None else None
+            message = f"replica {one.status.replica} has {one.other_digest or 'another version'}, every replica must have {expected}"
+            return verdict("Degraded", True, "DigestDrift", message)
+    for one in view.instances:
+        if one.record is not None and one.record.verification_failed:
+            message = "after a wake it was not what had been loaded; nothing was made with it, and it was read from its file again"
+            return verdict("Degraded", True, "VerificationFailed", f"replica {one.status.replica}: {message}")
+    for one in view.instances:
+        if one.evictions:
+            message = f"replica {one.status.replica} evicted it {one.evictions} times in the last ten minutes; it was loaded again"
+            return verdict("Degraded", True, "EvictedUnexpectedly", message)
+    return verdict("Degraded", False, "AsExpected", "")
+
+
+def up_to_date(view: AdapterView) -> Verdict:
+    if any(one.other_digest is not None for one in view.instances):
+        return verdict("UpToDate", False, "OldDigestStillLoaded", _other_version(view).lstrip("; "))
+    if _source_error(view) is not None:
+        return verdict("UpToDate", None, "SourceNotResolved", "what the source has now is not known")
+    if view.decision.accepted and view.count(InstanceState.LOADED, InstanceState.CACHED):
+        return verdict("UpToDate", True, "Current", "no replica has another version of it")
+    return verdict("UpToDate", None, "NotLoaded", "no replica has it")
+
+
+def _tally(view: AdapterView) -> str:
+    text = f"loaded on {view.count(InstanceState.LOADED)} of {len(view.instances)} replicas"
+    cached = [one for one in view.instances if one.status.state is InstanceState.CACHED]
+    if cached:
+        text += f"; out of memory on {_replicas(cached)}" + (", loaded at its first request there" if view.loads_on_request else "")
+    return text + "".join(f"; replica {one.status.replica}: {_progress(one)}" for one in view.instances if one.status.state in _COMING)
+
+
+def _progress(instance: Instance) -> str:
+    status = instance.status
+    if status.state is InstanceState.FETCHING and status.total_bytes:
+        return f"Fetching, {(status.fetched_bytes or 0) // MIB} of {-(-status.total_bytes // MIB)} MiB"
+    return status.state.value
+
+
+def _evicted(view: AdapterView) -> str:
+    return (
+        f"out of memory on {_replicas(view.evicted)}, where a request for it is answered 503 AdapterNotLoaded: with more adapters than "
+        "spec.lora.maxCached of the deployment they take turns; raise that, set spec.lora.onMissing to Load, or make this one Resident"
+    )
+
+
+def _other_version(view: AdapterView) -> str:
+    others = [one for one in view.instances if one.other_digest is not None]
+    return f"; {others[0].other_digest} still serves on {_replicas(others)}" if others else ""
+
+
+def _replicas(instances: tuple[Instance, ...] | list[Instance]) -> str:
+    return "replica " + ", ".join(str(one.status.replica) for one in instances)
+
+
+def _source_error(view: AdapterView) -> str | None:
+    """The reason, where a replica says with one of the codes for it that the source is at fault."""
+    return next((SOURCE_REASONS[one.error.code] for one in view.instances if one.error and one.error.code in SOURCE_REASONS), None)
+
+
+def _first_error(view: AdapterView) -> str:
+    """Of the source, if one is; what the deployment has no room for is told by Accepted."""
+    errors = [one for one in view.instances if one.error is not None]
+    errors.sort(key=lambda one: one.error is None or (one.error.code not in SOURCE_REASONS, one.error.code in DEPLOYMENT_REASONS))
+    return next((f"replica {one.status.replica}: {one.error.code}: {one.error.message}" for one in errors if one.error), "")

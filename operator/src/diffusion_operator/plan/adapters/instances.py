@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One adapter on one replica: what it is, and whether to push it now.
+
+A worker tries the adapters of its mounted file itself when it starts, so a push is for what changed since, what the worker reports as
+failed and was not yet tried by us in this life of its process, and what is due for another try. A sleeping replica is told too, and
+never woken for it: it fetches and looks at what is new, and loads it before it serves again; until then all that it has is Deferred.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+
+import msgspec
+
+from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus
+from diffusion_operator.api.deployment_spec import Lora
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+from diffusion_operator.plan.adapters.error_codes import FINAL
+from diffusion_operator.plan.adapters.load_attempts import attempt_key
+from diffusion_operator.plan.adapters.records import (
+    comes_from,
+    current_record,
+    error_of,
+    in_place,
+    is_coming,
+    is_deferred,
+    is_told,
+    other_version,
+)
+from diffusion_operator.plan.observed.observed import Attempt, AttemptKey
+from diffusion_operator.plan.observed.replica_state import Group
+from diffusion_operator.plan.observed.states import ADAPTER_CALL_STATES
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, WorkerAddress
+
+"""Replicas that take adapters now; the others do in a moment, or read the mounted file."""
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """The record for status, and the push that would bring it forward."""
+
+    status: InstanceStatus
+    record: AdapterRecord | None = None
+    """Without what changes with every request."""
+    push: PutAdapter | None = None
+    error: WireError | None = None
+    other_digest: str | None = None
+    """Of another version that serves under the name."""
+    drifted: bool = False
+    """That other version comes from the declared source: its bytes are not the pinned ones."""
+    evictions: int = 0
+    """Of the last ten minutes, that nobody asked for."""
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will happen by itself soon: in place, or tried and failed. A broken adapter never keeps the base from serving."""
+        in_place = self.status.state in (InstanceState.LOADED, InstanceState.CACHED) and self.push is None
+        return in_place or self.status.state is InstanceState.FAILED
+
+
+def worker_address(group: Group) -> WorkerAddress | None:
+    """Where a call to this life of the server goes; None while it cannot be called."""
+    if group.document is None or not group.poll.fresh or not group.pod.ip:
+        return None
+    return WorkerAddress(pod_uid=group.pod.uid, ip=group.pod.ip, boot_id=group.document.boot_id)
+
+
+def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[AttemptKey, Attempt], now: datetime) -> Instance:
+    document = group.document
+    if document is None or group.state not in ADAPTER_CALL_STATES:
+        return Instance(status=_status(group, InstanceState.DEFERRED))
+    record, attempt = current_record(document, desired), attempts.get(attempt_key(group, desired))
+    other = other_version(document, desired) if group.state is ReplicaState.AWAKE else None
+    state = _state(record, desired, attempt) if group.state is ReplicaState.AWAKE else _state_asleep(record, desired, attempt)
+    error = _error(record, desired, attempt) if state is InstanceState.FAILED else None
+    due = _due(record, desired, attempt, now=now)
+    return Instance(
+        status=_status(group, state, record=record, attempt=attempt, error=error),
+        record=_steady(record) if record is not None else None,
+        push=push_of(group, desired, attempt=attempt) if due else None,
+        error=error,
+        other_digest=other.digest if other is not None else None,
+        drifted=other is not None and desired.load.digest is not None and comes_from(other, desired),
+        evictions=len(attempt.evictions) if attempt is not None else 0,
+    )
+
+
+def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, ...]:
+    """What is left of an adapter that nothing should have any more: where its requests still run."""
+    return tuple(
+        Instance(status=_status(group, InstanceState.DRAINING, record=record), record=_steady(record))
+        for group in groups
+        if group.state is ReplicaState.AWAKE and group.document is not None
+        for record in group.document.named.get(name, ())
+    )
+
+
+def strays(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
+    """What runs and is no longer declared."""
+    address = worker_address(group)
+    if address is None or group.document is None or group.state not in ADAPTER_CALL_STATES:
+        return ()
+    return tuple(
+        RemoveAdapter(
+            worker=address,
+            operation_id=f"remove-{name}-{address.boot_id[:8]}",
+            name=name,
+            drain_s=lora.drain_timeout_seconds,
+        )
+        for name in _names(group.document)
+        if name not in wanted
+    )
+
+
+def _names(document: WorkerState) -> tuple[str, ...]:
+    """Each once; a name of which everything drains is on its way out already."""
+    return tuple(dict.fromkeys(record.name for record in document.adapters if record.state is not RecordState.DRAINING))
+
+
+def _steady(record: AdapterRecord) -> AdapterRecord:
+    return msgspec.structs.replace(record, refs=0, requests_total=0, last_request_age_seconds=None)
+
+
+def _is_wanted(record: AdapterRecord, desired: DesiredAdapter, attempt: Attempt | None) -> bool:
+    """In place, or to be when a sleeper wakes; where something else was pinned before, only after the worker took what is asked for now."""
+    told = attempt is not None and attempt.count > 0 and attempt.error is None
+    return (in_place(record, desired) or is_deferred(record, desired)) and (told or not desired.changed)
+
+
+def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
+    if record is not None:
+        if _is_wanted(record, desired, attempt):
+            # One that the last request for it could not load: the next one tries again, and may fare no better.
+            stranded = record.state is RecordState.CACHED and record.error is not None
+            return InstanceState.FAILED if stranded else InstanceState(record.state.value)
+        if is_coming(record, desired):
+            return InstanceState(record.state.value)
+    if _error(record, desired, attempt) is not None:
+        return InstanceState.FAILED
+    tried = record is not None or (attempt is not None and attempt.count > 0)
+    return InstanceState.LOADING if tried else InstanceState.PENDING
+
+
+def _state_asleep(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
+    """What it cannot even fetch or understand is Failed already; nothing is loaded before it wakes."""
+    state = _state(record, desired, attempt)
+    return state if state in (InstanceState.FETCHING, InstanceState.FAILED) else InstanceState.DEFERRED
+
+
+def _error(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> WireError | None:
+    """Ours, if there was a try since; else what a worker says that tried by itself."""
+    if attempt is not None and attempt.error is not None:
+        return attempt.error
+    idle = record is not None and record.state in (RecordState.FAILED, RecordState.CACHED)
+    error = error_of(record, desired) if record is not None and idle else None
+    return msgspec.structs.replace(error, retryable=error.code not in FINAL) if error is not None else None
+
+
+def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None, *, now: datetime) -> bool:
+    if record is not None and _is_wanted(record, desired, attempt) and is_told(record, desired):
+        return False
+    if attempt is None:
+        return record is None or not is_coming(record, desired)
+    return (attempt.error is None or attempt.error.retryable) and now >= attempt.next_retry
+
+
+def push_of(group: Group, desired: DesiredAdapter, *, attempt: Attempt | None) -> PutAdapter | None:
+    """None while the replica cannot be called."""
+    address = worker_address(group)
+    if address is None:
+        return None
+    count = attempt.count if attempt else 0
+    return PutAdapter(
+        worker=address,
+        key=attempt_key(group, desired),
+        operation_id=f"put-{desired.name}-{desired.uid[:8]}-{desired.generation}-{count + 1}",
+        name=desired.name,
+        load=desired.load,
+        deadline_s=desired.load_timeout_s,
+    )
+
+
+def _status(
+    group: Group,
+    state: InstanceState,
+    *,
+    record: AdapterRecord | None = None,
+    attempt: Attempt | None = None,
+    error: WireError | None = None,
+) -> InstanceStatus:
+    fetching = record if record is not None and state is InstanceState.FETCHING else None
+    settled = state in (InstanceState.LOADED, InstanceState.CACHED)
+    tried = attempt is not None and not settled and (attempt.count > 0 or attempt.error is not None)
+    return InstanceStatus(
+        replica=group.index,
+        state=state,
+        pod_uid=group.pod.uid,
+        boot_id=group.boot_id,
+        incarnation=group.pod.incarnation,
+        ranks_loaded=record.ranks_loaded if record else None,
+        ranks_total=record.ranks_total if record else None,
+        digest=record.digest if record else None,
+        fetched_bytes=fetching.fetched_bytes if fetching else None,
+        total_bytes=fetching.total_bytes if fetching else None,
+        attempts=attempt.count if attempt is not None and tried else None,
+        next_retry_time=attempt.next_retry if attempt is not None and attempt.error is not None and attempt.error.retryable else None,
+        last_error=ErrorStatus(code=error.code, message=error.message[:1024], retryable=error.retryable) if error else None,
+    )

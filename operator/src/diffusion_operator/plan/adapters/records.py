@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker's record of an adapter is worth against what is asked for. Reported, never assumed.
+
+The digest is what an adapter is: where one is known, a record with it is the adapter wherever its bytes came from.
+"""
+
+from diffusion_operator.api.adapter import Residency
+from diffusion_operator.api.source import identity
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+
+SCALE_TOLERANCE = 1e-6
+IN_PROGRESS = frozenset({RecordState.FETCHING, RecordState.LOADING})
+
+
+def current_record(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
+    """The record that tells how far the wanted one is: another version of the name may serve, or drain, beside it."""
+    named = [one for one in document.named.get(desired.name, ()) if one.state is not RecordState.DRAINING]
+    return min(named, key=lambda one: _distance(one, desired), default=None)
+
+
+def other_version(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
+    """What serves under the name and is not what is asked for."""
+    loaded = (one for one in document.named.get(desired.name, ()) if one.state is RecordState.LOADED)
+    return next((one for one in loaded if not has_content(one, desired)), None)
+
+
+def has_content(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """The bytes that are asked for, and of them the components that are; loaded, or ready to be."""
+    if record.state not in (RecordState.LOADED, RecordState.CACHED):
+        return False
+    if record.digest is not None and desired.load.digest is not None:
+        same = record.digest == desired.load.digest
+    else:
+        same = comes_from(record, desired)
+    return same and (not desired.load.components or set(record.components) <= set(desired.load.components))
+
+
+def in_memory(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """On all ranks or it is not loaded."""
+    return record.state is RecordState.LOADED and record.ranks_loaded == record.ranks_total and has_content(record, desired)
+
+
+def in_place(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """Where it should be: in memory, or out of it where that is allowed."""
+    may_leave = desired.load.residency is not Residency.RESIDENT
+    return in_memory(record, desired) or (may_leave and record.state is RecordState.CACHED and has_content(record, desired))
+
+
+def is_deferred(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """Taken by a sleeping replica, which loads it before it serves."""
+    if record.state is not RecordState.DEFERRED:
+        return False
+    known = record.digest is not None and desired.load.digest is not None
+    return record.digest == desired.load.digest if known else comes_from(record, desired)
+
+
+def is_coming(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """At work on what is asked for now, and not on what was asked for before."""
+    return record.state in IN_PROGRESS and comes_from(record, desired)
+
+
+def error_of(record: AdapterRecord, desired: DesiredAdapter) -> WireError | None:
+    """Why the wanted one is not there: its own error, or the one of a load that should have replaced what serves."""
+    return record.error if record.state is RecordState.LOADED or comes_from(record, desired) else None
+
+
+def is_told(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """Scale, residency and priority, which a worker takes over without a load."""
+    load = desired.load
+    return abs(record.scale - load.scale) < SCALE_TOLERANCE and record.residency is load.residency and record.priority == load.priority
+
+
+def comes_from(record: AdapterRecord, desired: DesiredAdapter) -> bool:
+    """From the declared source, as it was declared or at the commit it was found to be."""
+    return identity(record.source) in (desired.declared, identity(desired.load.source))
+
+
+def _distance(record: AdapterRecord, desired: DesiredAdapter) -> int:
+    if has_content(record, desired):
+        return 0
+    if record.state is not RecordState.LOADED and comes_from(record, desired):
+        return 1  # being fetched, or failed: what has become of the wanted one
+    return 2 if record.state is not RecordState.LOADED else 3

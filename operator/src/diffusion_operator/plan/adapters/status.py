@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status of a LoRAAdapter, from the view its deployment's last pass made; without one, from the fact that there is none."""
+
+from datetime import datetime
+
+from diffusion_operator.api.adapter import AdapterStatus, InstanceState, LoRAAdapter, OwnerStatus, ResolvedStatus
+from diffusion_operator.api.adapter_load import components_of, format_of
+from diffusion_operator.api.foreign_text import plain_text
+from diffusion_operator.api.meta import settle_conditions
+from diffusion_operator.plan.adapters.acceptance import declared, pinned
+from diffusion_operator.plan.adapters.conditions import adapter_verdicts, without_deployment
+from diffusion_operator.plan.adapters.plan import AdapterView
+
+INSTANCES_SHOWN = 64
+
+
+def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datetime) -> AdapterStatus:
+    """No view means that there is no such deployment: nothing is loaded anywhere and nothing is pinned any more."""
+    resolved = _resolved(adapter, view, now) if view else None
+    verdicts = adapter_verdicts(adapter, view, resolved) if view else without_deployment(adapter)
+    desired = view is not None and view.decision.desired is not None
+    return AdapterStatus(
+        observed_generation=adapter.metadata.generation,
+        deployment_uid=view.deployment_uid if view else None,
+        resolved=resolved or _earlier(adapter, view),
+        desired_replicas=len(view.instances) if view and desired else 0,
+        loaded_replicas=view.count(InstanceState.LOADED) if view else 0,
+        failed_replicas=view.count(InstanceState.FAILED) if view else 0,
+        deferred_replicas=view.count(InstanceState.DEFERRED) if view else 0,
+        owner=OwnerStatus(served_name=adapter.served_name, conflict_with=view.decision.conflict_with if view else None),
+        usage=view.usage if view else None,
+        replica_instances=tuple(instance.status for instance in view.instances[:INSTANCES_SHOWN]) if view else (),
+        conditions=settle_conditions(verdicts, previous=adapter.status.conditions, generation=adapter.metadata.generation, now=now),
+    )
+
+
+def _earlier(adapter: LoRAAdapter, view: AdapterView | None) -> ResolvedStatus | None:
+    """What was pinned for another source, until this one is known: it names its source, and tells that replicas must hear of the change."""
+    return adapter.status.resolved if view is not None and adapter.status.deployment_uid == view.deployment_uid else None
+
+
+def _resolved(adapter: LoRAAdapter, view: AdapterView, now: datetime) -> ResolvedStatus | None:
+    """Kept while the source and the deployment stay the same; otherwise what the first replica reports."""
+    kept, report = pinned(view.deployment_uid, adapter), view.report
+    if kept is not None or report is None:
+        return kept
+    return ResolvedStatus(
+        source=declared(adapter),
+        revision=report.revision[:128] if report.revision else None,
+        digest=report.digest,
+        size_bytes=report.size_bytes,
+        rank=report.rank,
+        alpha=None if report.alpha is None else f"{report.alpha:g}",
+        modules=report.modules,
+        components=tuple(plain_text(name, 64) for name in components_of(report.components))[:8],
+        format=format_of(report.format),
+        base_model_hint=report.base_model[:256] if report.base_model else None,
+        resolved_at=now,
+    )

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of each replica (reconcile.md 2): its pod, what its server process said last, and what we recorded before.
+
+Truth order: state document, then the pod's status, then our own record. A document that could not be refreshed still counts until
+the container restarts, because a failed poll says nothing about the engine.
+"""
+
+from datetime import datetime
+from enum import StrEnum
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import DrainMode, Quantity, Sleep, SleepPolicy
+from diffusion_operator.api.deployment_status import FailureStatus, ReplicaState, ReplicaStatus
+from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
+from diffusion_operator.plan.observed.observed import Observed, Poll
+from diffusion_operator.plan.observed.pods import Exit, Pod
+from diffusion_operator.plan.observed.states import LIVE_STATES, SETTLED_STATES
+from diffusion_operator.plan.observed.worker_exit_codes import code_in
+
+STARTUP_ERROR_EXIT = 1  # the worker's contract: a configuration or model it cannot start with
+CRASH_LOOP_RESTARTS = 3
+IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
+QUIET_REASONS = frozenset({"", "ContainerCreating", "PodInitializing"})
+
+_PHASES = {
+    WorkerPhase.STARTING: ReplicaState.STARTING,
+    WorkerPhase.RESTARTING: ReplicaState.STARTING,
+    WorkerPhase.READY: ReplicaState.AWAKE,
+    WorkerPhase.DRAINING: ReplicaState.DRAINING,
+    WorkerPhase.SLEEPING: ReplicaState.SLEEPING,
+    WorkerPhase.ASLEEP: ReplicaState.ASLEEP,
+    WorkerPhase.WAKING: ReplicaState.WAKING,
+    WorkerPhase.FAILED: ReplicaState.FAILED,
+    WorkerPhase.TERMINATING: ReplicaState.TERMINATING,
+}
+ENDED = "the pod ended and will not be started again"
+
+
+class Problem(StrEnum):
+    """Why a replica is not where it should be; the reasons of Ready come from here."""
+
+    MODEL_ERROR = "ModelError"
+    CRASH_LOOPING = "CrashLooping"
+    IMAGE_PULL = "ImagePullError"
+    CONTAINER = "ContainerError"
+    WAITING_FOR_GPU = "WaitingForGPU"
+    UNSCHEDULABLE = "Unschedulable"
+    POD_FAILED = "PodFailed"
+    RANK_LOST = "RankLost"
+    WAKE_FAILED = "WakeFailed"
+    INSUFFICIENT_MEMORY = "InsufficientGPUMemory"
+    SLEEP_FAILED = "SleepFailed"
+    VERIFICATION_FAILED = "VerificationFailed"
+    MEMORY_NOT_RELEASED = "MemoryNotReleased"
+    UNREACHABLE = "ControlUnreachable"
+    NODE_LOST = "NodeLost"
+
+
+_FAULTS = {
+    "VerificationFailed": Problem.VERIFICATION_FAILED,
+    "MemoryNotReleased": Problem.MEMORY_NOT_RELEASED,
+    "RankFailed": Problem.RANK_LOST,
+    "EngineFailed": Problem.RANK_LOST,
+}
+"""Why a worker starts its ranks again, by the code it tells; any other is of the sleep or wake that failed."""
+
+
+class Failures(msgspec.Struct, frozen=True):
+    """Of a replica, over its pods; see recovery.py."""
+
+    count: int = 0
+    since: datetime | None = None
+    next_restart: datetime | None = None
+    """When its pod is made again."""
+    spent: bool = False
+    """It failed too often to be made again."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One replica as it is now."""
+
+    index: int
+    pod: Pod
+    poll: Poll
+    state: ReplicaState
+    previous: ReplicaStatus | None = None
+    problem: Problem | None = None
+    message: str = ""
+    failures: Failures = Failures()
+
+    @property
+    def document(self) -> WorkerState | None:
+        return self.poll.state
+
+    @property
+    def boot_id(self) -> str | None:
+        return self.poll.state.boot_id if self.poll.state else None
+
+    @property
+    def restarting(self) -> bool:
+        """Its server lives, keeps the requests it has, and starts its ranks again."""
+        return self.state is ReplicaState.STARTING and self.document is not None and self.document.state is WorkerPhase.RESTARTING
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE_STATES or self.restarting
+
+    @property
+    def settled(self) -> bool:
+        """Where it should be, and the kubelet says so too."""
+        return self.state in SETTLED_STATES and self.pod.ready and self.problem is not Problem.UNREACHABLE
+
+    @property
+    def held(self) -> int:
+        return self.document.held.current if self.document else 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.document.in_flight if self.document else 0
+
+
+def observe_groups(observed: Observed) -> tuple[Group, ...]:
+    """One group an index: the newest pod that is not on its way out, else the newest of all."""
+    by_index: dict[int, Pod] = {}
+    for pod in sorted(observed.pods, key=lambda pod: (not pod.terminating, pod.incarnation)):
+        by_index[pod.index] = pod
+    previous = {group.index: group for group in observed.deployment.status.replica_states}
+    return tuple(
+        read_group(pod, observed.polls.get(pod.uid, Poll()), previous.get(index), observed.deployment)
+        for index, pod in sorted(by_index.items())
+    )
+
+
+def read_group(pod: Pod, poll: Poll, previous: ReplicaStatus | None, deployment: DiffusionDeployment) -> Group:
+    state = _state(pod, poll, previous)
+    problem, message = _problem(pod, poll, state, deployment)
+    return Group(index=pod.index, pod=pod, poll=poll, state=state, previous=previous, problem=problem, message=message)
+
+
+def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState:
+    if pod.terminating:
+        return ReplicaState.TERMINATING
+    if pod.finished or pod.lost:
+        return ReplicaState.FAILED
+    if not pod.scheduled:
+        return ReplicaState.PENDING
+    container = pod.container
+    if not container.running:
+        return ReplicaState.FAILED if container.restarts or container.last_exit else ReplicaState.STARTING
+    if poll.state is not None:
+        return _PHASES[poll.state.state]
+    same_pod = previous is not None and previous.leader_pod == pod.name and previous.restarts == container.restarts
+    if pod.ready and previous is not None and same_pod:
+        return previous.state
+    return ReplicaState.STARTING
+
+
+def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
+    if state is ReplicaState.TERMINATING:
+        return None, f"it has to go: {pod.disruption}" if pod.disruption else ""
+    if pod.finished:
+        return Problem.POD_FAILED, pod.finished_message or ENDED
+    if pod.lost:
+        text = f"its node {pod.node} does not answer; it is replaced when the cluster removes the pod, by default after five minutes"
+        return Problem.NODE_LOST, text
+    if pod.unschedulable:
+        gpu = "Insufficient " + (deployment.spec.resources.gpu_resource_name or "nvidia.com/gpu")
+        return (Problem.WAITING_FOR_GPU if gpu in pod.unschedulable else Problem.UNSCHEDULABLE), pod.unschedulable
+    container = pod.container
+    if container.waiting_reason in IMAGE_REASONS:
+        return Problem.IMAGE_PULL, _sentence(container.waiting_reason, container.waiting_message)
+    if container.waiting_reason not in QUIET_REASONS and container.waiting_reason != "CrashLoopBackOff":
+        return Problem.CONTAINER, _sentence(container.waiting_reason, container.waiting_message)
+    if state in (ReplicaState.FAILED, ReplicaState.STARTING):
+        return _failure(pod, poll, memory=deployment.spec.resources.limits.get("memory"))
+    if poll.unreachable:
+        return Problem.UNREACHABLE, _unreachable(poll)
+    sleep = deployment.spec.sleep
+    problem, message = _operation_problem(poll.state, state, sleep.policy) if poll.state is not None else (None, "")
+    return problem, message or _on_its_way(state, sleep)
+
+
+def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem | None, str]:
+    """A replica that is not up: a failed engine, a process that keeps ending, or simply one that needs its time."""
+    if poll.state is not None and poll.state.failure is not None:
+        return _fault(poll.state, poll.state.failure)
+    ended = pod.container.last_exit
+    if ended is None:
+        unreachable = Problem.UNREACHABLE if pod.ready else None  # a start may take its time: the message says it, and the reason does not
+        return (unreachable, _unreachable(poll)) if poll.unreachable else (None, "")
+    message = f"the worker ended with {exit_text(ended)}{_memory_advice(ended, memory)}, {pod.container.restarts} restarts"
+    if ended.code == STARTUP_ERROR_EXIT:
+        return Problem.MODEL_ERROR, exit_message(ended)
+    if pod.container.restarts >= CRASH_LOOP_RESTARTS or pod.container.waiting_reason == "CrashLoopBackOff":
+        return Problem.CRASH_LOOPING, message
+    return None, message
+
+
+def _unreachable(poll: Poll) -> str:
+    return f"the last polls of the control endpoint failed: {poll.error}"
+
+
+def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
+    """A model that is looked for in vain; or ranks that were lost, or given up because a sleep or a wake of theirs failed."""
+    if document.state is WorkerPhase.STARTING or (document.state is WorkerPhase.FAILED and code_in(failure.message) is not None):
+        return Problem.MODEL_ERROR, _sentence(failure.code, failure.message)
+    operation = document.operation or document.last_operation
+    of_operation = Problem.WAKE_FAILED if operation is not None and operation.kind == "wake" else Problem.SLEEP_FAILED
+    problem = _FAULTS.get(failure.code, of_operation if operation is not None else Problem.RANK_LOST)
+    return problem, _sentence(failure.code, failure.message)
+
+
+def _operation_problem(document: WorkerState, state: ReplicaState, policy: SleepPolicy) -> tuple[Problem | None, str]:
+    """What the last operation came to, until another one ends, the replica gets there by itself, or nobody wants it there any more."""
+    last = document.last_operation
+    if last is None or last.error is None or not last.failed:
+        return None, ""
+    text = _sentence(last.error.code, last.error.message)
+    # It sleeps again, or is put back to sleep, or tries again: with every try the state moves, and the fault is the same.
+    resting = (ReplicaState.SLEEPING, ReplicaState.ASLEEP, ReplicaState.WAKING)
+    if last.kind == "wake" and state in resting and policy is not SleepPolicy.ASLEEP:
+        return (Problem.INSUFFICIENT_MEMORY if last.error.code == "InsufficientMemory" else Problem.WAKE_FAILED), text
+    awake = (ReplicaState.AWAKE, ReplicaState.DRAINING, ReplicaState.SLEEPING)
+    if last.kind == "sleep" and state in awake and policy is not SleepPolicy.ALWAYS_AWAKE:
+        return Problem.SLEEP_FAILED, text
+    return None, ""
+
+
+def _on_its_way(state: ReplicaState, sleep: Sleep) -> str:
+    """What a replica is busy with, without figures that change from one look to the next."""
+    if state is ReplicaState.DRAINING:
+        patient = sleep.drain is DrainMode.WAIT and sleep.drain_timeout_seconds
+        return f"running requests have up to {sleep.drain_timeout_seconds} s before it sleeps" if patient else "running requests are ended"
+    return {ReplicaState.SLEEPING: "it gives its memory back", ReplicaState.WAKING: f"it has {sleep.wake_timeout_seconds} s to wake"}.get(
+        state, ""
+    )
+
+
+def _memory_advice(ended: Exit, memory: Quantity | None) -> str:
+    """Host memory; that of a device is in the worker's own words."""
+    if ended.reason != "OOMKilled":
+        return ""
+    limit = (
+        f"over its limit of {memory} (spec.resources.limits.memory)"
+        if memory is not None
+        else "and it has no limit: its node has too little"
+    )
+    return f", out of host memory, {limit}"
+
+
+def exit_text(ended: Exit) -> str:
+    """`exit code 70 (Error): rank 1 died`: how a container ended, with its own words."""
+    return _sentence(f"exit code {ended.code}" + (f" ({ended.reason})" if ended.reason else ""), ended.message[-900:])
+
+
+def exit_message(ended: Exit) -> str:
+    """The worker's own last words; without any, at least the code."""
+    return ended.message[-900:] or exit_text(ended)
+
+
+def failure_of(group: Group) -> FailureStatus | None:
+    """Return the last failure, from the container if it has one, else as recorded: it survives the pod.
+
+    A pod that is deleted or evicted ends as any other does, with an exit code or phase Failed, and has not failed.
+    """
+    known, ended = group.previous.last_failure if group.previous else None, group.pod.container.last_exit
+    if group.pod.terminating or group.pod.disruption:
+        return known
+    if ended is None or ended.code == 0:
+        return FailureStatus(code="PodFailed", message=(group.pod.finished_message or ENDED)[:1024]) if group.pod.finished else known
+    return FailureStatus(code=_failure_code(ended), message=exit_message(ended)[:1024], time=ended.finished_at, exit_code=ended.code)
+
+
+def _failure_code(ended: Exit) -> str:
+    if ended.reason == "OOMKilled":
+        return "OOMKilled"
+    if "out of memory" in ended.message.lower():
+        return "OutOfMemory"
+    return {STARTUP_ERROR_EXIT: "StartupFailed", 70: "RankFailed"}.get(ended.code, "ContainerEnded")
+
+
+def _sentence(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)

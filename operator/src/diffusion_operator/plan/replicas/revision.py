@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The revision of a replica's template: which spec fields a running pod was made from.
+
+A revision is `<hash of the spec's part>-<hash of the image>`. The first half tells whether the spec still asks for what it asked
+when the operator's default container image was taken, so a new default never replaces running pods by itself. Nor does an operator that
+knows more fields: what has its default is left out of the hash. Two operators with different defaults at once agree by the oldest pod.
+"""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import Lora
+from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
+from diffusion_operator.plan.observed.pods import Pod
+
+
+class Template(msgspec.Struct, frozen=True):
+    revision: str
+    image: str
+
+
+def template_of(deployment: DiffusionDeployment, *, default_image: str, pods: Sequence[Pod] = ()) -> Template:
+    spec_hash = hash_of(_pod_fields(deployment))
+    image = deployment.spec.engine.image or _running_image(pods, spec_hash) or _pinned_image(deployment, spec_hash) or default_image
+    return Template(revision=_revision(spec_hash, image), image=image)
+
+
+def _revision(spec_hash: str, image: str) -> str:
+    return f"{spec_hash}-{hash_of(image)}"
+
+
+def _running_image(pods: Sequence[Pod], spec_hash: str) -> str | None:
+    """Not that of a pod whose image somebody changed: its revision is of another."""
+    made = [pod for pod in pods if not pod.terminating and pod.revision == _revision(spec_hash, pod.image)]
+    return min(made, key=lambda pod: (pod.created_at, pod.name)).image if made else None
+
+
+def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None:
+    pinned_for = (deployment.status.update_revision or "").partition("-")[0]
+    return deployment.status.engine_image if pinned_for == spec_hash else None
+
+
+def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:
+    """What a pod is rendered from, by name. Left out is what reaches a running replica, and what is about other objects than pods."""
+    spec = deployment.spec
+    fields = {
+        "servedName": deployment.served_name,
+        "model": spec.model,
+        "engine": spec.engine,
+        "parallelism": spec.parallelism,
+        "resources": spec.resources,
+        "lora": msgspec.structs.replace(spec.lora, drain_timeout_seconds=Lora().drain_timeout_seconds),
+        "startup": spec.startup,
+        "requests": spec.requests,
+        "apiKeySecret": spec.service.api_key_secret,
+        "scheduling": spec.scheduling,
+        "podMetadata": spec.pod_metadata,
+        "restartedAt": deployment.metadata.annotations.get(ANNOTATION_RESTARTED_AT),
+    }
+    return {name: said for name, value in fields.items() if (said := _said(value)) not in (None, {}, [])}
+
+
+def _said(value: Any) -> Any:
+    """A struct as its fields that do not have their default; anything else as it is."""
+    if not isinstance(value, msgspec.Struct):
+        return [_said(one) for one in value] if isinstance(value, tuple) else value
+    return {encoded: _said(found) for name, encoded, default in _fields(type(value)) if (found := getattr(value, name)) != default}
+
+
+@functools.cache
+def _fields(struct: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
+    """Name, name in JSON and default of each."""
+    return tuple(
+        (field.name, field.encode_name, field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default)
+        for field in msgspec.structs.fields(struct)
+    )
+
+
+def hash_of(value: object) -> str:
+    """Over deterministic JSON: sorted keys, no dependence on the process."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:8]

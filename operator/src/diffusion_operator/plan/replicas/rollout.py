@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replacing replicas after a template change: how many may go, how many may come, how far it is, and when it counts as stuck.
+
+A rolling update keeps two promises at every instant: `replicas - maxUnavailable` serve, unless fewer did before, and there are at most
+`replicas + maxSurge` pods, where one on its way out does not count. It looks at what is and remembers no step, so a spec that changes in
+the middle simply has other replicas to replace. `Recreate` ends all old pods and makes new ones when the last is gone.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+import msgspec
+
+from diffusion_operator.api.deployment_spec import DeploymentSpec, Rollout, RolloutType
+from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState, RolloutStatus
+from diffusion_operator.plan.observed.pods import Pod
+from diffusion_operator.plan.observed.replica_state import Group
+from diffusion_operator.plan.observed.states import MOVING_STATES
+
+_REMOVED_FIRST = (ReplicaState.FAILED, ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.ASLEEP, ReplicaState.SLEEPING)
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Of the template that the spec has now."""
+
+    record: RolloutStatus | None = None
+    """To be kept in the status; None while nothing is to be rolled out."""
+    done: bool = False
+    """Every replica has the template and serves, or did so before."""
+    stalled: bool = False
+
+
+def max_unavailable(rollout: Rollout) -> int:
+    """Absent is 1."""
+    return 1 if rollout.max_unavailable is None else rollout.max_unavailable
+
+
+def usable(group: Group, revision: str) -> bool:
+    """Counts as serving: where it should be, and a new one is routed to as well."""
+    routed = group.pod.routable or group.state is not ReplicaState.AWAKE or group.pod.revision != revision
+    return group.settled and routed
+
+
+def progress_of(
+    spec: DeploymentSpec, before: DeploymentStatus, groups: Sequence[Group], *, revision: str, refused: bool = False, now: datetime
+) -> Progress:
+    """`refused`: there is no rollout yet, and its clock does not run. `groups` are those that are not on their way out.
+
+    It gets further with every replica more that serves the new template, and every old one less. Both are kept as the best so far, so
+    that a replica that comes and goes is no progress.
+    """
+    if spec.suspend or refused:
+        return Progress()
+    served = sum(group.pod.revision == revision and usable(group, revision) for group in groups)
+    remaining = sum(group.pod.revision != revision for group in groups)
+    known = before.rollout if before.rollout is not None and before.rollout.revision == revision else None
+    if remaining == 0 and (served >= spec.replicas or (known is None and before.current_revision == revision)):
+        return Progress(done=True)
+    if known is None or served > known.served or remaining < known.remaining:
+        return Progress(record=RolloutStatus(revision=revision, served=served, remaining=remaining, progress_time=now))
+    deadline = timedelta(seconds=spec.rollout.progress_deadline_seconds)
+    return Progress(record=known, stalled=now - known.progress_time >= deadline)
+
+
+def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> int:
+    """The most pods at a time, now."""
+    rolling = any(group.pod.revision != revision for group in groups)
+    return replicas + (rollout.max_surge or 0) if rolling and replicas else replicas
+
+
+def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, replicas: int, revision: str, stalled: bool) -> int:
+    """How many pods to make. A stuck rollout makes no more than are missing anyway."""
+    if rollout.type is RolloutType.RECREATE and any(_holds_up(pod, revision) for pod in pods):
+        return 0
+    fresh = sum(group.pod.revision == revision for group in groups)
+    most = replicas if stalled else allowed(rollout, groups, replicas=replicas, revision=revision)
+    return max(0, min(most - len(groups), replicas - fresh))
+
+
+def to_replace(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> Sequence[Group]:
+    """Old replicas that go now. What neither serves nor will by itself goes at once; of the others as many as may be missing, and none for
+    a new one that does not serve yet."""
+    old = by_removal_priority([group for group in groups if group.pod.revision != revision], revision=revision)
+    if rollout.type is RolloutType.RECREATE:
+        return old
+    useless = [group for group in old if not group.live and not _comes_back(group)]
+    if useless:
+        return useless
+    serving = [group for group in groups if usable(group, revision)]
+    promised = max(0, replicas - max_unavailable(rollout))
+    coming = sum(group.pod.revision == revision and group not in serving for group in groups)
+    budget = max(0, len(groups) - promised - coming)
+    broken = [group for group in old if group not in serving and group.state not in MOVING_STATES][:budget]
+    spare = [group for group in old if group in serving][: max(0, min(budget, len(serving) - promised))]
+    return [*broken, *spare]
+
+
+def by_removal_priority(groups: Sequence[Group], *, revision: str) -> list[Group]:
+    """None that holds requests, if another will do; the least useful; one of an old revision, the oldest first; one that was chosen, and so
+    unrouted, before; the least busy; the newest."""
+    made: dict[str, datetime] = {}
+    for group in groups:
+        made[group.pod.revision] = min(group.pod.created_at, made.get(group.pod.revision, group.pod.created_at))
+
+    def key(group: Group) -> tuple[bool, int, bool, datetime, bool, int, float, int]:
+        state = _REMOVED_FIRST.index(group.state) if group.state in _REMOVED_FIRST else len(_REMOVED_FIRST)
+        current, since = group.pod.revision == revision, made[group.pod.revision]
+        return (group.held > 0, state, current, since, group.pod.routable, group.in_flight, -group.pod.created_at.timestamp(), -group.index)
+
+    return sorted(groups, key=key)
+
+
+def _comes_back(group: Group) -> bool:
+    """It served before, and its container was just started again."""
+    return group.problem is None and group.pod.container.last_exit is not None
+
+
+def _holds_up(pod: Pod, revision: str) -> bool:
+    return pod.revision != revision and not pod.finished and not (pod.terminating and pod.lost)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pods carry the routable label (reconcile.md, Routing).
+
+While a replica is awake only awake ones carry it. While none is, every live one does: its server answers by policy, which is better
+than a refused connection. A replica that is about to be removed never does.
+"""
+
+from collections.abc import Collection, Sequence
+
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.plan.observed.replica_state import Group
+from diffusion_operator.plan.results.actions import SetRoutable
+
+
+def plan_routing(groups: Sequence[Group], *, retiring: Collection[str]) -> tuple[SetRoutable, ...]:
+    """`retiring` are pod UIDs."""
+    candidates = [group for group in groups if group.pod.uid not in retiring]
+    awake = {group.pod.uid for group in candidates if group.state is ReplicaState.AWAKE}
+    wanted = awake or {group.pod.uid for group in candidates if group.live}
+    return tuple(
+        SetRoutable(name=group.pod.name, uid=group.pod.uid, routable=group.pod.uid in wanted)
+        for group in groups
+        if group.pod.routable is not (group.pod.uid in wanted) and not group.pod.terminating
+    )

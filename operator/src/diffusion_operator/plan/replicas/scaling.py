@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pods to make and which to let go: scale, pods that are given up, and replacement after a template change.
+
+A pod that carries the routable label is unrouted first and deleted a moment later, so that no new connection meets a closing server.
+"""
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+
+import msgspec
+
+from diffusion_operator.api.deployment_spec import DeploymentSpec
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.observed.replica_state import Group
+from diffusion_operator.plan.replicas.recovery import due
+from diffusion_operator.plan.replicas.rollout import Progress, allowed, by_removal_priority, missing, to_replace, usable
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod
+
+
+class ReplicaPlan(msgspec.Struct, frozen=True):
+    create: tuple[CreatePod, ...] = ()
+    retire: tuple[DeletePod, ...] = ()
+    """To be deleted, once they are not routable any more."""
+    outdated: int = 0
+    """Replicas that still have an older revision."""
+
+
+def plan_replicas(
+    observed: Observed, groups: Sequence[Group], *, revision: str, progress: Progress, held: bool, raced: Collection[str], now: datetime
+) -> ReplicaPlan:
+    """`held`: no pod can be made now, so none goes for another one; `raced`: UIDs of pods with another model than the pinned one."""
+    spec = observed.deployment.spec
+    rollout, replicas = spec.rollout, spec.wanted_replicas
+    present = [group for group in groups if group.state is not ReplicaState.TERMINATING]
+    many = len(present) - allowed(rollout, present, replicas=replicas, revision=revision)
+    surplus = by_removal_priority(present, revision=revision)[: max(0, many)]
+    kept = [group for group in present if group not in surplus]
+    why = "the deployment is suspended" if spec.suspend else "there are more replicas than asked for"
+    retire = [_retire(group, why) for group in surplus]
+    if not held:
+        retire += _replaced(kept, spec, revision=revision, stalled=progress.stalled, raced=raced, now=now, quiet=bool(retire))
+    retire += _twins(observed, groups)
+    count = missing(rollout, present, observed.pods, replicas=replicas, revision=revision, stalled=progress.stalled or held)
+    return ReplicaPlan(
+        create=pods_to_make({group.index for group in present}, count, observed),
+        retire=tuple(retire),
+        outdated=sum(group.pod.revision != revision for group in present),
+    )
+
+
+def _replaced(
+    kept: Sequence[Group], spec: DeploymentSpec, *, revision: str, stalled: bool, raced: Collection[str], now: datetime, quiet: bool
+) -> list[DeletePod]:
+    """Pods that go because another one is to come: those that are given up, else old ones, else losers of a race.
+
+    `stalled`: none goes for its template's sake. `quiet`: others go already, so only those that are given up do.
+    """
+    worn_out = due(kept, spec, now)
+    retire = [_retire(group, worn_out[group.index]) for group in kept if group.index in worn_out]
+    if retire or quiet:
+        return retire
+    old = to_replace(spec.rollout, kept, replicas=spec.wanted_replicas, revision=revision) if not stalled else ()
+    losers = _losers(kept, raced, revision=revision) if not old else ()
+    return [_retire(group, "the template changed") for group in old] + [
+        _retire(group, "another state of its model's source is pinned") for group in losers
+    ]
+
+
+def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
+    """Retire the older of two pods of one replica: two operators that overlap may each make one, and a replica is its newest pod."""
+    newest = {group.pod.uid for group in groups}
+    older = [pod for pod in observed.pods if not pod.terminating and pod.uid not in newest]
+    return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the place of this replica") for pod in older]
+
+
+def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
+    """Retire one conflicting replica at a time, and none while another one is starting or ending."""
+    first = by_removal_priority([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
+    settled = all(usable(group, revision) or group.state is ReplicaState.FAILED for group in kept if group not in first)
+    return first if settled else ()
+
+
+def _retire(group: Group, why: str) -> DeletePod:
+    return DeletePod(name=group.pod.name, uid=group.pod.uid, why=why)
+
+
+def pods_to_make(used: Collection[int], count: int, observed: Observed) -> tuple[CreatePod, ...]:
+    """At the lowest free indices; an incarnation is above every one that was ever seen at its index."""
+    free = (index for index in range(len(used) + count) if index not in used)
+    highest = dict(observed.foreign_incarnations)
+    recorded = [(one.index, one.incarnation or 0) for one in observed.deployment.status.replica_states]
+    for index, incarnation in [(pod.index, pod.incarnation) for pod in observed.pods] + recorded:
+        highest[index] = max(highest.get(index, -1), incarnation)
+    return tuple(CreatePod(index=index, incarnation=highest.get(index, -1) + 1) for index, _ in zip(free, range(count), strict=False))

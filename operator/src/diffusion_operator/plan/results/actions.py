@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan may ask for. Each action is idempotent by name, UID, boot id or operation id, so doing it twice does nothing twice."""
+
+import msgspec
+
+from diffusion_operator.api.adapter_load import AdapterLoad
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.plan.observed.observed import AttemptKey
+
+
+class CreatePod(msgspec.Struct, frozen=True):
+    index: int
+    incarnation: int
+
+
+class DeletePod(msgspec.Struct, frozen=True):
+    name: str
+    uid: str
+    why: str
+
+
+class SetRoutable(msgspec.Struct, frozen=True):
+    name: str
+    uid: str
+    routable: bool
+
+
+class WorkerAddress(msgspec.Struct, frozen=True):
+    """One life of one server process: a call to it cannot reach its successor."""
+
+    pod_uid: str
+    ip: str
+    boot_id: str
+
+
+class SleepWorker(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    operation_id: str
+    attempt: int
+    mode: DrainMode
+    deadline_s: int
+    level: SleepLevel
+    policy: SleepPolicy
+    if_idle_since_s: int | None = None
+    """The worker refuses it if a request came or ran within so many seconds, by its own clock."""
+
+
+class WakeWorker(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    operation_id: str
+    attempt: int
+    deadline_s: int
+    policy: SleepPolicy
+
+
+class PutAdapter(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    key: AttemptKey
+    operation_id: str
+    name: str
+    load: AdapterLoad
+    deadline_s: int
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True):
+    worker: WorkerAddress
+    operation_id: str
+    name: str
+    drain_s: int
+
+
+PodAction = CreatePod | DeletePod | SetRoutable
+WorkerAction = SleepWorker | WakeWorker | PutAdapter | RemoveAdapter

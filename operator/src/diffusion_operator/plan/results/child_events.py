@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events about children and their names: once where a condition turns, and once for each other pod that has our name."""
+
+from diffusion_operator.api.deployment_status import DeploymentStatus
+from diffusion_operator.api.meta import ConditionStatus, condition_of
+from diffusion_operator.plan.observed.children import NAME_CONFLICT
+from diffusion_operator.plan.results.events import EventType, PlannedEvent
+
+CHILD_REFUSED = "ChildRefused"
+
+
+def child_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[PlannedEvent, ...]:
+    """Return an Event for each new text of ChildrenReady that is False."""
+    then, now = condition_of(before.conditions, "ChildrenReady"), condition_of(after.conditions, "ChildrenReady")
+    if now is None or now.status is not ConditionStatus.FALSE or (then is not None and then.message == now.message):
+        return ()
+    reason = NAME_CONFLICT if now.reason == NAME_CONFLICT else CHILD_REFUSED
+    key = f"{after.observed_generation}-{now.last_transition_time:%Y-%m-%dT%H:%M}-{now.message}"
+    return (PlannedEvent(type=EventType.WARNING, reason=reason, message=now.message[:1000], key=key),)
+
+
+def pod_name_taken(name: str, *, index: int, uid: str) -> PlannedEvent:
+    """Return the Event about somebody else's pod under a name of replica `index`."""
+    text = f"pod {name} belongs to somebody else and is left alone; replica {index} gets a pod of the next name"
+    return PlannedEvent(type=EventType.WARNING, reason=NAME_CONFLICT, message=text, key=uid)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened on a replica between two looks at it, for metrics.
+
+Told by two state documents that one process of the operator has seen, so nothing is counted again when it restarts; and of what
+happened while nobody looked, the worker's own metrics tell.
+"""
+
+import msgspec
+
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WorkerPhase, WorkerState
+from diffusion_operator.plan.observed.states import SERVING_PHASES
+
+_WRONG = "VerificationFailed"
+
+
+class AdapterLoad(msgspec.Struct, frozen=True):
+    seconds: float
+    size_bytes: int
+
+
+class Happened(msgspec.Struct, frozen=True):
+    loads: tuple[AdapterLoad, ...] = ()
+    evictions: int = 0
+    """Adapters that went out of memory for others."""
+    wrong_wakes: int = 0
+    """Wakes that were given up because what they brought back was not what it was: the ranks are started again."""
+    wrong_adapters: int = 0
+    """Adapters that a wake found to be not what they were: they are loaded again."""
+
+
+def happened(before: WorkerState | None, after: WorkerState) -> Happened:
+    """Nothing without a document from before: it may be as old as the operator's last process."""
+    if before is None:
+        return Happened()
+    # All of what another process says is new.
+    known = before if before.boot_id == after.boot_id else WorkerState(boot_id=after.boot_id, state=WorkerPhase.STARTING)
+    told = {_load_of(one) for one in known.adapters}
+    wrong = {one.name for one in known.adapters if one.verification_failed}
+    return Happened(
+        loads=tuple(
+            AdapterLoad(seconds=one.load_seconds, size_bytes=one.size_bytes or 0)
+            for one in after.adapters
+            if one.load_seconds is not None and _load_of(one) not in told
+        ),
+        evictions=_evictions(known, after),
+        wrong_wakes=_wrong_wakes(known, after),
+        wrong_adapters=len({one.name for one in after.adapters if one.verification_failed} - wrong),
+    )
+
+
+def _load_of(record: AdapterRecord) -> tuple[str, str | None, float | None]:
+    """Two loads of one content do not take the same time to the microsecond."""
+    return record.name, record.digest, record.load_seconds
+
+
+def _evictions(before: WorkerState, after: WorkerState) -> int:
+    """What a sleep takes out of memory is back after it."""
+    if before.state not in SERVING_PHASES or after.state not in SERVING_PHASES:
+        return 0
+    in_memory = {(one.name, one.digest) for one in before.adapters if one.state is RecordState.LOADED}
+    return sum(one.state is RecordState.CACHED and (one.name, one.digest) in in_memory for one in after.adapters)
+
+
+def _wrong_wakes(before: WorkerState, after: WorkerState) -> int:
+    last, told = after.last_operation, before.last_operation
+    if last is None or (told is not None and told.operation_id == last.operation_id):
+        return 0
+    return int(last.error is not None and last.error.code == _WRONG)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How idle a deployment with `OnIdle` is: how many replicas it needs awake, and when the next of them may sleep (reconcile.md 5).
+
+Every duration is an age that a worker measured by its own clock; times of two machines are never compared. The formula of the design
+would let the last replica sleep between two requests of a busy client, so a request less than `idleSeconds` ago keeps one awake.
+"""
+
+import math
+from collections.abc import Sequence
+
+from diffusion_operator.api.deployment_spec import DeploymentSpec, Sleep
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.api.worker_state import WorkerState
+from diffusion_operator.plan.observed.replica_state import Group
+
+
+def work_of(document: WorkerState) -> int:
+    """Requests that are made, queued or held."""
+    return document.in_flight + document.queued + document.held.current
+
+
+def idle_for_s(document: WorkerState) -> float:
+    """Since its last request; one that never had any is idle since it became ready."""
+    age_s = document.last_request_age_seconds
+    return document.state_age_seconds if age_s is None else age_s
+
+
+def always_awake(spec: DeploymentSpec) -> int:
+    """Of `minAwake` as many as there are to be: a rule that compared the two would refuse an autoscaler's scaling down."""
+    return min(spec.sleep.min_awake, spec.replicas)
+
+
+def needed_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
+    """With OnIdle, for the requests that there are: so many are woken."""
+    work = sum(work_of(group.document) for group in groups if group.document is not None)
+    return max(always_awake(spec), min(math.ceil(work / spec.engine.max_batch_size), len(groups)))
+
+
+def wanted_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
+    """With OnIdle, for those that may come: so many are let stay awake. What is not known counts as a request."""
+    unknown = any(group.live and not group.poll.fresh for group in groups)
+    recent = _recent_for_s(spec.sleep, groups) > 0
+    return max(needed_awake(spec, groups), int(unknown or recent))
+
+
+def may_sleep_in_s(group: Group, sleep: Sleep) -> float | None:
+    """Seconds until this replica has been idle and awake for long enough, negative ones since; None: it is busy, or not known well."""
+    document = group.document
+    if group.state is not ReplicaState.AWAKE or document is None or not group.poll.fresh or work_of(document):
+        return None
+    return max(sleep.idle_seconds - idle_for_s(document), sleep.min_awake_seconds - document.state_age_seconds)
+
+
+def next_sleep_in_s(spec: DeploymentSpec, groups: Sequence[Group]) -> float | None:
+    """Seconds until a replica may sleep if no request comes, negative ones since; None: none may, or all are busy."""
+    times = [when for group in groups if (when := may_sleep_in_s(group, spec.sleep)) is not None]
+    awake = sum(group.state is ReplicaState.AWAKE for group in groups)
+    if not times or awake <= always_awake(spec):
+        return None
+    if awake > wanted_awake(spec, groups):
+        return min(times)
+    return max(min(times), _recent_for_s(spec.sleep, groups))
+
+
+def _recent_for_s(sleep: Sleep, groups: Sequence[Group]) -> float:
+    """How long yet some request counts as recent; 0: none does. A replica that was never asked counts while it is awake."""
+    ages = [
+        idle_for_s(group.document)
+        for group in groups
+        if group.document is not None and (group.state is ReplicaState.AWAKE or group.document.last_request_age_seconds is not None)
+    ]
+    return max([0.0, *(sleep.idle_seconds - age for age in ages)])

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a deployment's status says of its requests: how many are held, when the last one came, when a replica may sleep.
+
+Workers tell ages; a time in a status is the operator's own clock minus an age, and moves a little from one look to the next. A time
+that only moved so is kept as it was written, so that an idle deployment's status does not change.
+"""
+
+import math
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
+from diffusion_operator.api.deployment_status import HeldStatus
+from diffusion_operator.plan.observed.replica_state import Group
+from diffusion_operator.plan.sleep.idleness import next_sleep_in_s
+
+JITTER = timedelta(seconds=3)  # whole seconds here, and up to two that a poll takes
+
+
+def held_requests(groups: Sequence[Group]) -> HeldStatus | None:
+    """None where no replica has answered yet."""
+    held = [group.document.held for group in groups if group.document is not None]
+    if not held:
+        return None
+    ages = [one.oldest_age_seconds for one in held if one.oldest_age_seconds is not None]
+    return HeldStatus(current=sum(one.current for one in held), oldest_seconds=math.floor(max(ages)) if ages else None)
+
+
+def last_request_time(groups: Sequence[Group], *, before: datetime | None, now: datetime) -> datetime | None:
+    """A new server process knows of none, so what was known stays."""
+    ages = [group.document.last_request_age_seconds for group in groups if group.document is not None and group.poll.fresh]
+    times = [now - timedelta(seconds=round(age)) for age in ages if age is not None]
+    latest = max(times, default=before)
+    return before if before is not None and latest is not None and latest < before + JITTER else latest
+
+
+def sleep_eligible_time(
+    spec: DeploymentSpec, groups: Sequence[Group], *, rolling: bool, before: datetime | None, now: datetime
+) -> datetime | None:
+    """With OnIdle, and while no replica is being replaced."""
+    due_in_s = next_sleep_in_s(spec, groups) if spec.sleep.policy is SleepPolicy.ON_IDLE and not rolling else None
+    if due_in_s is None:
+        return None
+    due = now + timedelta(seconds=round(due_in_s))
+    return before if before is not None and abs(due - before) < JITTER else due

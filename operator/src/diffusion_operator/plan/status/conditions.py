@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions of a DiffusionDeployment. Only what is computed from observation is claimed; a message names the replica it is about."""
+
+from collections.abc import Iterator, Sequence
+
+from diffusion_operator.api.adapter import InstanceState
+from diffusion_operator.api.deployment_spec import ColdMode, DeploymentSpec, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.plan.observed.children import children_ready
+from diffusion_operator.plan.observed.control_security import control_secured
+from diffusion_operator.plan.observed.replica_state import Group, Problem
+from diffusion_operator.plan.observed.states import RESTING_STATES
+from diffusion_operator.plan.replicas.model_pinning import model_resolved
+from diffusion_operator.plan.replicas.rollout import max_unavailable
+from diffusion_operator.plan.replicas.template_trial import TEMPLATE_INVALID
+from diffusion_operator.plan.status.inputs import Situation
+
+_READY_PROBLEMS = (
+    Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
+    Problem.POD_FAILED, Problem.NODE_LOST, Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST,
+)  # fmt: skip
+"""What keeps a replica from ever being ready, most telling first."""
+
+_WAKE_PROBLEMS = (Problem.WAKE_FAILED, Problem.INSUFFICIENT_MEMORY)
+
+_DEGRADED_REASONS = {
+    Problem.VERIFICATION_FAILED: "VerificationFailed",
+    Problem.MEMORY_NOT_RELEASED: "MemoryNotReleased",
+    Problem.CRASH_LOOPING: "CrashLooping",
+    Problem.RANK_LOST: "RankLost",
+    Problem.WAKE_FAILED: "WakeFailing",
+    Problem.SLEEP_FAILED: "SleepFailing",
+    Problem.UNREACHABLE: "ControlUnreachable",
+    Problem.MODEL_ERROR: "ReplicaFailed",
+    Problem.NODE_LOST: "NodeLost",
+    Problem.POD_FAILED: "ReplicaFailed",
+    Problem.CONTAINER: "ReplicaFailed",
+    Problem.IMAGE_PULL: "ReplicaFailed",
+}
+_MESSAGE_LIMIT = 1500
+
+
+def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
+    return (
+        ready(now),
+        available(now),
+        progressing(now),
+        scheduled(now),
+        awake(now),
+        model_resolved(now.resolution),
+        adapters_ready(now),
+        degraded(now),
+        control_secured(now.spec, now.policy),
+        children_ready(now.children),
+    )
+
+
+def pass_failed(text: str) -> Verdict:
+    """Ready, where the operator could not find out."""
+    return verdict("Ready", None, "PassFailed", text)
+
+
+def ready(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Ready", False, "Suspended", _suspended(now))
+    if now.wanted == 0:
+        return verdict("Ready", False, "NoReplicas", "spec.replicas is 0")
+    problem = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind), None)
+    live = any(group.live for group in now.groups)
+    if problem is not None and problem.problem is not None and not live:
+        return verdict("Ready", False, problem.problem.value, _about(problem))
+    if now.asleep_wanted and live:
+        return verdict("Ready", False, "SleepRequested", f"spec.sleep.policy is Asleep; {_tally(now)}")
+    if now.no_service and (now.serving or now.wakeable):
+        return verdict("Ready", False, "NoService", f"{_tally(now)}, and no client reaches them: {now.no_service}")
+    if now.serving:
+        whole = now.serving + now.wakeable >= now.wanted and not any(group.problem for group in now.groups)
+        text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}{_others(now)}"
+        return verdict("Ready", True, "Serving" if whole else "ServingDegraded", text)
+    return _not_serving(now)
+
+
+def _not_serving(now: Situation) -> Verdict:
+    if now.wakeable:
+        return verdict("Ready", True, "AsleepWakeable", _wakes(now) + _others(now))
+    given_up = (Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST, *(_WAKE_PROBLEMS if now.on_idle else ()))
+    lost = next((group for group in now.groups if group.problem in given_up), None)
+    if lost is not None and lost.problem is not None:
+        return verdict("Ready", False, lost.problem.value, _about(lost))
+    unreachable = next((group for group in now.groups if group.problem is Problem.UNREACHABLE), None)
+    if unreachable is not None:
+        # The data path may be fine: the kubelet's probe answers for the data port only.
+        return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _about(unreachable))
+    if now.count(*RESTING_STATES):
+        return verdict("Ready", False, "Waking", _tally(now) + _others(now))
+    if now.pods_wait_for:
+        return verdict("Ready", False, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
+    if now.refusal:
+        return verdict("Ready", False, "PodsRefused", now.refusal)
+    return verdict("Ready", False, "Starting", _tally(now) + _unprobed(now) + _others(now))
+
+
+def available(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Available", False, "Suspended", _suspended(now))
+    enough = max(1, now.wanted - max_unavailable(now.spec.rollout))  # so many may be missing, as while they are replaced
+    text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
+    if now.serving and now.serving + now.wakeable >= enough:
+        return verdict("Available", True, "MinimumAvailable", text)
+    return verdict("Available", False, "Sleeping" if now.count(*RESTING_STATES) else "MinimumUnavailable", text)
+
+
+def progressing(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Progressing", False, "Paused", _suspended(now))
+    if now.template_refusal:
+        return verdict("Progressing", False, TEMPLATE_INVALID, now.template_refusal)
+    missing = now.wanted - len(now.groups)
+    if now.progress.stalled and now.progress.record is not None:
+        limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
+        served = f"{now.progress.record.served} of {now.wanted} replicas serve with the new template, and none more {limit}"
+        text = f"{served}; what serves is left alone until the spec changes{_others(now)}"
+        return verdict("Progressing", False, "DeadlineExceeded", text)
+    # A group that starts its ranks again gets on by itself.
+    stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind and not group.restarting), None)
+    if stuck is not None and stuck.problem is not None:
+        return verdict("Progressing", False, stuck.problem.value, _about(stuck))
+    if now.outdated:
+        return verdict("Progressing", True, "RolloutProgressing", _rolled_out(now) + _others(now))
+    if missing:
+        why = now.pods_wait_for or now.refusal
+        text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {why}" if why else "")
+        return verdict("Progressing", True, "RolloutProgressing", text)
+    loading = [group for group in now.groups if group.state in (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.VERIFYING)]
+    if loading or now.count(ReplicaState.FAILED):
+        return verdict("Progressing", True, "LoadingModel", _tally(now) + _others(now))
+    return verdict("Progressing", True, "RolloutComplete", f"all {now.wanted} replicas have the template of the spec")
+
+
+def scheduled(now: Situation) -> Verdict:
+    if now.spec.suspend:
+        return verdict("Scheduled", None, "Suspended", _suspended(now))
+    waiting = [group for group in now.groups if group.pod.unschedulable and not group.pod.scheduled]
+    if waiting:
+        gpu = any(group.problem is Problem.WAITING_FOR_GPU for group in waiting)
+        return verdict("Scheduled", False, "InsufficientGPU" if gpu else "Unschedulable", _about(waiting[0]))
+    if now.refusal:
+        return verdict("Scheduled", False, "QuotaExceeded" if "exceeded quota" in now.refusal else "PodsRefused", now.refusal)
+    if len(now.groups) < now.wanted or not all(group.pod.scheduled for group in now.groups):
+        return verdict("Scheduled", None, "Scheduling", "not every replica's pod has been looked at by the scheduler")
+    return verdict("Scheduled", True, "AllScheduled", f"{len(now.groups)} of {now.wanted} replicas have a node")
+
+
+def awake(now: Situation) -> Verdict:
+    value, reason, text = _awake(now)
+    return verdict("Awake", value, reason, text + "".join(f"; {advice}" for advice in _sleep_advice(now.spec)))
+
+
+def _awake(now: Situation) -> tuple[bool, str, str]:
+    count, tally = now.count(ReplicaState.AWAKE), _tally(now)
+    if now.spec.suspend:
+        return False, "Suspended", _suspended(now)
+    if count:
+        return True, "AllAwake" if count == now.wanted else "SomeAwake", tally
+    failed = next((group for kind in _WAKE_PROBLEMS for group in now.groups if group.problem is kind), None)
+    if failed is not None and failed.problem is not None:
+        return False, failed.problem.value, _about(failed)
+    if now.groups and now.count(ReplicaState.ASLEEP) == len(now.groups) and (now.asleep_wanted or now.on_idle):
+        return False, "AllAsleep", tally
+    if now.count(ReplicaState.WAKING) or (now.count(ReplicaState.ASLEEP) and not (now.asleep_wanted or now.on_idle)):
+        return False, "Waking", tally
+    if now.count(*RESTING_STATES):
+        return False, "GoingToSleep", tally
+    return False, "Starting" if now.wanted else "NoReplicas", tally
+
+
+def _sleep_advice(spec: DeploymentSpec) -> Iterator[str]:
+    """What the schema cannot refuse and somebody should know."""
+    sleep = spec.sleep
+    if sleep.policy is SleepPolicy.ON_IDLE and sleep.min_awake > spec.replicas:
+        yield f"spec.sleep.minAwake is {sleep.min_awake} and spec.replicas {spec.replicas}: none sleeps"
+    if sleep.policy is not SleepPolicy.ALWAYS_AWAKE and sleep.level is SleepLevel.HOST_MEMORY and "memory" not in spec.resources.limits:
+        yield "warning: spec.sleep.level is HostMemory and spec.resources.limits has no memory: nothing bounds what a sleep keeps"
+
+
+def adapters_ready(now: Situation) -> Verdict:
+    views = now.adapters.views
+    if not views:
+        return verdict("AdaptersReady", True, "NoAdapters", "no LoRAAdapter refers to this object")
+    crowded = [view for view in views if view.decision.reason == "CapacityExceeded"]
+    if crowded:
+        return verdict(
+            "AdaptersReady", False, "CapacityExceeded", _named(crowded[0].decision.adapter.metadata.name, crowded[0].decision.message)
+        )
+    if now.spec.suspend:
+        return verdict("AdaptersReady", False, "Deferred", _suspended(now))
+    refused = [view for view in views if not view.decision.accepted]
+    broken = [view for view in views if view.count(InstanceState.FAILED)]
+    if refused or broken:
+        names = ", ".join(view.decision.adapter.metadata.name for view in refused + broken)
+        return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {names}")
+    evicted = [view for view in views if view.evicted]
+    if evicted:
+        names = ", ".join(view.decision.adapter.metadata.name for view in evicted)
+        text = f"{names}: out of memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} fit (spec.lora.maxCached)"
+        return verdict("AdaptersReady", False, "CapacityExceeded", text)
+    wanted = [view for view in views if view.decision.desired is not None]
+    behind = [view for view in wanted if not view.ready]
+    if not behind:
+        return verdict("AdaptersReady", True, "AllReady", f"every awake replica serves {len(wanted)} adapters")
+    names = ", ".join(view.decision.adapter.metadata.name for view in behind)
+    if now.groups and not now.count(ReplicaState.AWAKE, ReplicaState.VERIFYING):
+        return verdict("AdaptersReady", False, "Deferred", f"{names}: loaded before a replica is awake again")
+    return verdict("AdaptersReady", False, "Loading", f"{names}: not yet on every awake replica")
+
+
+def degraded(now: Situation) -> Verdict:
+    for problem, reason in _DEGRADED_REASONS.items():
+        found = next((group for group in now.groups if group.problem is problem), None)
+        if found is not None:
+            return verdict("Degraded", True, reason, _about(found))
+    return verdict("Degraded", False, "AsExpected", "")
+
+
+def _about(group: Group) -> str:
+    return _named(f"replica {group.index}", group.message or group.state.value)
+
+
+def _named(name: str, message: str) -> str:
+    return f"{name}: {message}"[:_MESSAGE_LIMIT]
+
+
+def _tally(now: Situation) -> str:
+    """`1 Awake, 1 Starting of 2 replicas`."""
+    counts = {state: now.count(state) for state in ReplicaState if now.count(state)}
+    return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
+
+
+def _suspended(now: Situation) -> str:
+    ending = f"; {len(now.groups)} replicas are still to end" if now.groups else ""
+    return f"spec.suspend is true, and spec.replicas ({now.spec.replicas}) is for when it is not{ending}"
+
+
+def _rolled_out(now: Situation) -> str:
+    return f"{len(now.groups) - now.outdated} of {now.wanted} replicas have the new template"
+
+
+def _idle(now: Situation) -> str:
+    return f", {now.wakeable} sleep until they are needed" if now.wakeable else ""
+
+
+def _wakes(now: Situation) -> str:
+    within = f"within {now.spec.sleep.wake_timeout_seconds} s (spec.sleep.wakeTimeoutSeconds)"
+    if now.spec.cold_requests.mode is ColdMode.HOLD:
+        return f"{_tally(now)}; a request would wake it and be served {within}"
+    return f"{_tally(now)}; a request would wake it, get 503 (spec.coldRequests.mode is Reject), and be served when asked again {within}"
+
+
+def _unprobed(now: Situation) -> str:
+    """The engine is ready and the kubelet does not say so: for a moment after a start, or because the data port does not answer."""
+    indices = [str(group.index) for group in now.groups if group.state is ReplicaState.AWAKE and not group.pod.ready]
+    return f"; the readiness probe of replica {', '.join(indices)} does not pass" if indices else ""
+
+
+def _others(now: Situation) -> str:
+    """What is said about replicas that have something to say, as a tail to a sentence."""
+    about = _talkative(now.groups)
+    return f"; {about}"[:_MESSAGE_LIMIT] if about else ""
+
+
+def _talkative(groups: Sequence[Group]) -> str:
+    return "; ".join(_about(group) for group in groups if group.message)

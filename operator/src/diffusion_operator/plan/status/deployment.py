@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status of a DiffusionDeployment, computed from its replicas as they are now."""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_status import DeploymentStatus, EndpointsStatus, OperationStatus, ReplicaState, ReplicaStatus
+from diffusion_operator.api.meta import settle_conditions
+from diffusion_operator.api.names import LABEL_DEPLOYMENT
+from diffusion_operator.plan.observed.replica_state import Group, failure_of
+from diffusion_operator.plan.observed.states import READY_STATES
+from diffusion_operator.plan.replicas.revision import Template
+from diffusion_operator.plan.results.actions import CreatePod
+from diffusion_operator.plan.sleep.traffic import held_requests, last_request_time, sleep_eligible_time
+from diffusion_operator.plan.status.conditions import deployment_verdicts
+from diffusion_operator.plan.status.inputs import Situation
+from diffusion_operator.plan.status.load_progress import load_status
+from diffusion_operator.plan.status.size_limit import fitted
+
+
+def deployment_status(
+    deployment: DiffusionDeployment,
+    situation: Situation,
+    *,
+    groups: Sequence[Group],
+    template: Template,
+    made: Sequence[CreatePod],
+    now: datetime,
+) -> DeploymentStatus:
+    """`groups` has the terminating ones too, `situation` only what counts; `made` are asked for in this pass."""
+    name, before = deployment.metadata.name, deployment.status
+    count = situation.count
+    shown, truncated = fitted((*(group_status(group) for group in groups), *_between_pods(before, groups, made)))
+    updated = sum(group.pod.revision == template.revision for group in situation.groups)
+    return DeploymentStatus(
+        observed_generation=deployment.metadata.generation,
+        served_name=deployment.served_name,
+        engine_image=template.image,
+        replicas=len(situation.groups),
+        updated_replicas=updated,
+        ready_replicas=sum(group.state in READY_STATES and group.pod.ready for group in situation.groups),
+        available_replicas=situation.serving,
+        awake_replicas=count(ReplicaState.AWAKE),
+        asleep_replicas=count(ReplicaState.ASLEEP),
+        failed_replicas=count(ReplicaState.FAILED),
+        selector=f"{LABEL_DEPLOYMENT}={name}",
+        current_revision=template.revision if situation.progress.done else before.current_revision,
+        update_revision=template.revision,
+        rollout=situation.progress.record,
+        model=situation.resolution.model,
+        endpoints=EndpointsStatus(url=_url(deployment) if not situation.no_service else None),
+        adapters=situation.adapters.summary,
+        held=held_requests(situation.groups),
+        last_request_time=last_request_time(situation.groups, before=before.last_request_time, now=now),
+        sleep_eligible_time=sleep_eligible_time(
+            deployment.spec, situation.groups, rolling=situation.rolling, before=before.sleep_eligible_time, now=now
+        ),
+        replica_states_truncated=truncated or None,
+        replica_states=shown,
+        conditions=settle_conditions(
+            deployment_verdicts(situation), previous=before.conditions, generation=deployment.metadata.generation, now=now
+        ),
+    )
+
+
+def _url(deployment: DiffusionDeployment) -> str:
+    metadata = deployment.metadata
+    return f"http://{metadata.name}.{metadata.namespace}.svc:{deployment.spec.service.port}/v1"
+
+
+def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod]) -> Iterator[ReplicaStatus]:
+    """What is known of the failures of a replica whose pod is gone and whose next one is not there yet. With another template they do
+    not count, and the last one is still told."""
+    present, coming = {group.index for group in groups}, {action.index for action in made}
+    for known in before.replica_states:
+        if known.index in coming - present and (known.failures or known.last_failure):
+            yield ReplicaStatus(
+                index=known.index,
+                state=ReplicaState.PENDING,
+                incarnation=known.incarnation,
+                revision=known.revision,
+                failures=known.failures,
+                failing_since=known.failing_since,
+                last_failure=known.last_failure,
+            )
+
+
+def group_status(group: Group) -> ReplicaStatus:
+    return ReplicaStatus(
+        index=group.index,
+        state=group.state,
+        incarnation=group.pod.incarnation,
+        boot_id=group.boot_id or (group.previous.boot_id if group.previous and group.live else None),
+        leader_pod=group.pod.name,
+        node=group.pod.node or None,
+        revision=group.pod.revision or None,
+        message=group.message[:1024] or None,
+        restarts=group.pod.container.restarts,
+        failures=group.failures.count or None,
+        failing_since=group.failures.since,
+        next_restart_time=group.failures.next_restart,
+        load=load_status(group),
+        last_failure=failure_of(group),
+        generation=group.document.generation if group.document else None,
+        last_rank_loss=_last_rank_loss(group),
+        last_operation=_last_operation(group),
+    )
+
+
+def _last_operation(group: Group) -> OperationStatus | None:
+    """Of this server process, or the last one known of it while it does not answer."""
+    last = group.document.last_operation if group.document is not None else None
+    if group.document is None:
+        return group.previous.last_operation if group.previous is not None and group.live else None
+    if last is None:
+        return None
+    size = group.document.model.size_bytes if last.kind == "wake" and last.error is None else None
+    return OperationStatus(
+        id=last.operation_id[:128],
+        kind=last.kind,
+        level=last.level,
+        seconds=f"{last.seconds:.3f}",
+        bytes=last.freed_bytes if last.kind == "sleep" else size,
+        code=last.error.code if last.error is not None else None,
+        message=last.error.message[:1024] if last.error is not None else None,
+    )
+
+
+def _last_rank_loss(group: Group) -> str | None:
+    """As the server process tells it; a new one knows of none."""
+    loss = group.document.last_loss if group.document else None
+    return f"{loss.fault}: {loss.message}"[:1024] if loss else None

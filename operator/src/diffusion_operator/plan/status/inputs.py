@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the status of a deployment is computed from, and what several of its conditions count."""
+
+import msgspec
+
+from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.plan.adapters.plan import AdapterPlan
+from diffusion_operator.plan.observed.children import ChildState, no_service, pods_wait_for, policy_refusal
+from diffusion_operator.plan.observed.control_security import PolicyOutcome
+from diffusion_operator.plan.observed.replica_state import Group
+from diffusion_operator.plan.observed.states import RESTING_STATES
+from diffusion_operator.plan.replicas.model_pinning import Resolution
+from diffusion_operator.plan.replicas.rollout import Progress
+
+
+class Situation(msgspec.Struct, frozen=True):
+    spec: DeploymentSpec
+    groups: tuple[Group, ...]
+    """Without those on their way out."""
+    adapters: AdapterPlan
+    outdated: int
+    progress: Progress
+    resolution: Resolution
+    refusal: str
+    template_refusal: str = ""
+    """The message where no pod can be made of the changed template, else empty; see template_trial.py."""
+    policy_possible: bool = False
+    """The operator knows the labels of its own pods."""
+    children: tuple[ChildState, ...] = ()
+
+    @property
+    def policy(self) -> PolicyOutcome:
+        return PolicyOutcome(possible=self.policy_possible, refusal=policy_refusal(self.children))
+
+    @property
+    def pods_wait_for(self) -> str:
+        """Return why no pod can be made; empty where one can, or none is missing."""
+        return pods_wait_for(self.children) if len(self.groups) < self.wanted else ""
+
+    @property
+    def no_service(self) -> str:
+        """Return why no client reaches the replicas; empty where clients do."""
+        return no_service(self.children)
+
+    @property
+    def wanted(self) -> int:
+        return self.spec.wanted_replicas
+
+    @property
+    def rolling(self) -> bool:
+        """Replicas are being replaced, and not stuck at it."""
+        return self.outdated > 0 and not self.progress.stalled and not self.template_refusal
+
+    @property
+    def asleep_wanted(self) -> bool:
+        return self.spec.sleep.policy is SleepPolicy.ASLEEP
+
+    @property
+    def on_idle(self) -> bool:
+        return self.spec.sleep.policy is SleepPolicy.ON_IDLE
+
+    @property
+    def wakeable(self) -> int:
+        """Those that rest because nobody needs them: with OnIdle a request wakes them."""
+        if not self.on_idle:
+            return 0
+        return sum(group.state in RESTING_STATES and group.pod.ready and group.problem is None for group in self.groups)
+
+    def count(self, *states: ReplicaState) -> int:
+        return sum(group.state in states for group in self.groups)
+
+    @property
+    def serving(self) -> int:
+        """Awake, and as far as the kubelet's probe says, answering."""
+        return sum(group.state is ReplicaState.AWAKE and group.pod.ready for group in self.groups)

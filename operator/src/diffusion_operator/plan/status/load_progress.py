@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a replica is that is not ready yet: by its pod until the worker answers, then by what that says. Nothing is guessed."""
+
+from diffusion_operator.api.deployment_status import LoadStatus, ReplicaState
+from diffusion_operator.plan.observed.replica_state import IMAGE_REASONS, Group
+
+
+def load_status(group: Group) -> LoadStatus | None:
+    """Only while it loads: afterwards the figures say nothing. Times are the cluster's and the node's own."""
+    if group.state is ReplicaState.PENDING:
+        return LoadStatus(stage="Scheduling", started_at=group.pod.created_at)
+    if group.state is not ReplicaState.STARTING:
+        return None
+    if not group.pod.container.running:
+        return _pulling(group)
+    if group.document is None or not group.document.load.stage:
+        return None
+    load = group.document.load
+    return LoadStatus(
+        stage=load.stage[:32],
+        bytes_done=load.bytes_done,
+        bytes_total=load.bytes_total,
+        percent=min(100, 100 * load.bytes_done // load.bytes_total) if load.bytes_total else None,
+        started_at=None if group.restarting else group.pod.container.started_at,
+    )
+
+
+def _pulling(group: Group) -> LoadStatus | None:
+    """A container that is being created waits for its volumes or for its image; for the image once its pod has all else."""
+    pod = group.pod
+    creating = pod.container.waiting_reason == "ContainerCreating" and pod.set_up_at is not None
+    if creating or pod.container.waiting_reason in IMAGE_REASONS:
+        return LoadStatus(stage="ImagePull", started_at=pod.set_up_at)
+    return None

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters a server knows by name, and the requests that use them. Holds no torch: ids stand for what the ranks loaded."""
+
+import asyncio
+import time
+
+import msgspec
+
+from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, Problem, Residency
+from diffusion_worker.errors import RequestError
+from diffusion_worker.messages import LoadedLoRA
+from diffusion_worker.sources.fetching import Fetched
+
+LOADING = (AdapterState.FETCHING, AdapterState.LOADING)
+# How long an adapter tells that a wake found it wrong: for somebody to see it, and whether it comes again.
+TELL_WRONG_S = 600.0
+
+
+class Load:
+    """A load in progress, shared by all who wait for it. `deadline_s` is on the event loop's clock."""
+
+    def __init__(self, *, deadline_s: float, asked: bool) -> None:
+        self.deadline_s = deadline_s
+        # For a put; else for requests, which may try again when it failed for a reason that passes.
+        self.asked = asked
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(lambda done: done.exception())  # it may fail when nobody waits any more
+        self.task: asyncio.Task[None] | None = None
+        # The ranks are told already: what they answer has to be heard.
+        self.registering = False
+        self.waits_for_room = False
+        # Why nobody wants it any more.
+        self.superseded: RequestError | None = None
+
+    def end(self, error: RequestError | None = None) -> None:
+        """Tell those who wait."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+    def give_up(self, reason: RequestError) -> None:
+        """Nobody wants it any more, and nobody waits. Past the point of no return it is undone when it is over."""
+        if self.superseded is None:
+            self.superseded = reason
+            self.end(reason)
+            if self.task is not None and not self.registering:
+                self.task.cancel()
+
+
+class Usage:
+    """The requests that used the adapters of one name. Times are monotonic."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.last_s: float | None = None
+
+    def add(self) -> None:
+        """One more, now."""
+        self.requests += 1
+        self.last_s = time.monotonic()
+
+
+class Adapter:
+    """One content of an adapter's name. The same name with other bytes is another one; each load has another id."""
+
+    def __init__(self, name: str, call: AdapterCall, *, usage: Usage) -> None:
+        self.name = name
+        self.call = call
+        self.usage = usage
+        self.lora_int_id = 0
+        self.state = AdapterState.FETCHING
+        # What the last load found; kept while it is `Cached`.
+        self.loaded: LoadedLoRA | None = None
+        # By rank, what each tells of it when all is well: recorded at the load, compared after every wake.
+        self.kept: list[str] = []
+        # Of the last load that succeeded.
+        self.load_s: float | None = None
+        # When a wake last found that to be otherwise.
+        self.found_wrong_s: float | None = None
+        self.fetched: Fetched | None = None
+        self.progress: tuple[int, int | None] | None = None
+        self.error: Problem | None = None
+        self.load: Load | None = None
+        # The ranks hold its weights, or may hold them.
+        self.registered = False
+        # It may be evicted by the load that runs: until that is over nobody may take it.
+        self.going = False
+        # Its weights are about to leave the ranks: a new generation of them is not to have it.
+        self.unloading = False
+        self.users: set[str] = set()
+        self.unused = asyncio.Event()
+        self.unused.set()
+        # Numbers of the requests that wait until all of their adapters are there.
+        self.wanted: set[int] = set()
+        # The order of use and of loads.
+        self.touched = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may take it now."""
+        return self.state is AdapterState.LOADED and not self.going
+
+    @property
+    def serves(self) -> bool:
+        """Whether its name has something that would be served, were the ranks awake."""
+        return self.state is AdapterState.LOADED or (self.state is AdapterState.DEFERRED and self.loaded is not None)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the weights of a loaded adapter."""
+        assert self.loaded is not None, "only loaded adapters are used"
+        return self.loaded.digest
+
+    @property
+    def pinned(self) -> str | None:
+        """The digest that every load of it must find."""
+        return self.loaded.digest if self.loaded else self.call.digest
+
+    @property
+    def resident(self) -> bool:
+        """Whether it is never evicted."""
+        return self.call.residency is Residency.RESIDENT
+
+    def copy_key(self) -> tuple[object, ...]:
+        """Adapters of one key are one copy on the ranks."""
+        if self.loaded is None:
+            return (self.lora_int_id,)
+        return (self.loaded.digest, self.loaded.alpha, *sorted(self.loaded.components))
+
+    def is_content(self, call: AdapterCall) -> bool:
+        """Whether it is what a call asks for, but for its scale, residency and priority.
+
+        With a digest that decides, and without one the source; but what was in memory once may be others' bytes by now.
+        """
+        loaded = self.loaded
+        if self.state is AdapterState.FAILED or set(call.components) != set(self.call.components):
+            return False
+        if loaded and (call.format not in (None, loaded.format) or call.expected_rank not in (None, loaded.rank)):
+            return False
+        if call.digest is not None:
+            return call.digest == self.pinned
+        return call.source == self.call.source and not (loaded and self._may_have_changed())
+
+    def _may_have_changed(self) -> bool:
+        """Whether its file may be another one than was loaded, and is to be read again; one that is deferred lies as it was fetched."""
+        in_place = self.fetched is None or self.fetched.digest is None
+        return self.state is AdapterState.CACHED or (self.state is AdapterState.DEFERRED and in_place)
+
+    def describe(self, call: AdapterCall) -> None:
+        """Take over what of a call needs no load."""
+        self.call = msgspec.structs.replace(call, digest=call.digest or self.call.digest)
+        if self.state is AdapterState.LOADED:
+            self.error = None
+
+    def hold(self, request_id: str) -> None:
+        """A request uses it from now on."""
+        self.users.add(request_id)
+        self.unused.clear()
+        self.usage.add()
+
+    def let_go(self, request_id: str) -> None:
+        """A request uses it no more."""
+        self.users.discard(request_id)
+        if not self.users:
+            self.unused.set()
+
+    def _digest_on_disk(self) -> str | None:
+        """Of one whose file was looked at, and that no rank has read yet."""
+        return self.fetched.digest if self.fetched and self.state is AdapterState.DEFERRED else None
+
+    def document(self, ranks: int) -> AdapterDocument:
+        """The adapter as the state document shows it."""
+        loaded, last_s = self.loaded, self.usage.last_s
+        fetched_bytes, total_bytes = (self.progress if self.progress and self.state is AdapterState.FETCHING else None) or (None, None)
+        return AdapterDocument(
+            name=self.name,
+            digest=loaded.digest if loaded else self._digest_on_disk(),
+            source=self.call.source,
+            state=self.state,
+            scale=self.call.scale,
+            rank=loaded.rank if loaded else None,
+            modules=loaded.modules if loaded else None,
+            size_bytes=loaded.size_bytes if loaded else None,
+            ranks_loaded=ranks if loaded and self.registered else 0,
+            ranks_total=ranks,
+            refs=len(self.users),
+            error=self.error,
+            revision=self.fetched.revision if self.fetched else None,
+            components=loaded.components if loaded else [],
+            format=loaded.format if loaded else None,
+            alpha=loaded.alpha if loaded else None,
+            base_model=loaded.base_model if loaded else None,
+            recipe=loaded.recipe if loaded else None,
+            residency=self.call.residency,
+            priority=self.call.priority,
+            fetched_bytes=fetched_bytes,
+            total_bytes=total_bytes,
+            requests_total=self.usage.requests,
+            last_request_age_seconds=None if last_s is None else round(time.monotonic() - last_s, 3),
+            verification_failed=self.found_wrong_s is not None and time.monotonic() - self.found_wrong_s < TELL_WRONG_S,
+            load_seconds=None if self.load_s is None else round(self.load_s, 6),
+        )

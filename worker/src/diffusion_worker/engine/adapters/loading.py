@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads and unloads adapters: on all ranks or on none, beside the ones that run, never in the middle of a step.
+
+Files are fetched side by side; the ranks are told of one adapter after the other. Whoever wants an adapter waits for its one
+load. The newest call for a name wins: a load that it makes needless ends with Conflict, and leaves nothing behind.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any
+
+from diffusion_worker.engine.adapters.adapter import Adapter, Load
+from diffusion_worker.engine.adapters.after_wake import RELOAD_TIMEOUT_S, AdapterWaking
+from diffusion_worker.engine.adapters.on_ranks import AdapterLoads, AdapterRanks
+from diffusion_worker.engine.adapters.outcomes import Abort, AdapterOutcomes
+from diffusion_worker.engine.adapters.table import AdapterTable
+from diffusion_worker.engine.state.lifecycle import EngineLife
+from diffusion_worker.engine.state.rank_calls import CallAll
+from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, Residency
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import LoadedLoRA
+from diffusion_worker.sources.fetching import Fetcher
+
+log = logging.getLogger(__name__)
+
+
+class AdapterLoader:
+    """Keeps the ranks' adapters as the table says.
+
+    `settled` returns when no new generation of ranks is being started, and `require_serving` raises where none can load.
+    `follow` does what the desired file says by now.
+    """
+
+    def __init__(
+        self,
+        table: AdapterTable,
+        call_all: CallAll,
+        fetcher: Fetcher,
+        life: EngineLife,
+        *,
+        ranks_total: int,
+        abort: Abort,
+        settled: Callable[[], Awaitable[None]],
+        require_serving: Callable[[str], None],
+        follow: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self.loads = AdapterLoads()
+        self._table = table
+        self._fetcher = fetcher
+        self._ranks_total = ranks_total
+        self._settled = settled
+        self._require_serving = require_serving
+        self._in_order = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._tell = AdapterRanks(table, self.loads, call_all, in_background=self._in_background)
+        self._outcomes = AdapterOutcomes(table, self._tell, self.loads, fetcher, life, abort=abort, in_background=self._in_background)
+        self._waking = AdapterWaking(
+            table,
+            self._tell,
+            self.loads,
+            self._outcomes,
+            life,
+            in_order=self._in_order,
+            begin=lambda adapter: self.begin(adapter, RELOAD_TIMEOUT_S, asked=True),
+            follow=follow,
+            abort=abort,
+            in_background=self._in_background,
+        )
+
+    async def put(self, name: str, call: AdapterCall) -> AdapterDocument:
+        """Have an adapter under a name, loaded unless it is for the first request that wants it.
+
+        What is there with the same content takes over scale, residency and priority. Other content is loaded beside it and
+        then replaces it. While the model sleeps it is fetched and looked at, and loaded before the model serves: Deferred.
+
+        Raises:
+            RequestError: InvalidAdapter and the other codes of files and sources, CapacityExceeded, RankFailed, Timeout,
+                Conflict with a newer call. A loaded adapter of the name stays as it was; without one the name is kept as
+                Failed, with the reason.
+        """
+        self._table.require_place(name, call)
+        adapter = self._wanted(name, call)
+        if not self._is_done(adapter, call):
+            await asyncio.shield(self.begin(adapter, call.deadline_seconds, asked=True).done)
+        return adapter.document(self._ranks_total)
+
+    def begin(self, adapter: Adapter, deadline_s: float, *, asked: bool = False) -> Load:
+        """Begin to load an adapter of the table; the load that runs where one does. Its `done` raises as `put` does."""
+        if adapter.load is not None:
+            adapter.load.asked |= asked
+            return adapter.load
+        load = Load(deadline_s=asyncio.get_running_loop().time() + deadline_s, asked=asked)
+        if adapter.state is AdapterState.DEFERRED and self._outcomes.deferring:
+            load.end(RequestError(ErrorCode.ASLEEP, f"adapter {adapter.name!r} is loaded when the model wakes, which it has not"))
+            return load
+        adapter.load = load
+        adapter.error = adapter.progress = None
+        adapter.state = AdapterState.FETCHING if adapter.fetched is None else AdapterState.LOADING
+        adapter.lora_int_id = self._table.next_id()
+        load.task = self._in_background(self._run(adapter, load))
+        return load
+
+    async def reload(self) -> None:
+        """Give a new generation of ranks its adapters; see `AdapterWaking.reload`."""
+        await self._waking.reload()
+
+    def defer_loaded(self) -> None:
+        """The ranks hold no adapters any more, after a sleep that discards or a start asleep."""
+        self._waking.defer_loaded()
+
+    async def apply_deferred(self, deadline_s: float) -> None:
+        """Have awake ranks hold what they are to before they serve; see `AdapterWaking.apply_deferred`."""
+        await self._waking.apply_deferred(deadline_s)
+
+    async def load_again(self, lora_int_ids: Collection[int], timeout_s: float) -> None:
+        """Have ranks that just woke read these from their files again; see `AdapterWaking.load_again`."""
+        await self._waking.load_again(lora_int_ids, timeout_s)
+
+    def held(self) -> dict[int, list[str]]:
+        """What each rank told of each adapter when it loaded it, by its id, of those that the ranks are to hold."""
+        return {adapter.lora_int_id: adapter.kept for adapter in self._table if adapter.registered and adapter.loaded}
+
+    async def delete(self, name: str, *, drain_s: float) -> None:
+        """Make a name unknown at once, then unload what it stood for when nobody uses it or the time is over.
+
+        Ranks that sleep forget it when they wake, before they serve; that is not waited for.
+
+        Raises:
+            RequestError: NotFound, RankFailed, Timeout.
+        """
+        arriving = self._table.drop_arriving(name)
+        adapter = self._table.take_out(name)
+        if adapter is None:
+            raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
+        why = f"adapter {name!r} was removed while it was loading"
+        self._outcomes.discard(arriving, why)
+        self._outcomes.give_up(adapter, why)
+        retiring = self._in_background(self._outcomes.retired(adapter, drain_s))
+        if adapter.state is not AdapterState.DRAINING or not self._outcomes.deferring:
+            await asyncio.shield(retiring)
+        log.info("adapter=%s removed", name)
+
+    def stop(self, reason: RequestError) -> None:
+        """End all loads, and those who wait for them, with an error."""
+        for adapter in self._table:
+            if adapter.load is not None:
+                adapter.load.give_up(reason)
+
+    # --- names ----------------------------------------------------------------------------------------------------------
+
+    def _is_done(self, adapter: Adapter, call: AdapterCall) -> bool:
+        if adapter.state is AdapterState.CACHED:
+            return _is_for_requests(call)
+        return adapter.state is AdapterState.LOADED or (adapter.state is AdapterState.DEFERRED and self._outcomes.deferring)
+
+    def _wanted(self, name: str, call: AdapterCall) -> Adapter:
+        """The adapter of a call: the newest of its name, the one that has the name, or a new one beside them."""
+        newest, current = self._table.newest(name), self._table.get(name)
+        if newest is None or not newest.is_content(call):
+            self._outcomes.discard(self._table.drop_arriving(name), f"adapter {name!r}: a newer call asks for another one")
+            newest = current if current is not None and current.is_content(call) else self._added(name, call)
+        newest.describe(call)
+        return newest
+
+    def _added(self, name: str, call: AdapterCall) -> Adapter:
+        adapter, current = self._table.new(name, call), self._table.get(name)
+        if current is not None and current.serves:
+            self._table.arrive(adapter)
+            return adapter
+        self._table.put(adapter)
+        if current is not None:
+            self._outcomes.give_up(current, f"adapter {name!r}: a newer call asks for another one")
+            self._outcomes.release(current)
+        if _is_for_requests(call):
+            adapter.state = AdapterState.CACHED
+        return adapter
+
+    # --- one load -------------------------------------------------------------------------------------------------------
+
+    async def _run(self, adapter: Adapter, load: Load) -> None:
+        """From the source to all ranks, and what becomes of the adapter by it."""
+        started = time.monotonic()
+        try:
+            loaded = await self._brought(adapter, load)
+        except asyncio.CancelledError:
+            self._outcomes.failed(adapter, load, load.superseded or RequestError(ErrorCode.TERMINATING, "the server is shutting down"))
+        except GroupFailed as error:
+            message = f"adapter {adapter.name!r}: the rank group was lost while it was loading: {error}"
+            self._outcomes.failed(adapter, load, RequestError(ErrorCode.RANK_FAILED, message))
+        except RequestError as error:
+            self._outcomes.failed(adapter, load, error)
+        except Exception as error:
+            log.exception("adapter=%s the load broke", adapter.name)
+            self._outcomes.failed(
+                adapter, load, RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: {type(error).__name__}: {error}")
+            )
+        else:
+            if loaded is None:
+                self._outcomes.deferred(adapter, load)
+                self._waking.load_when_serving()
+            else:
+                self._outcomes.succeeded(adapter, load, loaded)
+                self.loads.took(adapter, time.monotonic() - started)
+        self._table.move()
+
+    async def _brought(self, adapter: Adapter, load: Load) -> LoadedLoRA | None:
+        """Fetch, wait for the turn and for room, tell the ranks; all within the deadline. None where the ranks sleep."""
+        try:
+            async with asyncio.timeout_at(load.deadline_s) as limit:
+                await self._fetch(adapter, load)
+                while True:
+                    if self._outcomes.deferring and await self._is_right_unread(adapter, load):
+                        return None
+                    await self._settled()
+                    async with self._in_order:
+                        if self._outcomes.deferring:
+                            continue
+                        self._require_serving(f"adapter {adapter.name!r}")
+                        victims = self._table.room_for(adapter)
+                        if victims is not None:
+                            load.registering = True
+                            limit.reschedule(None)  # the call has a deadline of its own
+                            return await self._tell.add_for(adapter, victims, timeout_s=max(0.001, _left_s(load)))
+                    load.waits_for_room = True
+                    await self._table.moved()
+        except TimeoutError:
+            raise self._too_late(adapter, load) from None
+
+    async def _fetch(self, adapter: Adapter, load: Load) -> None:
+        if adapter.fetched is None:
+            started = time.monotonic()
+
+            def report(done: int, total: int | None) -> None:
+                adapter.progress = done, total
+
+            adapter.fetched = await self._fetcher.fetch_adapter(
+                adapter.call.source, digest=adapter.pinned, deadline_s=_left_s(load), report=report, name=adapter.name
+            )
+            if adapter.progress is not None:
+                self.loads.fetch_durations.observe(time.monotonic() - started)
+                self.loads.fetched_bytes += adapter.progress[0]
+        adapter.state = AdapterState.LOADING
+
+    async def _is_right_unread(self, adapter: Adapter, load: Load) -> bool:
+        """For ranks that sleep: whether nothing is wrong as far as it can be told without them, and they still sleep."""
+        if not load.asked:
+            self._require_serving(f"adapter {adapter.name!r}")
+        assert adapter.fetched is not None
+        adapter.fetched = await self._fetcher.check_adapter(
+            adapter.fetched, digest=adapter.pinned, deadline_s=_left_s(load), name=adapter.name
+        )
+        return self._outcomes.deferring
+
+    def _too_late(self, adapter: Adapter, load: Load) -> RequestError:
+        if load.waits_for_room:
+            holders = ", ".join(self._table.holders())
+            message = f"adapter {adapter.name!r}: expected room in the ranks' memory within its deadline, found it held by {holders}"
+            return RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
+        what = "fetched" if adapter.state is AdapterState.FETCHING else "loaded, behind other loads,"
+        return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {what} within its deadline")
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an adapter could not be unloaded: %s", error)
+
+
+def _left_s(load: Load) -> float:
+    return load.deadline_s - asyncio.get_running_loop().time()
+
+
+def _is_for_requests(call: AdapterCall) -> bool:
+    return call.residency is Residency.ON_DEMAND

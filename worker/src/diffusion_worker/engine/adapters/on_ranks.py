@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks are told of adapters: all of them load one or none does, and what goes for it is known to the table."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.engine.adapters.adapter import Adapter
+from diffusion_worker.engine.adapters.table import AdapterTable
+from diffusion_worker.engine.state.histogram import Durations
+from diffusion_worker.engine.state.rank_calls import CallAll
+from diffusion_worker.engine.state.state_document import AdapterState
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import LoadedLoRA
+
+log = logging.getLogger(__name__)
+
+# Taking an adapter out of memory is quick; past this a rank is stuck, which its step deadline will notice.
+UNLOAD_TIMEOUT_S = 30.0
+
+
+class AdapterLoads:
+    """What became of the loads since the start: their codes, OK among them, how long the successful ones took, and who went."""
+
+    def __init__(self) -> None:
+        self.codes = Counter[str]()
+        self.durations = Durations()
+        # Of those that were brought here from elsewhere.
+        self.fetch_durations = Durations()
+        self.fetched_bytes = 0
+        self.evictions = 0
+
+    def took(self, adapter: Adapter, seconds: float) -> None:
+        """A load of it has succeeded."""
+        adapter.load_s = seconds
+        self.durations.observe(seconds)
+
+
+class AdapterRanks:
+    """The calls to the ranks, and what they mean for the table."""
+
+    def __init__(
+        self,
+        table: AdapterTable,
+        loads: AdapterLoads,
+        call_all: CallAll,
+        *,
+        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._table = table
+        self._loads = loads
+        self._call_all = call_all
+        self._in_background = in_background
+        self._undoing: set[asyncio.Task[None]] = set()
+
+    async def add_for(self, adapter: Adapter, victims: Sequence[Adapter], *, timeout_s: float) -> LoadedLoRA:
+        """Load an adapter; who has to go for it goes once it was found right, or not at all. Raises RequestError, GroupFailed."""
+        adapter.registered = True
+        for victim in victims:
+            victim.going = True
+        try:
+            loaded = await self.add(adapter, evict=[victim.lora_int_id for victim in victims], timeout_s=timeout_s)
+        except RequestError:
+            # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
+            self.undo(adapter, victims)
+            raise
+        except GroupFailed:
+            adapter.registered = False
+            _stay(victims)
+            raise
+        self._evicted(victim for victim in victims if victim.lora_int_id in loaded.evicted)
+        _stay(victims)
+        return loaded
+
+    async def add(self, adapter: Adapter, *, evict: Sequence[int] = (), timeout_s: float) -> LoadedLoRA:
+        """What the ranks found, all the same; raises RequestError, GroupFailed."""
+        call, fetched = adapter.call, adapter.fetched
+        assert fetched is not None, "the ranks only read what is here"
+        request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": fetched.path}
+        options: dict[str, object] = {"digest": adapter.pinned or fetched.digest, "components": call.components, "evict": list(evict)}
+        options |= {"format": call.format, "expected_rank": call.expected_rank}
+        replies = await self._call_all("add_lora", timeout_s=timeout_s, request=request, options=options)
+        results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
+        if len({result.digest for result in results}) != 1:
+            raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")
+        adapter.kept = [f"{result.digest} {result.checksum}" for result in results]
+        return results[0]
+
+    def _evicted(self, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            adapter.state, adapter.registered = AdapterState.CACHED, False
+            self._loads.evictions += 1
+            log.info("adapter=%s evicted", adapter.name)
+
+    def undo(self, adapter: Adapter, victims: Sequence[Adapter] = ()) -> None:
+        """Undo a failed load: unload it everywhere; mark as evicted only victims the ranks no longer hold."""
+        undoing = self._in_background(self._undo(adapter, adapter.lora_int_id, victims))
+        self._undoing.add(undoing)
+        undoing.add_done_callback(self._undoing.discard)
+
+    async def undone(self) -> None:
+        """Returns when what the ranks hold is what the table says of failed loads."""
+        if self._undoing:
+            await asyncio.wait(self._undoing)
+
+    async def _undo(self, adapter: Adapter, lora_int_id: int, victims: Sequence[Adapter]) -> None:
+        try:
+            await self.remove(lora_int_id)
+            if victims:
+                replies = await self._call_all("list_loras", timeout_s=UNLOAD_TIMEOUT_S)
+                held = msgspec.msgpack.decode(replies[0].result or b"", type=list[int])
+                self._evicted(victim for victim in victims if victim.state is AdapterState.LOADED and victim.lora_int_id not in held)
+        except GroupFailed:
+            pass  # the ranks that had it are gone
+        finally:
+            if adapter.lora_int_id == lora_int_id:  # else it is being loaded again
+                adapter.registered = False
+            _stay(victims)
+            self._table.move()
+
+    async def remove(self, lora_int_id: int) -> None:
+        """Take an adapter out of memory; nothing happens where it is not there. Raises RequestError, GroupFailed."""
+        await self._call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=lora_int_id)
+
+
+def _stay(victims: Sequence[Adapter]) -> None:
+    """The load that they might have gone for is over."""
+    for victim in victims:
+        victim.going = False

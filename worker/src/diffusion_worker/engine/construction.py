@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine is made of, put together: each part is told of those it needs, and of the others what happens to it."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.adapters.declared import DeclaredAdapters
+from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.adapters.table import AdapterTable
+from diffusion_worker.engine.requests import admission
+from diffusion_worker.engine.requests.adapter_selection import AdapterUse
+from diffusion_worker.engine.requests.holding import Holding
+from diffusion_worker.engine.requests.service import Requests
+from diffusion_worker.engine.scheduling.step_hold import Pausing
+from diffusion_worker.engine.scheduling.step_loop import StepLoop
+from diffusion_worker.engine.sleep.calls import SleepCalls
+from diffusion_worker.engine.sleep.policy import SleepRules
+from diffusion_worker.engine.sleep.rank_tasks import SleepingRanks
+from diffusion_worker.engine.sleep.record import SleepNotes, record_key
+from diffusion_worker.engine.sleep.sleeper import Sleeper
+from diffusion_worker.engine.startup.model_digest import ModelDigest
+from diffusion_worker.engine.startup.model_fetching import ModelFetch
+from diffusion_worker.engine.startup.preparation import Preparation
+from diffusion_worker.engine.startup.supervisor import Supervisor
+from diffusion_worker.engine.startup.wake_verification import Verification
+from diffusion_worker.engine.state.lifecycle import EngineLife
+from diffusion_worker.engine.state.operations import Operations
+from diffusion_worker.engine.state.rank_calls import RankCalls
+from diffusion_worker.engine.state.rank_protocol import RankGroup
+from diffusion_worker.engine.state.restart_budget import RestartBudget
+from diffusion_worker.engine.state.state_document import EngineState
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import ModelInfo
+from diffusion_worker.sources.fetching import Fetcher
+
+log = logging.getLogger(__name__)
+
+
+class EngineParts:
+    """The parts of one engine; made on its event loop. `lost` is set when the engine cannot go on."""
+
+    def __init__(self, config: WorkerConfig, ranks: RankGroup, fetcher: Fetcher) -> None:
+        self.config = config
+        self.life = EngineLife()
+        self.rules = SleepRules(config.desired_path)
+        self.ranks = ranks
+        self.rank_calls = RankCalls(ranks)
+        self.lost = asyncio.Event()
+        self.steps = StepLoop(
+            ranks,
+            max_batch_size=config.max_batch_size,
+            max_loras=config.max_loras,
+            tick_timeout_s=config.tick_timeout_s,
+            window_s=config.batch_window_s,
+            broken=lambda reason: self.supervisor.on_stepping_broken(reason),
+        )
+        self.digest = ModelDigest(Path(config.model))
+        self.fetcher = fetcher
+        self.model_fetch = ModelFetch(config, fetcher, lambda: self.rules.desired.model)
+        self.adapters = AdapterTable(capacity=config.max_cached_loras, residents=config.max_loras)
+        self.loader = AdapterLoader(
+            self.adapters,
+            self.rank_calls.call_all,
+            fetcher,
+            self.life,
+            ranks_total=config.ranks,
+            abort=self._abort,
+            settled=self._settled,
+            require_serving=self._require_serving,
+            follow=lambda deadline_s: self.declared.follow(deadline_s),
+        )
+        self.declared = DeclaredAdapters(self.loader, config, lambda: self.rules.desired)
+        self.adapter_use = AdapterUse(self.adapters, self.loader, config, self.life)
+        self.requests = Requests(
+            config,
+            self.life,
+            self.steps,
+            self.adapter_use,
+            Holding(self.life, self.rules, wake=lambda: self.sleep_calls.wake_on_demand()),
+            identity=lambda: (self.model_fetch.revision, self.digest.value),
+        )
+        self.verification = Verification(self.rank_calls.call_all, self.loader.held, self.loader.load_again)
+        self.preparation = Preparation(
+            config, self.life, ranks, self.loader, self.verification, describe=self._describe, warmed=self.steps.set_features
+        )
+        self.supervisor = Supervisor(
+            self.life,
+            ranks,
+            self.steps,
+            self.loader,
+            self.preparation,
+            budget=RestartBudget(config.max_restarts),
+            failed=self.fail,
+        )
+        self.pausing = Pausing(self.steps, self.rank_calls.call_all)
+        self.notes = SleepNotes(
+            config.state_dir,
+            key=lambda: record_key(config, version=self.requests.version, revision=self.model_fetch.revision),
+            fingerprints=lambda: self.verification.recorded,
+        )
+        self.operations = Operations(self.fail)
+        told = SleepingRanks(ranks, self.rank_calls.call_all, call_timeout_s=config.rank_timeout_s)
+        sleeper = Sleeper(self.life, told, self.pausing, self.preparation, self.supervisor, self.notes)
+        self.sleep_calls = SleepCalls(
+            self.life, self.rules, self.operations, sleeper, idle_s=self._idle_s, held=lambda: self.requests.holding.current
+        )
+
+    async def _settled(self) -> None:
+        """Returns when no generation of ranks is being started, after the first; raises GroupFailed if none comes any more."""
+        if self.life.state is not EngineState.STARTING:
+            await self.supervisor.settled()
+
+    def _require_serving(self, what: str) -> None:
+        """Raises RequestError where the ranks take no adapter now."""
+        if self.life.state not in (EngineState.STARTING, EngineState.DRAINING):
+            self.life.require_ready(what, restarting_too=False)
+
+    def _describe(self, model: ModelInfo) -> None:
+        """What the ranks loaded, or will at their first wake; raises ConfigError."""
+        self.requests.model = model
+        admission.check_defaults(self.config.defaults, self.config.limits, model)
+        self.steps.describe(model)
+
+    def _idle_s(self) -> float:
+        """Seconds since the last request came or ended, or without one since the model serves."""
+        age_s = self.requests.last_age_s
+        return self.life.state_age_seconds if age_s is None else age_s
+
+    def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
+        """End requests with an error; an id stands for all images of its request."""
+        self.steps.end(RequestError(code, message), only=lambda image: image.rpartition("-")[0] in request_ids)
+
+    def fail(self, reason: str) -> None:
+        """The engine cannot go on: everybody who waits hears why."""
+        if self.life.fail(reason):
+            log.error("engine failed: %s", reason)
+            self.lost.set()
+            self.loader.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
+            self.steps.end(GroupFailed(reason))

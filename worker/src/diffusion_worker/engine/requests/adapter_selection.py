@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapters a request is made with: never others than it names, never fewer, and never while one of them is not there."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from diffusion_worker.config import OnMissing, WorkerConfig
+from diffusion_worker.engine.adapters.adapter import LOADING, Adapter
+from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.adapters.outcomes import passes
+from diffusion_worker.engine.adapters.table import AdapterTable
+from diffusion_worker.engine.requests.admission import AdapterChoice, GenerationParams
+from diffusion_worker.engine.requests.holding import NoLongerServing
+from diffusion_worker.engine.state.lifecycle import EngineLife
+from diffusion_worker.engine.state.request_events import AppliedAdapter
+from diffusion_worker.engine.state.state_document import AdapterState, EngineState, Problem, Residency
+from diffusion_worker.errors import ErrorCode, RequestError, refused
+from diffusion_worker.messages import LoRAUse
+
+# A load of a file that is here already is a matter of seconds.
+RETRY_AFTER_S = 5.0
+# In memory, or so before the model serves again.
+THERE = (AdapterState.LOADED, AdapterState.DEFERRED)
+# What a load says of the whole server, not of its adapter.
+OF_THE_SERVER = (ErrorCode.ASLEEP, ErrorCode.BUSY, ErrorCode.STARTING, ErrorCode.TERMINATING, ErrorCode.ENGINE_FAILED)
+
+
+def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[AdapterChoice]:
+    """The adapters a request names, `model` first, each once.
+
+    Raises:
+        RequestError: InvalidRequest: one is named twice, there are too many, or `lora_scale` is for none or for several.
+    """
+    named = [] if params.model in (None, served_name) else [AdapterChoice(str(params.model))]
+    choices = [*named, *params.loras]
+    names = [choice.name for choice in choices]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise refused("lora", "every adapter once", f"{twice!r} {names.count(twice)} times")
+    if len(choices) > most:
+        raise refused("lora", f"at most {most} adapters in a request", len(choices))
+    if params.lora_scale is None:
+        return choices
+    bare = [choice for choice in choices if choice.scale is None]
+    if len(bare) != 1:
+        found = f"{len(bare)} of {len(choices)} adapters without" if choices else "no adapter, only the base model"
+        raise refused("lora_scale", "with it exactly one adapter that has no scale of its own", found)
+    return [choice if choice.scale is not None else AdapterChoice(choice.name, params.lora_scale) for choice in choices]
+
+
+class TakenAdapter(NamedTuple):
+    """An adapter that a request holds, and how strongly it is used."""
+
+    adapter: Adapter
+    scale: float
+
+    @property
+    def use(self) -> LoRAUse:
+        """As the ranks are told of it."""
+        return LoRAUse(self.adapter.lora_int_id, self.scale)
+
+    @property
+    def applied(self) -> AppliedAdapter:
+        """As the images tell of it."""
+        return AppliedAdapter(self.adapter.name, self.adapter.digest, self.scale)
+
+
+class AdapterWait:
+    """How long one request waits for adapters in all, also where it has to begin again."""
+
+    def __init__(self) -> None:
+        self._until_s: float | None = None
+
+    def until(self, timeout_s: float) -> float:
+        """When it is over, on the event loop's clock: `timeout_s` from the first call."""
+        if self._until_s is None:
+            self._until_s = asyncio.get_running_loop().time() + timeout_s
+        return self._until_s
+
+
+class AdapterUse:
+    """Hands adapters to requests; those that are not in memory are loaded first, where that is wanted."""
+
+    def __init__(self, table: AdapterTable, loader: AdapterLoader, config: WorkerConfig, life: EngineLife) -> None:
+        # Requests that wait until their adapters are there.
+        self.waiting = 0
+        self._table = table
+        self._loader = loader
+        self._life = life
+        self._served_name = config.served_name
+        self._on_missing = config.lora_on_missing
+        self._timeout_s = config.lora_load_timeout_s
+        self._numbers = itertools.count()
+
+    def resolve(self, name: str) -> Adapter:
+        """The adapter a request asks for, ready or to be waited for.
+
+        Raises:
+            RequestError: NotFound for a name nobody declared, AdapterNotLoaded with the reason for one that is not served.
+        """
+        adapter = self._table.get(name)
+        if adapter is None:
+            adapters = ", ".join(self._table.names()) or "none"
+            message = f"model {name!r} is not known here: expected {self._served_name!r} or an adapter of it, which are: {adapters}"
+            raise RequestError(ErrorCode.NOT_FOUND, message)
+        if adapter.state in THERE or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
+            return adapter
+        why = f": {_told(adapter, adapter.error)}" if adapter.error else ""
+        failed = adapter.state is AdapterState.FAILED
+        lasting = failed and adapter.error is not None and not passes(adapter.error)
+        message = f"adapter {name!r} is {adapter.state.value}, not Loaded{why}"
+        raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=None if failed else RETRY_AFTER_S, lasting=lasting)
+
+    def require_known(self, choices: Sequence[AdapterChoice]) -> None:
+        """Raises RequestError (NotFound, AdapterNotLoaded) for adapters that no wait and no wake will bring."""
+        for choice in choices:
+            adapter = self._table.get(choice.name)
+            if adapter is None or adapter.state is AdapterState.FAILED:
+                self.resolve(choice.name)
+
+    def served(self) -> list[Adapter]:
+        """Adapters that a request may name now."""
+        return [adapter for name in self._table.names() if (adapter := self._served(name)) is not None]
+
+    @asynccontextmanager
+    async def taken(self, choices: Sequence[AdapterChoice], request_id: str, wait: AdapterWait) -> AsyncIterator[list[TakenAdapter]]:
+        """Holds a request's adapters, all of them at once; waits for those that are to be loaded for it, no longer than `wait`.
+
+        Raises:
+            RequestError: NotFound, AdapterNotLoaded. NoLongerServing: the model stopped to serve while it waited.
+        """
+        self._require_serving()
+        adapters = [self.resolve(choice.name) for choice in choices]
+        if not all(adapter.usable for adapter in adapters):
+            adapters = await self._waited_for(choices, wait)
+        for adapter in adapters:
+            adapter.hold(request_id)
+            self._table.touch(adapter)
+        try:
+            yield [
+                TakenAdapter(adapter, adapter.call.scale if choice.scale is None else choice.scale)
+                for adapter, choice in zip(adapters, choices, strict=True)
+            ]
+        finally:
+            for adapter in adapters:
+                adapter.let_go(request_id)
+            self._table.move()
+
+    async def _waited_for(self, choices: Sequence[AdapterChoice], wait: AdapterWait) -> list[Adapter]:
+        """All adapters of a request, once they are there together."""
+        number = next(self._numbers)
+        self.waiting += 1
+        try:
+            async with asyncio.timeout_at(wait.until(self._timeout_s)):
+                while True:
+                    self._require_serving()
+                    adapters = self._want([self.resolve(choice.name) for choice in choices], number)
+                    missing = [adapter for adapter in adapters if not adapter.usable]
+                    if not missing:
+                        return adapters
+                    await self._bring(missing)
+        except TimeoutError:
+            raise self._too_late(choices) from None
+        finally:
+            self.waiting -= 1
+            self._want([], number)
+
+    def _want(self, adapters: list[Adapter], number: int) -> list[Adapter]:
+        """These, and no others, are waited for by the request of a number."""
+        for other in self._table:
+            other.wanted.discard(number)
+        for adapter in adapters:
+            adapter.wanted.add(number)
+        return adapters
+
+    async def _bring(self, missing: list[Adapter]) -> None:
+        """Returns when the first of these may be there, or the model stopped to serve; the loads of the others run meanwhile."""
+        loads = [self._loader.begin(adapter, self._timeout_s) for adapter in missing if not adapter.going]
+        if not loads:
+            await self._unless_cold(self._table.moved())
+            return
+        try:
+            await self._unless_cold(asyncio.shield(loads[0].done))
+        except RequestError as error:
+            self._require_serving()
+            if error.code in OF_THE_SERVER:
+                raise
+            if loads[0].superseded is None:
+                message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
+                details, lasting = {"code": error.code}, not passes(error)
+                raise RequestError(
+                    ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details, lasting=lasting
+                ) from None
+
+    async def _unless_cold(self, moved: Awaitable[None]) -> None:
+        """Awaits something; raises NoLongerServing where the model stops to serve before."""
+        waiting, cold = asyncio.ensure_future(moved), asyncio.create_task(self._cold())
+        try:
+            await asyncio.wait({waiting, cold}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise NoLongerServing
+            waiting.result()
+        finally:
+            waiting.cancel()
+            cold.cancel()
+
+    async def _cold(self) -> None:
+        while self._life.beneath is EngineState.READY:
+            await self._life.wait_for_change()
+
+    def _require_serving(self) -> None:
+        """While the ranks are started again, to serve, one waits on."""
+        if self._life.beneath is not EngineState.READY:
+            raise NoLongerServing
+
+    def _too_late(self, choices: Sequence[AdapterChoice]) -> RequestError:
+        found = [adapter for choice in choices if (adapter := self._table.get(choice.name)) is not None and not adapter.usable]
+        states = (f"{adapter.name!r}, which is {adapter.state.value}{_bytes_of(adapter)}" for adapter in found)
+        what = ", ".join(states) or "all of them at once"
+        message = f"expected the adapters of the request within {self._timeout_s:g} s, still waiting for {what}"
+        return RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S)
+
+    def _is_loaded_for_requests(self, adapter: Adapter) -> bool:
+        return self._on_missing is OnMissing.LOAD or adapter.call.residency is Residency.ON_DEMAND
+
+    def _served(self, name: str) -> Adapter | None:
+        try:
+            adapter = self.resolve(name)
+        except RequestError:
+            return None
+        return None if adapter.state in LOADING else adapter
+
+
+def _told(adapter: Adapter, error: Problem | RequestError) -> str:
+    """Why a load failed, without where this worker has its files: that is for the control port."""
+    message = error.message
+    for path in (adapter.call.source.path, adapter.fetched and adapter.fetched.path):
+        if path:
+            message = message.replace(path, "its source")
+    return f"{error.code}: {message}"
+
+
+def _bytes_of(adapter: Adapter) -> str:
+    if adapter.progress is None or adapter.state is not AdapterState.FETCHING:
+        return ""
+    done, total = adapter.progress
+    return f" ({done} of {total or 'an unknown number of'} bytes)"

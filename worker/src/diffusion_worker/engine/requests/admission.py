@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request can be served, decided before it costs anything. Pure."""
+
+import math
+
+import msgspec
+
+from diffusion_worker.config import RequestDefaults, RequestLimits
+from diffusion_worker.engine.scheduling.request_class import RequestClass, is_guided
+from diffusion_worker.errors import ConfigError, RequestError, refused
+from diffusion_worker.messages import ModelInfo, Task
+
+MAX_SEED = 2**63 - 1
+# Of an adapter in a request, to either side of 0.
+MAX_LORA_SCALE = 4.0
+# What to send instead where a model does not serve a task, but another one.
+HINTS = {
+    (Task.GENERATE, Task.EDIT): ": it needs an image, send one to /v1/images/edits",
+    (Task.GENERATE, Task.INPAINT): ": it needs an image and a mask, send them to /v1/images/edits",
+    (Task.EDIT, Task.INPAINT): ": it needs a mask beside the image",
+    (Task.INPAINT, Task.EDIT): ": it takes no mask",
+}
+
+
+class InputImage(msgspec.Struct, frozen=True):
+    """An image that a client sent, decoded: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: made again)."""
+
+    pixels: bytes
+    height: int
+    width: int
+    channels: int = 3
+
+
+class AdapterChoice(msgspec.Struct, frozen=True):
+    """An adapter that a request asks for by name. Without a scale it is the adapter's own."""
+
+    name: str
+    scale: float | None = None
+
+
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks for; None means the default. `model` is the served name or that of an adapter."""
+
+    prompt: str
+    model: str | None = None
+    negative_prompt: str | None = None
+    n: int = 1
+    seed: int | None = None
+    height: int | None = None
+    width: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    # Adapters beside the one that `model` may name. `lora_scale` is for the only one that has none of its own.
+    loras: list[AdapterChoice] = []
+    lora_scale: float | None = None
+    exact: bool = False
+    # None: as fast as the worker can, True: by its step cache where it has one, False: every step computed.
+    accelerated: bool | None = None
+    task: Task = Task.GENERATE
+    images: list[InputImage] = []
+    mask: InputImage | None = None
+    # What the transparency of the first image would be as a mask: for a model that only inpaints.
+    own_mask: InputImage | None = None
+    strength: float | None = None
+    previews: int = 0
+
+
+def with_own_mask(params: GenerationParams, model: ModelInfo) -> GenerationParams:
+    """The request as the model takes it: where it only inpaints, transparency of the image itself says where."""
+    if params.task is not Task.EDIT or params.own_mask is None or not only_inpaints(model):
+        return params
+    return msgspec.structs.replace(params, task=Task.INPAINT, mask=params.own_mask)
+
+
+def only_inpaints(model: ModelInfo) -> bool:
+    """Whether an image without a mask is nothing it could edit."""
+    return Task.INPAINT in model.tasks and Task.EDIT not in model.tasks
+
+
+def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> GenerationParams:
+    """The request with what it gets where it says nothing: what the worker's options say, or as much as they let the model take.
+
+    An edit without a size takes that of its image.
+    """
+    height, width = params.height, params.width
+    if height is None and width is None:
+        height, width = size_of_edit(params.images[0], limits, model) if params.images else (defaults.height, defaults.width)
+    return msgspec.structs.replace(
+        params,
+        steps=usual_steps(defaults, limits, model) if params.steps is None else params.steps,
+        guidance_scale=defaults.guidance_scale if params.guidance_scale is None else params.guidance_scale,
+        height=height,
+        width=width,
+    )
+
+
+def usual_steps(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> int | None:
+    """Steps of a request that does not say; None where only the pipeline knows. Never over the limit: fewer are an image as well."""
+    if defaults.steps is not None or model.default_steps is None:
+        return defaults.steps
+    return min(model.default_steps, limits.max_steps)
+
+
+def size_of_edit(image: InputImage, limits: RequestLimits, model: ModelInfo) -> tuple[int, int]:
+    """Height and width of what is made of an image: its own, scaled down to the limit, and down to what the model can make."""
+    # So that any number of such parts is a number of tokens that the ranks can share.
+    step = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
+    longest = min((model.max_height or image.height) / image.height, (model.max_width or image.width) / image.width)
+    scale = min(1.0, longest, math.sqrt(limits.max_pixels / (image.height * image.width)))
+    height = max(step, int(image.height * scale) // step * step)
+    width = max(step, int(image.width * scale) // step * step)
+    # A strip that had to become wider may be too long now.
+    if height > width:
+        return min(height, limits.max_pixels // width // step * step), width
+    return height, min(width, limits.max_pixels // height // step * step)
+
+
+def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
+    """Raises RequestError (InvalidRequest) that names the field, what was expected and what was found."""
+    check_served(params.task, model)
+    _check_images(params, model)
+    if model.kind != "image":
+        raise refused("model", "one that makes images", f"{model.pipeline}, which makes a {model.kind}")
+    check_form(params, limits)
+    check_size(params, limits, model)
+
+
+def check_form(params: GenerationParams, limits: RequestLimits) -> None:
+    """What can be said of a request before the model is known; raises RequestError (InvalidRequest)."""
+    if not params.prompt.strip():
+        raise refused("prompt", "a text", "an empty one")
+    if len(params.prompt) > limits.max_prompt_chars:
+        raise refused("prompt", f"at most {limits.max_prompt_chars} characters", len(params.prompt))
+    if params.negative_prompt is not None and len(params.negative_prompt) > limits.max_prompt_chars:
+        raise refused("negative_prompt", f"at most {limits.max_prompt_chars} characters", len(params.negative_prompt))
+    if not 1 <= params.n <= limits.max_images:
+        raise refused("n", f"1 to {limits.max_images}", params.n)
+    if params.seed is not None and not 0 <= params.seed <= MAX_SEED - limits.max_images:
+        raise refused("seed", f"0 to {MAX_SEED - limits.max_images}", params.seed)
+    if params.steps is not None and not 1 <= params.steps <= limits.max_steps:
+        raise refused("num_inference_steps", f"1 to {limits.max_steps}", params.steps)
+    if params.guidance_scale is not None and not 0 <= params.guidance_scale <= 100:
+        raise refused("guidance_scale", "0 to 100", params.guidance_scale)
+
+
+def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> None:
+    """Whether the loaded model can make what requests get by default; raises ConfigError with the option's name."""
+    if defaults.width is None or defaults.height is None:
+        _check_own_size(limits, model)
+        return
+    try:
+        check_size(GenerationParams(prompt="", width=defaults.width, height=defaults.height), limits, model)
+    except RequestError as error:
+        raise ConfigError(f"--default-size {defaults.width}x{defaults.height}: {error.message}") from None
+
+
+def _check_own_size(limits: RequestLimits, model: ModelInfo) -> None:
+    """Unlike fewer steps, a smaller size is nothing to choose for a model: many make poor images of what they were not trained for."""
+    width, height = model.default_width or 0, model.default_height or 0
+    # An edit takes the size of its image.
+    if Task.GENERATE in model.tasks and width * height > limits.max_pixels:
+        expected = f"at least {width * height} for the model's own size {width}x{height}, or a --default-size"
+        raise ConfigError(f"--max-pixels: expected {expected}, found {limits.max_pixels}")
+
+
+def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -> None:
+    """Raises RequestError (InvalidRequest) for an image that would not fit in memory even alone.
+
+    `most_load` is the load of a step (`RequestClass.load`) over which that is known; infinite where nothing is.
+    """
+    width, height = params.width or model.default_width, params.height or model.default_height
+    if not width or not height or math.isinf(most_load):
+        return
+    seen = sum(image.height * image.width for image in params.images) if model.references else 0
+    kind = RequestClass(height, width, model.default_frames, guided=is_guided(params.guidance_scale), exact=False, references=seen)
+    if kind.load > most_load:
+        most_pixels = int(width * height * most_load / kind.load)
+        raise refused("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")
+
+
+def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
+    """Raises RequestError (InvalidRequest) for a size that the model cannot make or that is over the limit."""
+    if params.width is None or params.height is None:
+        return
+    size = f"{params.width}x{params.height}"
+    if params.width < model.size_multiple or params.height < model.size_multiple:
+        raise refused("size", f"at least {model.size_multiple}x{model.size_multiple}", size)
+    if params.width % model.size_multiple or params.height % model.size_multiple:
+        raise refused("size", f"width and height that are multiples of {model.size_multiple}", size)
+    if (model.max_width or params.width) < params.width or (model.max_height or params.height) < params.height:
+        raise refused("size", f"at most {model.max_width}x{model.max_height}, for which the model has positions", size)
+    tokens = (params.width // model.token_pixels) * (params.height // model.token_pixels)
+    if tokens % model.tokens_multiple:
+        raise refused(
+            "size", f"a number of {model.token_pixels}x{model.token_pixels} tokens that --sequence {model.tokens_multiple} divides", size
+        )
+    if params.width * params.height > limits.max_pixels:
+        raise refused("size", f"at most {limits.max_pixels} pixels", size)
+
+
+def check_served(task: Task, model: ModelInfo) -> None:
+    """Raises RequestError (InvalidRequest) with the reason where the model does no such thing."""
+    if model.kind == "image" and task not in model.tasks:
+        served = " and ".join(model.tasks) or "no route of images"
+        hint = next((HINTS[task, other] for other in model.tasks if (task, other) in HINTS), "")
+        raise refused("model", f"one that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
+
+
+def _check_images(params: GenerationParams, model: ModelInfo) -> None:
+    """Whether a request has the images that the model takes for its task."""
+    if params.task is Task.GENERATE:
+        return
+    if not 1 <= len(params.images) <= model.max_input_images:
+        expected = "one image" if model.max_input_images == 1 else f"1 to {model.max_input_images} images"
+        raise refused("image", f"{expected} for {model.pipeline}", len(params.images))
+    if params.mask is not None and (params.mask.height, params.mask.width) != (params.images[0].height, params.images[0].width):
+        expected = f"the size of the image, {params.images[0].width}x{params.images[0].height}"
+        raise refused("mask", expected, f"{params.mask.width}x{params.mask.height}")
+    if params.strength is not None and not 0 < params.strength <= 1:
+        raise refused("strength", "more than 0 and at most 1", params.strength)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that meet a model which cannot serve them yet: held in their order, or told when to come back.
+
+`decide` says what becomes of one, purely. `Holding` lets those that are held wait, tells them of it, and asks for a wake where
+the policy says that a request brings one. What a request is, and whether it is valid, is decided before it comes here.
+"""
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from diffusion_worker.engine.state.histogram import Durations
+from diffusion_worker.engine.state.lifecycle import ENDING, REFUSALS
+from diffusion_worker.engine.state.request_events import Held, RequestEvent
+from diffusion_worker.engine.state.state_document import ColdMode, ColdRequests, EngineState, HeldDocument, SleepPolicy
+from diffusion_worker.errors import ErrorCode, RequestError
+
+log = logging.getLogger(__name__)
+
+# To come back after, where a state does not say when it ends: a wake is a matter of seconds.
+RETRY_AFTER_S = 5.0
+# So often the places of those that wait are told, and the policy is looked at: both may change while the state does not.
+LOOK_S = 0.5
+TO_SLEEP = (EngineState.DRAINING, EngineState.SLEEPING, EngineState.ASLEEP)
+
+
+class NoLongerServing(Exception):
+    """The model stopped serving while a request was on its way to the ranks: it is held, or refused, like a new one."""
+
+
+class HeldOutcome(enum.StrEnum):
+    """How the wait of a request ended, or why it was not allowed to wait."""
+
+    SERVED = "served"
+    TIMED_OUT = "timed_out"
+    OVERLOADED = "overloaded"
+    GONE = "gone"
+    REFUSED = "refused"
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """Everything that decides on a request. `beneath` is the state the engine returns to after a restart."""
+
+    state: EngineState
+    beneath: EngineState
+    policy: SleepPolicy
+    cold: ColdRequests
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests go to the ranks."""
+        return self.state is EngineState.READY
+
+    @property
+    def cold_state(self) -> EngineState:
+        """The state as a request meets it: a group that is started again to sleep is as good as asleep."""
+        restarts_to_sleep = self.state is EngineState.RESTARTING and self.beneath in TO_SLEEP
+        # It loads only to sleep.
+        loads_to_sleep = self.state is EngineState.STARTING and self.policy is SleepPolicy.ASLEEP
+        return EngineState.ASLEEP if restarts_to_sleep or loads_to_sleep else self.state
+
+    @property
+    def wakes(self) -> bool:
+        """Whether a request is a reason to wake the model now."""
+        return self.cold_state in TO_SLEEP and self.policy is SleepPolicy.ON_IDLE
+
+
+def decide(now: Situation, held: int) -> RequestError | None:
+    """None for a request that may wait, or need not; otherwise the error that it gets, beside `held` that wait already."""
+    if now.serves:
+        return None
+    if (error := why_gone(now)) is not None:
+        return error
+    if now.cold.mode is ColdMode.REJECT:
+        return refusal(now, "is refused, as cold requests are by the mode Reject")
+    if held >= now.cold.max_held:
+        message = f"expected at most {now.cold.max_held} held requests, found {held} already: {REFUSALS[now.cold_state][1]}"
+        return RequestError(ErrorCode.OVERLOADED, message, retry_after_s=_retry_after_s(now))
+    return None
+
+
+def why_gone(now: Situation) -> RequestError | None:
+    """The error of requests for which nothing is worth waiting: the worker ends, or somebody wants the model to sleep."""
+    if now.cold_state in ENDING or (now.cold_state in TO_SLEEP and not now.wakes):
+        code, why, retry_after_s = REFUSALS[now.cold_state]
+        return RequestError(code, f"this request is refused: {why}", retry_after_s=retry_after_s)
+    return None
+
+
+def refusal(now: Situation, what: str) -> RequestError:
+    """The error of a request that could have waited, with the code of the state and a time to come back."""
+    code, why, _ = REFUSALS[now.cold_state]
+    return RequestError(code, f"this request {what}: {why}", retry_after_s=_retry_after_s(now))
+
+
+def _retry_after_s(now: Situation) -> float:
+    return REFUSALS[now.cold_state][2] or RETRY_AFTER_S
+
+
+class Rules(Protocol):
+    """What counts now of sleep, see `sleep_policy.SleepRules`."""
+
+    @property
+    def policy(self) -> SleepPolicy:
+        """The policy."""
+
+    @property
+    def cold_requests(self) -> ColdRequests:
+        """What becomes of requests that the model cannot serve yet."""
+
+
+class Life(Protocol):
+    """The engine's state, see `life.EngineLife`."""
+
+    @property
+    def state(self) -> EngineState:
+        """As it is shown."""
+
+    @property
+    def beneath(self) -> EngineState:
+        """What comes after a restart."""
+
+    async def wait_for_change(self) -> None:
+        """Returns when another state is shown."""
+
+
+class Turn:
+    """One request's way to the ranks. It may have to wait more than once; how long it may is for all of it."""
+
+    def __init__(self, on_event: Callable[[RequestEvent], None] | None = None) -> None:
+        self.on_event = on_event
+        self.held_s = 0.0
+
+
+class Place(msgspec.Struct, eq=False):
+    """One held request. `go` is done when it may look whether it is served, or with the error that it ends with."""
+
+    go: "asyncio.Future[Exception | None]"
+    on_event: Callable[[RequestEvent], None] | None
+    since_s: float
+    deadline_s: float
+    told: Held | None = None
+    outcome: HeldOutcome = HeldOutcome.REFUSED
+
+    def tell(self, event: Held) -> None:
+        """Pass on what changed. What its listener raises ends the request."""
+        if self.on_event is None or event == self.told or self.go.done():
+            return
+        self.told = event
+        try:
+            self.on_event(event)
+        except Exception as error:
+            self.end(error, HeldOutcome.REFUSED)
+
+    def end(self, error: Exception, outcome: HeldOutcome) -> None:
+        """It is not served."""
+        if not self.go.done():
+            self.outcome = outcome
+            self.go.set_result(error)
+
+
+class Holding:
+    """The held requests of one engine, first come, first served. `wake` asks for a wake, returns at once and may be repeated."""
+
+    def __init__(self, life: Life, rules: Rules, *, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.outcomes = Counter[HeldOutcome]()
+        self.waited = Durations()
+        self._life = life
+        self._rules = rules
+        self._wake = wake
+        self._clock = clock
+        self._numbers = itertools.count()
+        # By number, so that one that leaves from the middle costs no more than the first.
+        self._places: dict[int, Place] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def current(self) -> int:
+        """Requests that wait now."""
+        return len(self._places)
+
+    def document(self) -> HeldDocument:
+        """How many wait, and for how long."""
+        first = next(iter(self._places.values()), None)
+        return HeldDocument(self.current, None if first is None else round(self._clock() - first.since_s, 3))
+
+    async def admit(self, turn: Turn) -> None:
+        """Returns when the model serves and all that came before have gone; then nothing may be awaited on the way to the ranks.
+
+        Raises:
+            RequestError: Overloaded, and the codes of the states. Whatever the request's `on_event` raises.
+        """
+        if self._life.state is EngineState.READY and not self._places:
+            return
+        now = self._situation()
+        if (error := decide(now, self.current)) is not None:
+            self.outcomes[HeldOutcome.OVERLOADED if error.code is ErrorCode.OVERLOADED else HeldOutcome.REFUSED] += 1
+            if now.wakes:
+                self._wake()
+            raise error
+        await self._held(turn, now)
+
+    async def _held(self, turn: Turn, now: Situation) -> None:
+        number, arrived_s = next(self._numbers), self._clock()
+        place = Place(_future(), turn.on_event, arrived_s, arrived_s + now.cold.hold_timeout_seconds - turn.held_s)
+        ahead = self.current
+        self._places[number] = place
+        try:
+            self._begin(place, ahead, now)
+            await self._turn_of(place)
+            place.outcome = HeldOutcome.SERVED
+        except asyncio.CancelledError:
+            place.outcome = HeldOutcome.GONE
+            raise
+        finally:
+            del self._places[number]
+            held_s = self._clock() - arrived_s
+            turn.held_s += held_s
+            self.waited.observe(held_s)
+            self.outcomes[place.outcome] += 1
+            self._left()
+
+    def _begin(self, place: Place, ahead: int, now: Situation) -> None:
+        """What is done at once for a request that begins to wait."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        if not now.serves:
+            place.tell(Held(now.cold_state, ahead))
+        if now.wakes:
+            self._wake()
+
+    def _left(self) -> None:
+        """One is gone: the next one's turn."""
+        if self._places:
+            self._release()
+        elif self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    async def _turn_of(self, place: Place) -> None:
+        """The model may sleep again before a request that was told to go could; it keeps its place then."""
+        while True:
+            if (error := await place.go) is not None:
+                raise error
+            if self._situation().serves:
+                return
+            place.go = _future()
+
+    async def _watch(self) -> None:
+        """Look again whenever something may have changed. By a defect all that wait end: nobody else looks after them."""
+        try:
+            while True:
+                self.look()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s()):
+                        await self._life.wait_for_change()
+        except Exception as error:
+            log.exception("held requests cannot be looked after")
+            self._watching = None
+            for place in self._places.values():
+                place.end(error, HeldOutcome.REFUSED)
+
+    def _pause_s(self) -> float:
+        """Until the next look, where the state does not change."""
+        first_s = min((place.deadline_s for place in self._places.values()), default=0.0)
+        return max(0.0, min(LOOK_S, first_s - self._clock()))
+
+    def look(self) -> None:
+        """Decide again on all that wait, and tell them what changed."""
+        now = self._situation()
+        if now.serves:
+            self._release()
+            return
+        now_s, ahead = self._clock(), 0
+        for place in self._places.values():
+            if (error := why_gone(now)) is not None:
+                place.end(error, HeldOutcome.REFUSED)
+            elif now_s >= place.deadline_s:
+                what = f"was held as long as it may, {now.cold.hold_timeout_seconds:g} s"
+                place.end(refusal(now, what), HeldOutcome.TIMED_OUT)
+            else:
+                place.tell(Held(now.cold_state, ahead))
+                ahead += 1
+        if ahead and now.wakes:
+            self._wake()
+
+    def _release(self) -> None:
+        """The first one may go, and when it went the next one: so they reach the ranks in their order."""
+        first = next(iter(self._places.values()), None)
+        if first is not None and not first.go.done() and self._situation().serves:
+            first.go.set_result(None)
+
+    def _situation(self) -> Situation:
+        return Situation(self._life.state, self._life.beneath, self._rules.policy, self._rules.cold_requests)
+
+
+def _future() -> "asyncio.Future[Exception | None]":
+    return asyncio.get_running_loop().create_future()

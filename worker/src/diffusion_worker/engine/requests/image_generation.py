@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images of one admitted request: what the ranks are asked for each of them, and what came of it."""
+
+import asyncio
+import secrets
+import time
+from contextlib import ExitStack
+
+import msgspec
+
+from diffusion_worker.engine.requests.admission import GenerationParams, InputImage
+from diffusion_worker.engine.scheduling.step_loop import OnEvent, Outcome, StepLoop
+from diffusion_worker.engine.state.request_events import FinishedImage, Timings
+from diffusion_worker.messages import ImageInput, LoRAUse, Recipe, RequestSpec
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a request has beside its parameters. `started_s` is when it was accepted: what it waited since is time in the queue."""
+
+    request_id: str
+    started_s: float
+    uses: list[LoRAUse]
+    recipe: Recipe
+    accelerated: bool
+
+
+async def make_images(steps: StepLoop, params: GenerationParams, work: Work, *, on_event: OnEvent | None) -> list[FinishedImage]:
+    """`n` images with the seeds `seed`, `seed + 1`, …; raises the first of their errors and gives the others up."""
+    first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
+    waited_s = time.monotonic() - work.started_s
+    specs = [_spec(params, work, index, first_seed + index) for index in range(params.n)]
+    frames = [image.pixels for image in _input_images(params)]
+    with ExitStack() as stack:
+        outcomes = [steps.submit(spec, frames, index=index, on_event=on_event) for index, spec in enumerate(specs)]
+        for spec in specs:
+            stack.callback(steps.forget, spec.request_id)
+        made = await asyncio.gather(*outcomes)
+    return [_image(spec, outcome, work, waited_s) for spec, outcome in zip(specs, made, strict=True)]
+
+
+def _input_images(params: GenerationParams) -> list[InputImage]:
+    """The images of a request in the order of its frames: those it starts from, then its mask."""
+    return [*params.images, *([params.mask] if params.mask else [])]
+
+
+def _image(spec: RequestSpec, made: Outcome, work: Work, waited_s: float) -> FinishedImage:
+    stages, total_s = made.stages, time.monotonic() - work.started_s
+    timings = Timings(waited_s + made.queued_s, stages.encode, stages.denoise, stages.decode, stages.post, total_s)
+    return FinishedImage(made.pixels, made.height, made.width, spec.seed, timings, stages.peak_bytes)
+
+
+def _spec(params: GenerationParams, work: Work, index: int, seed: int) -> RequestSpec:
+    inputs = [ImageInput(frame, (item.height, item.width, item.channels)) for frame, item in enumerate(_input_images(params))]
+    return RequestSpec(
+        request_id=f"{work.request_id}-{index}",
+        prompt=params.prompt,
+        negative_prompt=params.negative_prompt,
+        seed=seed,
+        height=params.height,
+        width=params.width,
+        steps=params.steps,
+        guidance_scale=params.guidance_scale,
+        loras=work.uses,
+        exact=params.exact,
+        accelerated=work.accelerated,
+        sigmas=work.recipe.sigmas,
+        shift=work.recipe.shift,
+        task=params.task,
+        images=inputs[: len(params.images)],
+        mask=inputs[-1] if params.mask else None,
+        strength=params.strength,
+        previews=params.previews,
+    )

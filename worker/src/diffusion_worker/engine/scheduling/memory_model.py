@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a step needs by the pixels it works on, learned from the peaks that the ranks report. Pure.
+
+The estimate errs on the small side, so that nothing is refused that would have fitted: what is refused is larger than a
+image that failed alone a short time ago, or than a straight line through the measured peaks allows.
+"""
+
+import math
+
+import msgspec
+
+from diffusion_worker.engine.scheduling.request_class import RequestClass
+
+# The decoded image alone is three channels of float32, and with guidance its load counts twice.
+LEAST_BYTES_PER_PIXEL = 6
+# What failed once may fit later: memory that others held is free again.
+FORGET_S = 600.0
+# Sizes whose peaks are remembered; more would only slow it down.
+REMEMBERED = 256
+
+
+class Line(msgspec.Struct):
+    """A straight line through the peaks at the smallest and the largest measured amount of something."""
+
+    peaks: dict[float, int] = {}
+
+    def add(self, amount: float, peak_bytes: int) -> None:
+        """A peak at an amount; of those at the same one the highest counts."""
+        self.peaks[amount] = max(peak_bytes, self.peaks.get(amount, 0))
+        if len(self.peaks) > REMEMBERED:
+            inner = sorted(self.peaks)[1:-1]
+            del self.peaks[inner[len(inner) // 2]]
+
+    def most(self, free_bytes: int) -> float:
+        """The amount that fits, never less than what did; infinite where the peaks say nothing."""
+        if not free_bytes or len(self.peaks) < 2:
+            return math.inf
+        low, high = min(self.peaks), max(self.peaks)
+        slope = (self.peaks[high] - self.peaks[low]) / (high - low)
+        return max(high, high + (free_bytes - self.peaks[high]) / slope) if slope > 0 else math.inf
+
+
+class MemoryModel:
+    """Memory of one rank's device beside the weights, `free_bytes` of it in all (0: not known, then nothing is refused)."""
+
+    def __init__(self, free_bytes: int = 0) -> None:
+        self.free_bytes = free_bytes
+        # Of requests alone by their load, decoding included; and of each class by the number of its requests in a step.
+        self._alone = Line()
+        self._batches: dict[RequestClass, Line] = {}
+        self._failed_load = math.inf
+        self._failed_at_s = 0.0
+
+    def observe(self, kind: RequestClass, requests: int, peak_bytes: int) -> None:
+        """A step of so many requests of a class held this much at most."""
+        if peak_bytes <= 0:
+            return
+        if requests == 1:
+            self._alone.add(kind.load, peak_bytes)
+        line = self._batches.pop(kind, None) or Line()
+        line.add(requests, peak_bytes)
+        self._batches[kind] = line  # the newest last
+        if len(self._batches) > REMEMBERED:
+            del self._batches[next(iter(self._batches))]
+
+    def failed(self, load: float, now_s: float) -> None:
+        """One request alone, of this load, was out of memory."""
+        self._failed_load = min(load, self._failed_load)
+        self._failed_at_s = now_s
+
+    def most_load(self, now_s: float) -> float:
+        """The load of one request over which it cannot fit, as far as is known."""
+        most = min(self._alone.most(self.free_bytes), self.free_bytes / LEAST_BYTES_PER_PIXEL if self.free_bytes else math.inf)
+        if now_s - self._failed_at_s >= FORGET_S:
+            self._failed_load = math.inf
+        return min(most, math.nextafter(self._failed_load, 0)) if math.isfinite(self._failed_load) else most
+
+    def batch(self, kind: RequestClass, demand: int) -> int:
+        """How many requests of a class fit in one step; at least one: whether that fits was decided at its admission."""
+        line = self._batches.get(kind)
+        most = line.most(self.free_bytes) if line else math.inf
+        return demand if math.isinf(most) else max(1, min(demand, int(most)))

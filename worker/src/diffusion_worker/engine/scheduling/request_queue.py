@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of one class in the order they came, and how far each of them is. Pure."""
+
+import itertools
+import math
+
+import msgspec
+
+from diffusion_worker.engine.scheduling.request_class import RequestClass
+from diffusion_worker.messages import RequestSpec, Task
+
+# Until a pipeline has shown how many steps it takes by itself.
+USUAL_STEPS = 50
+# Clients choose strengths freely; nobody sends so many kinds of requests side by side.
+REMEMBERED_COURSES = 1024
+
+
+class Course(msgspec.Struct, frozen=True):
+    """What of a request decides how many ticks it takes; an edit of little strength leaves most of its steps out."""
+
+    steps: int | None
+    task: Task = Task.GENERATE
+    strength: float | None = None
+
+
+class RunLengths:
+    """How many ticks requests take by what they ask for. At first one more than steps; then as it was seen.
+
+    Some schedulers call the model twice a step, some pipelines leave steps out, and only the pipeline knows its defaults.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Course, int] = {}
+        self._varying: set[Course] = set()
+
+    def of(self, course: Course) -> int:
+        """Ticks that a request takes, decode included."""
+        steps = course.steps or USUAL_STEPS
+        return self._seen.get(course, (steps if course.strength is None else math.ceil(steps * course.strength)) + 1)
+
+    def sure(self, course: Course) -> bool:
+        """Whether that is known: seen, and the same each time."""
+        return course in self._seen and course not in self._varying
+
+    def observe(self, course: Course, ticks: int) -> None:
+        """A request took so many ticks."""
+        if self._seen.get(course, ticks) != ticks:
+            self._varying.add(course)
+        ticks = max(ticks, self._seen.pop(course, 0))
+        self._seen[course] = ticks  # the newest last
+        while len(self._seen) > REMEMBERED_COURSES:
+            oldest = next(iter(self._seen))
+            del self._seen[oldest]
+            self._varying.discard(oldest)
+
+
+class QueuedRequest(msgspec.Struct, eq=False):
+    """A request from its arrival to its outcome. `sent` counts the ticks it was put into, `reported` those that came back."""
+
+    spec: RequestSpec
+    kind: RequestClass
+    arrived_s: float
+    number: int
+    length: int
+    joined: bool = False
+    sent: int = 0
+    reported: int = 0
+    # Ids of the adapters that it needs in slots.
+    adapters: frozenset[int] = frozenset()
+
+    @property
+    def left(self) -> int:
+        """Ticks it still has to be put into; one that took longer than expected gets one more at a time."""
+        return max(self.length - self.sent, 0 if self.sent > self.reported else 1)
+
+    def restart(self) -> None:
+        """Back to where it was when it came."""
+        self.joined, self.sent, self.reported = False, 0, 0
+
+
+class ClassQueue:
+    """The requests of one class in the order they came, with the device time it is owed."""
+
+    def __init__(self, kind: RequestClass) -> None:
+        self.kind = kind
+        self.requests: dict[str, QueuedRequest] = {}
+        self.credit_s = 0.0
+        # How many of them are with the ranks; some may have passed others that wait for slots.
+        self.joined = 0
+
+    @property
+    def oldest(self) -> QueuedRequest:
+        """The request that came first of those still here."""
+        return next(iter(self.requests.values()))
+
+    @property
+    def started(self) -> bool:
+        """Whether any of them is with the ranks."""
+        return self.joined > 0
+
+    def add(self, request: QueuedRequest) -> None:
+        """Queue a request behind the others, or a replayed one where it was."""
+        self.requests[request.spec.request_id] = request
+
+    def demand(self, most: int) -> int:
+        """Requests that could take a step now, counted up to `most`."""
+        return sum(1 for _ in itertools.islice((1 for request in self.requests.values() if request.left), most))

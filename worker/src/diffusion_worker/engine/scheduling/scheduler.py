@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests take the next step. Pure: requests and reports in, ticks out, time as a parameter.
+
+Requests wait in a queue for each class of alike ones (`RequestClass`) and one class takes a step at a time, with as many of
+its requests as make an image cheapest (`CostCurve`) and fit in memory (`MemoryModel`). The class that can finish an image
+soonest goes first, so a small request never waits for all of a large one: pausing that between two steps costs nothing. A class
+whose oldest request has waited for a multiple of what it takes alone gets a share of the device whatever else comes, so
+nobody starves. Within a class requests are served in the order they came, but for those whose adapters do not fit in the
+slots beside the others' (`AdapterSlots`).
+
+Ticks are decided before the last ones are reported, so the state here is that of what was sent.
+"""
+
+import itertools
+from collections import deque
+
+import msgspec
+
+from diffusion_worker.engine.scheduling.adapter_slots import AdapterSlots
+from diffusion_worker.engine.scheduling.cost_curve import CostCurve
+from diffusion_worker.engine.scheduling.memory_model import MemoryModel
+from diffusion_worker.engine.scheduling.request_class import Defaults, RequestClass, class_of
+from diffusion_worker.engine.scheduling.request_queue import ClassQueue, Course, QueuedRequest, RunLengths
+from diffusion_worker.errors import ErrorCode
+from diffusion_worker.messages import RequestSpec, Tick, TickDone
+
+# The part of the device that classes get whose requests have waited too long, all of them together.
+SHARE = 0.25
+# A request has waited too long after so many times of what it takes alone.
+PATIENCE = 2.0
+# Requests on the ranks at once, in batches: paused ones keep their latents there.
+RESIDENT_BATCHES = 4
+# Seconds a pixel of a step takes, until the first report; only comparisons between classes use it.
+GUESSED_PIXEL_S = 1e-7
+# Requests of a class that are looked at behind others whose adapters have no slots.
+LOOKAHEAD = 256
+# Classes whose costs are remembered while they have no requests.
+REMEMBERED_CLASSES = 256
+
+
+class SentTick(msgspec.Struct, frozen=True):
+    """A tick on its way: its class and the requests in it, of which `denoising` are expected to call the denoiser."""
+
+    number: int
+    kind: RequestClass | None
+    requests: list[QueuedRequest]
+    denoising: int
+
+
+class Wave(msgspec.Struct, frozen=True):
+    """A tick that the ranks work on. `step_s` is what a step of its size takes as measured, in the `same_class` or scaled from others."""
+
+    phase: str
+    steps: int
+    step_s: float | None
+    same_class: bool
+
+
+class StepScheduler:
+    """Waiting and running requests of one rank group, and the tick that moves some of them on."""
+
+    def __init__(self, max_batch_size: int, *, slots: int = 1, window_s: float = 0.0) -> None:
+        """`slots` are the adapters that requests on the ranks may use at once, `window_s` is how long a first step waits for company."""
+        self.memory = MemoryModel()
+        self._slots = AdapterSlots(slots)
+        # Those that the last choice passed, as their adapters had no slots.
+        self._passed: list[QueuedRequest] = []
+        self._max_batch_size = max_batch_size
+        self._window_s = window_s
+        self._defaults = Defaults()
+        self._curves: dict[RequestClass, CostCurve] = {}
+        self._lengths = RunLengths()
+        self._pixel_s: float | None = None
+        self._requests: dict[str, QueuedRequest] = {}
+        self._queues: dict[RequestClass, ClassQueue] = {}
+        self._resident = 0
+        self._leaving: list[str] = []
+        self._sent: deque[SentTick] = deque()
+        self._tick_numbers = itertools.count(1)
+        self._arrivals = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not joined yet."""
+        return len(self._requests) - self._resident
+
+    @property
+    def running(self) -> int:
+        """Requests on the ranks."""
+        return self._resident
+
+    @property
+    def active_adapters(self) -> int:
+        """Adapters of the requests on the ranks."""
+        return self._slots.active
+
+    @property
+    def in_flight(self) -> int:
+        """Ticks that were sent and not reported."""
+        return len(self._sent)
+
+    def describe(self, defaults: Defaults, free_bytes: int) -> None:
+        """What a model makes of a request that says nothing, and the memory for it; before the first request."""
+        self._defaults = defaults
+        self.memory.free_bytes = free_bytes
+
+    def add(self, spec: RequestSpec, now_s: float) -> None:
+        """Queue a request."""
+        kind = class_of(spec, self._defaults)
+        length = self._lengths.of(self._course(spec))
+        adapters = frozenset(use.lora_int_id for use in spec.loras)
+        request = QueuedRequest(spec, kind, now_s, next(self._arrivals), length, adapters=adapters)
+        self._requests[spec.request_id] = request
+        self._queues.setdefault(kind, ClassQueue(kind)).add(request)
+
+    def remove(self, request_id: str) -> None:
+        """A request is not wanted any more: it leaves with the next tick, or never joins."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            if request.joined:
+                self._leaving.append(request_id)
+            self._forget(request)
+
+    def requeue_running(self) -> list[str]:
+        """The ranks forgot everything: what they had is waiting again, where it was. Returns its ids, oldest first."""
+        running = [request for request in self._requests.values() if request.joined]
+        for request in running:
+            request.restart()
+            self._queues[request.kind].joined = 0
+        self._slots.clear()
+        self._resident = 0
+        self._sent.clear()
+        self._leaving.clear()
+        return [request.spec.request_id for request in running]
+
+    def replay_whole(self, request_id: str) -> RequestSpec:
+        """The ranks ended a request that needs the model alone: it waits again, where it was, to be made so. Returns it.
+
+        All others of its task that wait are made so too: their pipeline is the same.
+        """
+        task = self._requests[request_id].spec.task
+        for request in list(self._requests.values()):
+            own = request.spec.request_id == request_id
+            if own or (request.spec.task == task and not request.joined and not request.spec.whole):
+                self._forget(request)
+                self.add(msgspec.structs.replace(request.spec, whole=True), request.arrived_s)
+                self._requests[request.spec.request_id].number = request.number
+        return self._requests[request_id].spec
+
+    def observe(self, done: TickDone, now_s: float) -> None:
+        """The oldest tick on its way is done."""
+        sent = self._sent.popleft()
+        for request in sent.requests:
+            request.reported += 1
+        finished = {outcome.request_id for outcome in done.finished}
+        failed = {outcome.request_id: outcome.error.code for outcome in done.failed}
+        self._learn_costs(sent, done, finished | failed.keys() | {replay.request_id for replay in done.replays})
+        for request in sent.requests:
+            request_id = request.spec.request_id
+            if request_id in finished:
+                self._learn_length(request)
+            if failed.get(request_id) == ErrorCode.INSUFFICIENT_MEMORY:
+                self.memory.failed(request.kind.load, now_s)
+            # It may have been removed meanwhile, and its id may stand for another one.
+            if (request_id in finished or request_id in failed) and self._requests.get(request_id) is request:
+                self._forget(request)
+
+    def next_tick(self, now_s: float) -> Tick | None:
+        """The next step for one class, after the requests that leave; None when nobody can take one now."""
+        self._reserve_slots(now_s)
+        chosen = self._choose(now_s)
+        if not chosen:
+            return self.leave_tick()
+        leave, self._leaving = self._leaving, []
+        number = next(self._tick_numbers)
+        join = [request for request in chosen if not request.joined]
+        denoising = sum(not self._is_last(request) for request in chosen)
+        for request in join:
+            request.joined = True
+            self._slots.join(request)
+            self._queues[request.kind].joined += 1
+        for request in chosen:
+            request.sent += 1
+        self._resident += len(join)
+        self._sent.append(SentTick(number, chosen[0].kind, chosen, denoising))
+        return Tick(number, [request.spec for request in join], leave, [request.spec.request_id for request in chosen])
+
+    def leave_tick(self) -> Tick | None:
+        """What only lets the ranks forget the requests that leave; None where none does."""
+        if not self._leaving:
+            return None
+        leave, self._leaving = self._leaving, []
+        number = next(self._tick_numbers)
+        self._sent.append(SentTick(number, None, [], 0))
+        return Tick(number, [], leave, [])
+
+    def held_until_s(self) -> float | None:
+        """When the first of the requests that wait for company stops doing so; None where nobody does."""
+        held = [queue.oldest.arrived_s + self._window_s for queue in self._queues.values() if not queue.started]
+        return min(held, default=None) if self._window_s else None
+
+    def oldest_wave(self) -> Wave:
+        """What the ranks work on now: the oldest tick that was not reported."""
+        sent = self._sent[0]
+        if sent.kind is None:
+            return Wave("requests that leave", steps=1, step_s=0.0, same_class=True)
+        curve = self._curves.get(sent.kind)
+        longest = max(sent.requests, key=lambda request: request.length)
+        return Wave(
+            f"step {longest.reported + 1} of {longest.length} of {len(sent.requests)} requests of {sent.kind}",
+            steps=longest.length,
+            step_s=None if self._pixel_s is None else self._step_s(sent.kind, len(sent.requests)),
+            same_class=curve is not None and curve.measured,
+        )
+
+    # --- choice ---------------------------------------------------------------------------------------------------------
+
+    def _choose(self, now_s: float) -> list[QueuedRequest]:
+        """The requests of the next step, and what it costs the classes that have waited too long."""
+        batches = [(queue, batch) for queue in self._queues.values() if (batch := self._batch(queue, now_s))]
+        if not batches:
+            return []
+        overdue = [(queue, batch) for queue, batch in batches if self._is_overdue(queue, now_s)]
+        patient = self._queues.keys() - {queue.kind for queue, _ in overdue}
+        for kind in patient:
+            self._queues[kind].credit_s = 0.0
+        owed = [(queue, batch) for queue, batch in overdue if queue.credit_s >= self._cost_s(batch)]
+        if owed:
+            queue, batch = max(owed, key=lambda pair: pair[0].credit_s)
+            queue.credit_s -= self._cost_s(batch)
+            return batch
+        queue, batch = min(batches, key=lambda pair: (self._seconds_to_an_image(pair[1]), pair[0].oldest.number))
+        spent_s = self._cost_s(batch)
+        # What they would have got of this time had they had their share of it.
+        for other, _ in overdue:
+            if other is not queue:
+                other.credit_s += spent_s * SHARE / (1 - SHARE) / len(overdue)
+        return batch
+
+    def _batch(self, queue: ClassQueue, now_s: float) -> list[QueuedRequest]:
+        """The requests of a class that would take a step now, oldest first.
+
+        Those that only have to be decoded take no place in the batch.
+        """
+        demand = queue.demand(self._max_batch_size)
+        size = self._size(queue.kind, demand)
+        if demand == 0 or self._waits_for_company(queue, demand, now_s):
+            return []
+        room = RESIDENT_BATCHES * self._max_batch_size - self._resident
+        return self._filled(queue, size, min(size, room))
+
+    def _filled(self, queue: ClassQueue, size: int, joins: int) -> list[QueuedRequest]:
+        """Up to `size` requests that denoise, of which `joins` may join, and those that are only to be decoded."""
+        batch: list[QueuedRequest] = []
+        joining: set[int] = set()
+        here, passed = queue.joined, 0
+        for request in queue.requests.values():
+            if not here and (size == 0 or joins == 0 or passed == LOOKAHEAD):
+                break
+            here -= request.joined
+            if request.left and self._is_last(request):
+                batch.append(request)
+            elif request.left and size and (request.joined or joins):
+                if not request.joined and not self._slots.fits(request, joining):
+                    self._passed.append(request)
+                    passed += 1
+                    continue
+                batch.append(request)
+                size -= 1
+                if not request.joined:
+                    joins -= 1
+                    joining |= request.adapters
+        return batch
+
+    def _size(self, kind: RequestClass, demand: int) -> int:
+        """The most requests of a class in one step."""
+        if demand == 0 or kind.exact:
+            return min(demand, 1)
+        fitting = self.memory.batch(kind, demand)
+        curve = self._curves.get(kind)
+        return curve.batch(fitting) if curve else fitting
+
+    def _waits_for_company(self, queue: ClassQueue, demand: int, now_s: float) -> bool:
+        """Only what has not started waits, and only while more of its class would make the step cheaper."""
+        if not self._window_s or queue.started or now_s >= queue.oldest.arrived_s + self._window_s:
+            return False
+        return demand < self._size(queue.kind, self._max_batch_size)
+
+    def _is_last(self, request: QueuedRequest) -> bool:
+        """Whether its next tick is known to be its last, in which it is decoded."""
+        return request.sent > 0 and request.left == 1 and self._lengths.sure(self._course(request.spec))
+
+    def _is_overdue(self, queue: ClassQueue, now_s: float) -> bool:
+        return self._has_waited_too_long(queue.oldest, now_s)
+
+    def _reserve_slots(self, now_s: float) -> None:
+        """For the first of those that were passed too long."""
+        here = (request for request in self._passed if self._requests.get(request.spec.request_id) is request)
+        self._slots.reserve(request for request in here if self._has_waited_too_long(request, now_s))
+        self._passed = []
+
+    def _has_waited_too_long(self, request: QueuedRequest, now_s: float) -> bool:
+        return now_s - request.arrived_s > PATIENCE * request.length * self._step_s(request.kind, 1)
+
+    def _seconds_to_an_image(self, batch: list[QueuedRequest]) -> float:
+        """Device time for each image, if this batch is run until it is cheapest to stop."""
+        step_s = self._cost_s(batch)
+        left = sorted(request.left for request in batch)
+        return min(ticks * step_s / (position + 1) for position, ticks in enumerate(left))
+
+    # --- what is known --------------------------------------------------------------------------------------------------
+
+    def _cost_s(self, batch: list[QueuedRequest]) -> float:
+        """What a step of these takes. Nothing where all of them are done but for their decoding: that has to be, and soon."""
+        denoising = sum(not self._is_last(request) for request in batch)
+        return self._step_s(batch[0].kind, denoising) if denoising else 0.0
+
+    def _step_s(self, kind: RequestClass, batch: int) -> float:
+        curve = self._curves.get(kind)
+        measured = curve.seconds(batch) if curve else None
+        return kind.load * (self._pixel_s or GUESSED_PIXEL_S) * batch if measured is None else measured
+
+    def _course(self, spec: RequestSpec) -> Course:
+        return Course(spec.steps or self._defaults.steps, spec.task, spec.strength)
+
+    def _learn_costs(self, sent: SentTick, done: TickDone, ended: set[str]) -> None:
+        """Costs from a tick's report. Those that ended in it were decoded, not denoised."""
+        if sent.kind is None:
+            return
+        self.memory.observe(sent.kind, len(sent.requests), done.peak_bytes)
+        batch = sum(request.spec.request_id not in ended for request in sent.requests)
+        if batch == 0:
+            return
+        curve = self._curves.pop(sent.kind, None) or CostCurve()
+        self._curves[sent.kind] = curve  # the newest last
+        while len(self._curves) > REMEMBERED_CLASSES:
+            del self._curves[next(iter(self._curves))]
+        seconds = done.denoise_seconds or done.seconds
+        if done.split:
+            # A call that one bad request broke says nothing of the others.
+            if all(failure.error.code == ErrorCode.INSUFFICIENT_MEMORY for failure in done.failed):
+                curve.split(sent.denoising)
+        elif seconds > 0:
+            curve.observe(batch, seconds)
+            self._pixel_s = seconds / (batch * sent.kind.load)
+
+    def _learn_length(self, request: QueuedRequest) -> None:
+        course = self._course(request.spec)
+        expected = self._lengths.of(course)
+        self._lengths.observe(course, request.reported)
+        if (length := self._lengths.of(course)) != expected:
+            for other in self._requests.values():
+                if self._course(other.spec) == course:
+                    other.length = length
+
+    def _forget(self, request: QueuedRequest) -> None:
+        request_id = request.spec.request_id
+        del self._requests[request_id]
+        self._resident -= request.joined
+        self._slots.leave(request)
+        queue = self._queues[request.kind]
+        queue.joined -= request.joined
+        del queue.requests[request_id]
+        if not queue.requests:
+            del self._queues[request.kind]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the steps of the ranks, for a caller of `pause` and for a sleep: none runs while one of them wants that."""
+
+import asyncio
+import enum
+
+from diffusion_worker.engine.scheduling.step_loop import StepLoop
+from diffusion_worker.engine.state.rank_calls import CallAll
+from diffusion_worker.errors import ErrorCode, RequestError
+
+
+class Pauser(enum.Enum):
+    """Who wants that no step is made."""
+
+    CALL = "pause"
+    SLEEP = "sleep"
+
+
+class Pausing:
+    """Who holds the steps now. A generation of ranks that is started meanwhile makes none either."""
+
+    def __init__(self, steps: StepLoop, call_all: CallAll) -> None:
+        self._steps = steps
+        self._call_all = call_all
+        self._holders: set[Pauser] = set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether a caller wants it."""
+        return Pauser.CALL in self._holders
+
+    def begin(self, who: Pauser) -> None:
+        """No step begins from now on; those that run go on."""
+        self._holders.add(who)
+        self._steps.pause()
+
+    async def hold(self, who: Pauser, *, timeout_s: float) -> None:
+        """No step begins; returns when the ranks' work of those that did is over and their results are handed out.
+
+        Where it fails the steps go on.
+
+        Raises:
+            RequestError: Timeout, or what a rank says, named. GroupFailed: the ranks are lost; the next ones make no step.
+        """
+        self.begin(who)
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                await self._steps.quiet()
+                limit.reschedule(None)  # the call has a deadline of its own
+                await self._call_all("synchronize", timeout_s=timeout_s)
+        except TimeoutError:
+            self.release(who)
+            raise RequestError(ErrorCode.TIMEOUT, f"{who.value}: expected the steps that run to end within {timeout_s:g} s") from None
+        except (RequestError, asyncio.CancelledError):
+            self.release(who)
+            raise
+
+    async def drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
+        """Wait for all requests; past the time, end them with an error."""
+        await self._steps.drain(timeout_s, code, message)
+
+    def release(self, who: Pauser) -> None:
+        """The steps go on, unless another one holds them; harmless where they do."""
+        self._holders.discard(who)
+        if not self._holders:
+            self._steps.resume()

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the ranks stepping while there are requests, and hands each request its image or its error."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from diffusion_worker.engine.scheduling.memory_model import MemoryModel
+from diffusion_worker.engine.scheduling.request_class import Defaults
+from diffusion_worker.engine.scheduling.scheduler import StepScheduler
+from diffusion_worker.engine.scheduling.tick_deadline import wave_limit_s
+from diffusion_worker.engine.state.histogram import Durations
+from diffusion_worker.engine.state.rank_protocol import RankGroup, TickReport
+from diffusion_worker.engine.state.request_events import PreviewMade, RequestEvent, StepTaken
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import ErrorReport, ModelInfo, PromptCacheStats, Replay, RequestSpec, StageSeconds, Task, Tick, TickDone
+
+log = logging.getLogger(__name__)
+
+# One tick runs while the next one is already with the ranks, so that none of them waits for the server.
+TICKS_AHEAD = 2
+
+# A request that was with the ranks at three losses of them is as likely their cause as their victim.
+MAX_REPLAYS = 2
+
+# Bytes of images on their way to the ranks.
+InputFrames = Sequence[bytes | memoryview]
+
+# Hears of the steps and previews of a request, in order and never after its outcome. What it raises ends the request.
+OnEvent = Callable[[RequestEvent], None]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A finished image: rows of RGB bytes, and what it took. `queued_s` is the time until it joined."""
+
+    pixels: bytes | memoryview
+    height: int
+    width: int
+    stages: StageSeconds = StageSeconds()
+    queued_s: float = 0.0
+
+
+class Submission(msgspec.Struct, eq=False):
+    """A request that somebody waits for: image `index` of its caller's. `joined_s` is when it went to the ranks first."""
+
+    outcome: "asyncio.Future[Outcome]"
+    frames: InputFrames
+    index: int
+    on_event: OnEvent | None
+    submitted_s: float
+    joined_s: float | None = None
+    replays: int = 0
+    # From 1: one more after each loss, and where it needs the model alone.
+    attempt: int = 1
+    # What it will take, as last heard.
+    steps: int | None = None
+
+    def start_over(self) -> None:
+        """It is made once more from its first step."""
+        self.attempt += 1
+        self.tell(StepTaken(self.index, 0, self.steps, self.attempt))
+
+    def tell(self, event: RequestEvent) -> None:
+        """Pass an event on, unless the outcome is there or nobody listens."""
+        if self.on_event is None or self.outcome.done():
+            return
+        try:
+            self.on_event(event)
+        except Exception as error:
+            self.outcome.set_exception(error)
+
+
+class StepStats(msgspec.Struct):
+    """What the ranks did since the start of the server, over all generations of them."""
+
+    images: int = 0
+    ticks: int = 0
+    rows: int = 0
+    model_calls: int = 0
+    # Of the rows, those that a step cache skipped for the most part.
+    skipped_rows: int = 0
+    pixels: int = 0
+    step_durations: Durations = msgspec.field(default_factory=Durations)
+    replayed: int = 0
+    # None where there is no prompt cache.
+    prompt_cache: PromptCacheStats | None = None
+
+
+class StepLoop:
+    """The requests of one rank group, from their submission to their outcome. `broken` hears why stepping ended."""
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        *,
+        max_batch_size: int,
+        max_loras: int = 1,
+        tick_timeout_s: float | None,
+        window_s: float = 0.0,
+        broken: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = StepStats()
+        # What the options that speed up or shrink the model are now, by their names.
+        self.features: dict[str, str] = {}
+        # Tasks whose requests run alone, with what their pipeline was about to do with the shared model.
+        self.whole: dict[Task, str] = {}
+        self._ranks = ranks
+        self._tick_timeout_s = tick_timeout_s
+        self._broken = broken
+        self._clock = clock
+        self._scheduler = StepScheduler(max_batch_size, slots=max_loras, window_s=window_s)
+        self._requests: dict[str, Submission] = {}
+        # What the prompt caches of lost generations counted.
+        self._prompts_before = PromptCacheStats()
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._paused = False
+        # While it is paused: nothing is on its way to the ranks.
+        self._quiet = asyncio.Event()
+
+    def describe(self, model: ModelInfo) -> None:
+        """What was loaded; before the first request."""
+        defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps, model.references)
+        self._scheduler.describe(defaults, model.free_bytes)
+
+    def set_features(self, features: dict[str, str]) -> None:
+        """What became of the options, as the ranks say after their warm-up."""
+        self.features = features
+
+    @property
+    def memory(self) -> MemoryModel:
+        """What fits in a step, for admission."""
+        return self._scheduler.memory
+
+    @property
+    def running(self) -> int:
+        """Images that are being made."""
+        return self._scheduler.running
+
+    @property
+    def active_adapters(self) -> int:
+        """Different adapters of the images that are being made."""
+        return self._scheduler.active_adapters
+
+    @property
+    def waiting(self) -> int:
+        """Images that wait for a place in the batch."""
+        return self._scheduler.waiting
+
+    def submit(
+        self, spec: RequestSpec, frames: InputFrames = (), *, index: int = 0, on_event: OnEvent | None = None
+    ) -> asyncio.Future[Outcome]:
+        """Queue a request with the frames of its images; whoever submits also calls `forget`, however it ends.
+
+        `on_event` is called on the event loop, with `index` in each event.
+        """
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        now_s = self._clock()
+        if spec.task in self.whole:
+            spec = msgspec.structs.replace(spec, whole=True)
+        self._requests[spec.request_id] = Submission(outcome, frames, index, on_event, now_s)
+        self._scheduler.add(spec, now_s)
+        self._idle.clear()
+        self._work.set()
+        return outcome
+
+    def forget(self, request_id: str) -> None:
+        """Nothing of a request stays here, nor on the ranks after their next step."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.outcome.cancel()
+            self._scheduler.remove(request_id)
+            self._work.set()
+        if not self._requests:
+            self._idle.set()
+
+    def end(self, error: Exception, *, only: Callable[[str], bool] = lambda _: True) -> None:
+        """End requests with an error: all, or those whose id is wanted."""
+        for request_id, request in self._requests.items():
+            if only(request_id) and not request.outcome.done():
+                request.outcome.set_exception(error)
+
+    async def drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
+        """Wait for all requests; past the time, end them with an error."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.end(RequestError(code, message))
+            await self._idle.wait()
+
+    def pause(self) -> None:
+        """No step begins from now on. Requests keep their places; the ranks are still told to forget those that end meanwhile."""
+        self._paused = True
+        self._quiet.clear()
+        self._work.set()
+
+    async def quiet(self) -> None:
+        """While it is paused: returns when the steps that began are reported, with their images handed out."""
+        await self._quiet.wait()
+
+    def resume(self) -> None:
+        """Step again; harmless where it does."""
+        self._paused = False
+        self._quiet.clear()
+        self._work.set()
+
+    def lost(self, code: ErrorCode, message: str) -> None:
+        """The ranks forgot all requests: those that ran are made again, before the others and from the same seeds.
+
+        One that was made again `MAX_REPLAYS` times already ends with the error. Not while `run` runs.
+        """
+        self._keep_prompt_counts()
+        for request_id in self._scheduler.requeue_running():
+            request = self._requests[request_id]
+            request.replays += 1
+            if request.replays > MAX_REPLAYS:
+                self._scheduler.remove(request_id)
+                self._settle(request_id, ErrorReport(code, message))
+            else:
+                self.stats.replayed += 1
+                request.start_over()
+
+    async def run(self) -> None:
+        """Step until cancelled, or until the group or this loop breaks; may be called again after `lost`."""
+        try:
+            await self._step_for_ever()
+        except GroupFailed as error:
+            self._broken(str(error))
+        except Exception as error:
+            log.exception("the engine broke")
+            self._broken(f"{type(error).__name__}: {error}")
+
+    async def _step_for_ever(self) -> None:
+        scheduler = self._scheduler
+        while True:
+            tick = self._next_tick() if scheduler.in_flight < TICKS_AHEAD else None
+            if tick is not None:
+                self._broadcast(tick)
+            elif scheduler.in_flight:
+                wave = scheduler.oldest_wave()
+                self._deliver(await self._ranks.next_report(wave_limit_s(wave, self._tick_timeout_s), phase=wave.phase))
+            else:
+                await self._wait_for_work()
+
+    def _next_tick(self) -> Tick | None:
+        return self._scheduler.leave_tick() if self._paused else self._scheduler.next_tick(self._clock())
+
+    def _broadcast(self, tick: Tick) -> None:
+        """Send a tick, with the frames of those that join: kept until their outcome, as they may have to join again."""
+        self._quiet.clear()
+        joining = [self._requests[spec.request_id] for spec in tick.join]
+        for request in joining:
+            request.joined_s = self._clock() if request.joined_s is None else request.joined_s
+        frames = [frame for request in joining for frame in request.frames]
+        if frames:
+            tick = msgspec.structs.replace(tick, frames=[len(request.frames) for request in joining])
+        self._ranks.broadcast_tick(tick, frames)
+
+    async def _wait_for_work(self) -> None:
+        """Returns when something was submitted or forgotten, or when nobody is to wait for company any longer."""
+        self._work.clear()
+        if self._paused:
+            self._quiet.set()
+        held_until_s = None if self._paused else self._scheduler.held_until_s()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if held_until_s is None else held_until_s - self._clock()):
+                await self._work.wait()
+
+    def _deliver(self, report: TickReport) -> None:
+        done = report.done
+        self._scheduler.observe(done, self._clock())
+        self._count(done)
+        self._tell(report)
+        for finished in done.finished:
+            height, width = finished.shape[-3:-1]
+            self._settle(finished.request_id, Outcome(report.frames[finished.frame], height, width, finished.stages))
+        for failed in done.failed:
+            self._settle(failed.request_id, failed.error)
+        for replay in done.replays:
+            self._make_alone(replay)
+
+    def _make_alone(self, replay: Replay) -> None:
+        """Queue a request once more, to run while no other does, and remember that for all of its task."""
+        request = self._requests.get(replay.request_id)
+        if request is None:
+            return
+        spec = self._scheduler.replay_whole(replay.request_id)
+        if spec.task not in self.whole:
+            self.whole[spec.task] = replay.what
+            log.warning("requests to %s run alone from now on: the pipeline %s, which others would see", spec.task, replay.what)
+        self.stats.replayed += 1
+        request.start_over()
+
+    def _count(self, done: TickDone) -> None:
+        stats = self.stats
+        stats.ticks += 1
+        stats.rows += done.rows
+        stats.model_calls += done.calls
+        stats.skipped_rows += done.skipped
+        stats.step_durations.observe(done.seconds)
+        stats.images += len(done.finished)
+        stats.pixels += sum(math.prod(finished.shape[:-1]) for finished in done.finished)
+        if done.features is not None:
+            self.features = done.features
+        if done.prompt_cache is not None:
+            stats.prompt_cache = _added(self._prompts_before, done.prompt_cache)
+
+    def _keep_prompt_counts(self) -> None:
+        """The next generation of ranks has an empty cache and counts from 0."""
+        if self.stats.prompt_cache is not None:
+            self.stats.prompt_cache = self._prompts_before = msgspec.structs.replace(self.stats.prompt_cache, size=0)
+
+    def _tell(self, report: TickReport) -> None:
+        """Events of requests that somebody still waits for."""
+        for progress in report.done.progress:
+            if (request := self._requests.get(progress.request_id)) is not None:
+                request.steps = progress.steps
+                request.tell(StepTaken(request.index, progress.step, progress.steps, request.attempt))
+        for preview in report.done.previews:
+            if (request := self._requests.get(preview.request_id)) is not None:
+                height, width = preview.shape[:2]
+                pixels = report.frames[preview.frame]
+                request.tell(PreviewMade(request.index, preview.number, pixels, height, width, request.attempt))
+
+    def _settle(self, request_id: str, result: Outcome | ErrorReport) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.outcome.done():
+            return
+        if isinstance(result, ErrorReport):
+            request.outcome.set_exception(RequestError(ErrorCode(result.code), result.message))
+        else:
+            assert request.joined_s is not None, "only what joined can finish"
+            request.outcome.set_result(msgspec.structs.replace(result, queued_s=request.joined_s - request.submitted_s))
+
+
+def _added(before: PromptCacheStats, now: PromptCacheStats) -> PromptCacheStats:
+    """The counts of an earlier cache and of the one there is now, and the entries of that one."""
+    return PromptCacheStats(now.size, now.max_size, before.hits + now.hits, before.misses + now.misses, before.bypassed + now.bypassed)

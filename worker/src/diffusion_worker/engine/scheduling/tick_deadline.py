@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the ranks may work on one tick before they count as hung. Pure.
+
+No constant fits: a step of a long video on a small device takes minutes, one of a small image milliseconds. So the limit is a
+multiple of what the whole request was measured to take, which also covers its decoding, and a floor for the rest of the work.
+"""
+
+from diffusion_worker.engine.scheduling.scheduler import Wave
+
+# A device that others use as well, or that is hot, takes so many times longer.
+FACTOR = 3.0
+# Text encoders, compiling again for another batch, a slow disk under a mapped model.
+FLOOR_S = 60.0
+# A first step of its shape may compile and tune for minutes; a first step at all has nothing to be compared with.
+FLOOR_OF_NEW_CLASS_S = 600.0
+UNMEASURED_S = 1800.0
+
+
+def wave_limit_s(wave: Wave, override_s: float | None) -> float:
+    """Seconds from the start of a tick to its report; an override holds as it is."""
+    if override_s is not None:
+        return override_s
+    if wave.step_s is None:
+        return UNMEASURED_S
+    return max(FLOOR_S if wave.same_class else FLOOR_OF_NEW_CLASS_S, wave.steps * wave.step_s * FACTOR)

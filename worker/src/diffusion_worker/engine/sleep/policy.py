@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts now of sleep: the mounted desired file, read again when it changes, and the policies of calls since then."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from diffusion_worker.engine.state.state_document import ColdRequests, DesiredSleep, DesiredState, SleepPolicy
+from diffusion_worker.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def read_desired(path: str | None) -> DesiredState:
+    """The mounted desired file; without one nothing is desired.
+
+    Raises:
+        ConfigError: the file is missing or not what it should be.
+    """
+    if path is None:
+        return DesiredState()
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=DesiredState)
+    except OSError as error:
+        raise ConfigError(f"--desired {path!r}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--desired {path!r}: {error}") from None
+
+
+class SleepRules:
+    """The policy and the limits of cold requests, by the file or by a call, whichever spoke last.
+
+    A file that changed but says the same policy as before, because an adapter came for instance, does not speak of it again.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        """Raises ConfigError where the file cannot be read."""
+        self._path = path
+        self._seen = _stamp(path)
+        self._desired = read_desired(path)
+        self._policy = self._desired.sleep.policy
+
+    @property
+    def desired(self) -> DesiredState:
+        """The file as it is now, or as it was last where it cannot be read."""
+        self._look()
+        return self._desired
+
+    @property
+    def policy(self) -> SleepPolicy:
+        """The sleep policy that counts."""
+        self._look()
+        return self._policy
+
+    @property
+    def sleep(self) -> DesiredSleep:
+        """Level and wake timeout for what the worker begins by itself."""
+        return self.desired.sleep
+
+    @property
+    def cold_requests(self) -> ColdRequests:
+        """What becomes of requests that meet a model which cannot serve them yet."""
+        return self.desired.cold_requests
+
+    def declare(self, policy: SleepPolicy | None) -> None:
+        """The policy of a call, newer than the file as it is now; None leaves it."""
+        if policy is not None and policy is not self.policy:
+            log.info("sleep policy=%s by a call", policy)
+            self._policy = policy
+
+    def _look(self) -> None:
+        """Read the file again where it is another one than at the last look."""
+        seen = _stamp(self._path)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            desired = read_desired(self._path)
+        except ConfigError as error:
+            log.error("the desired file is kept as it was: %s", error)
+            return
+        before, self._desired = self._desired.sleep.policy, desired
+        if desired.sleep.policy is not before:
+            log.info("sleep policy=%s by the desired file", desired.sleep.policy)
+            self._policy = desired.sleep.policy
+
+
+def _stamp(path: str | None) -> tuple[int, int, int] | None:
+    """What changes with the file: a mounted ConfigMap is replaced by a link to another one."""
+    if path is None:
+        return None
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size

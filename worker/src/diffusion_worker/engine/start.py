@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From nothing to a model that serves, or to one that sleeps: by its policy, or because it slept when the last server ended here."""
+
+from diffusion_worker.compatibility import why_awake
+from diffusion_worker.engine.construction import EngineParts
+from diffusion_worker.engine.sleep.record import SleepRecord
+from diffusion_worker.engine.state.state_document import EngineState, LoadStage, SleepCall, SleepPolicy
+
+
+async def start(parts: EngineParts) -> None:
+    """Load the model and its adapters; returns when requests are served, or when the model sleeps.
+
+    Raises:
+        ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
+    """
+    if parts.model_fetch.needed:
+        parts.life.stage = LoadStage.FETCHING
+        await parts.model_fetch.run()
+        parts.life.stage = LoadStage.STARTING_RANKS
+    if (record := _record(parts)) is not None:
+        await _start_asleep(parts, record)
+    else:
+        await _start_awake(parts)
+
+
+def _record(parts: EngineParts) -> SleepRecord | None:
+    """What the last server left, where nobody wants the model awake; it is void otherwise."""
+    wanted = parts.rules.policy is not SleepPolicy.ALWAYS_AWAKE and why_awake(parts.config) is None
+    record = parts.notes.read() if wanted else None
+    if record is None:
+        parts.notes.remove()
+    return record
+
+
+async def _start_asleep(parts: EngineParts, record: SleepRecord) -> None:
+    """Nothing is loaded and nothing allocated before the first wake, which may begin while adapters are still fetched."""
+    parts.verification.recorded = record.fingerprints
+    await parts.preparation.begin(await parts.ranks.start(asleep=True), asleep=True)
+    parts.life.enter(EngineState.ASLEEP)
+    parts.supervisor.begin()
+    await _load_adapters(parts)
+
+
+async def _start_awake(parts: EngineParts) -> None:
+    """Load, and where the policy is Asleep sleep then: so what sleeps is known to work."""
+    await parts.preparation.begin(await parts.ranks.start(), asleep=False)
+    await _load_adapters(parts)
+    parts.life.enter(EngineState.READY)
+    parts.supervisor.begin()
+    if parts.rules.policy is SleepPolicy.ASLEEP:
+        call = SleepCall(operation_id="policy-1", level=parts.rules.sleep.level)
+        parts.sleep_calls.sleep(call)
+        await parts.operations.over(call.operation_id)
+
+
+async def _load_adapters(parts: EngineParts) -> None:
+    parts.life.stage = LoadStage.LOADING_ADAPTERS
+    await parts.declared.load_at_start()
+    parts.life.stage = LoadStage.DONE

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the model here where it comes from elsewhere: before the ranks start, while the server already answers.
+
+The ranks are told one path at the server's start; what was fetched is put there as a link.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from diffusion_worker.config import WorkerConfig, read_model_index
+from diffusion_worker.engine.state.state_document import DesiredModel, Problem
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.sources.fetching import Fetched, Fetcher
+from diffusion_worker.sources.parsing import parse_source
+from diffusion_worker.sources.source import Source
+
+log = logging.getLogger(__name__)
+
+# Between tries of a fetch that may succeed later: a Secret appears, a network comes back.
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 30.0
+
+
+class ModelFetch:
+    """The fetch of one server's model; nothing happens where the model is a folder that is here.
+
+    `pinned` is what it has to be by now: a model that another replica found first, and that this one then looks for.
+    """
+
+    def __init__(self, config: WorkerConfig, fetcher: Fetcher, pinned: Callable[[], DesiredModel | None]) -> None:
+        self.revision: str | None = None
+        self.problem: Problem | None = None
+        self.progress = (0, 0)
+        self._ended = False
+        self._config = config
+        self._fetcher = fetcher
+        self._pinned = pinned
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to fetch."""
+        return self._config.model_source is not None
+
+    async def run(self) -> None:
+        """Fetch, and try again while that may help and the time for a start lasts.
+
+        Raises:
+            ConfigError: the model cannot be had.
+        """
+        if self._config.model_source is None:
+            return
+        source = parse_source(self._config.model_source)
+        ends_at, wait_s = time.monotonic() + self._config.startup_timeout_s, FIRST_RETRY_S
+        while True:
+            try:
+                fetched = await self._fetch(source, ends_at - time.monotonic())
+                break
+            except RequestError as error:
+                # A last try that was cut short before anything came tells less than what the one before ended with.
+                if error.code != ErrorCode.TIMEOUT or self.problem is None:
+                    self.problem = Problem(error.code, error.message, error.retryable)
+                if not error.retryable or time.monotonic() + wait_s >= ends_at:
+                    raise ConfigError(f"{self.problem.code}: {self.problem.message}") from None
+                log.warning("model not fetched code=%s, next try in %g s: %s", error.code, wait_s, error.message)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LAST_RETRY_S)
+        self.problem, self.revision = None, fetched.revision
+        self._link(fetched.path)
+
+    async def _fetch(self, source: Source, deadline_s: float) -> Fetched:
+        """Each try by what is pinned then: it may be pinned, or given up, while this one waits."""
+        pinned = self._pinned()
+        if pinned is None or pinned.source != source:
+            return await self._fetcher.fetch_model(source, deadline_s=deadline_s, report=self._report)
+        log.info("model pinned revision=%s digest=%s", pinned.revision, pinned.digest)
+        return await self._fetcher.fetch_model(
+            source, revision=pinned.revision, digest=pinned.digest, deadline_s=deadline_s, report=self._report
+        )
+
+    def end(self) -> None:
+        """Remove the link, and make none from now on; harmless where there is none."""
+        self._ended = True
+        if self.needed:
+            with contextlib.suppress(OSError):
+                Path(self._config.model).unlink()
+
+    def _report(self, done: int, total: int | None) -> None:
+        if done:
+            self.problem = None
+        self.progress = (done, total or 0)
+
+    def _link(self, folder: str) -> None:
+        try:
+            read_model_index(folder)
+        except ConfigError as error:
+            raise ConfigError(f"--model {self._config.model_source}: {error}") from None
+        if not self._ended:
+            Path(self._config.model).symlink_to(Path(folder).absolute())

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks go through before they serve: after they were loaded, and again after each sleep."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from diffusion_worker.compatibility import why_awake
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.requests.admission import GenerationParams, check_size
+from diffusion_worker.engine.startup.wake_verification import Verification
+from diffusion_worker.engine.state.lifecycle import EngineLife
+from diffusion_worker.engine.state.rank_calls import require_success
+from diffusion_worker.engine.state.rank_protocol import RankGroup
+from diffusion_worker.engine.state.state_document import LoadStage
+from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import ModelInfo, RpcReply
+
+log = logging.getLogger(__name__)
+
+Features = dict[str, str]
+
+
+class Preparation:
+    """Makes one generation of ranks after the other ready. `describe` hears of each model, `warmed` what became of its options."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        life: EngineLife,
+        ranks: RankGroup,
+        loader: AdapterLoader,
+        verification: Verification,
+        *,
+        describe: Callable[[ModelInfo], None],
+        warmed: Callable[[Features], None],
+    ) -> None:
+        self._config = config
+        self._life = life
+        self._ranks = ranks
+        self._loader = loader
+        self._verification = verification
+        self._describe = describe
+        self._warmed = warmed
+        self._model: ModelInfo | None = None
+        # Whether this generation has run a request already.
+        self._warm = False
+
+    async def begin(self, model: ModelInfo, *, asleep: bool) -> None:
+        """A generation was started. One that is awake is warmed up and its fingerprints are what later ones are compared with.
+
+        One that was started asleep holds nothing; all of this is done at its first wake.
+
+        Raises:
+            ConfigError: a size is none of the model's, or the model makes no image. GroupFailed.
+        """
+        self._model, self._warm = model, False
+        check_sizes(self._config, model)
+        self._describe(model)
+        if asleep:
+            self._warmed(model.features)
+            return
+        self._life.stage = LoadStage.WARMUP
+        try:
+            await self._warm_up()
+        except RequestError as error:
+            message = f"the warm-up before the first request failed: {error.message} (--warmup-steps 0 starts without it)"
+            raise ConfigError(message) from None
+        if why_awake(self._config) is not None:
+            return  # it never sleeps, and its weights may be in no memory that could be looked at
+        try:
+            await self._verification.record(timeout_s=self._config.startup_timeout_s)
+        except RequestError as error:
+            raise GroupFailed(f"the ranks do not tell what they loaded: {error.message}") from None
+
+    def discarded(self) -> None:
+        """The ranks keep nothing in host memory any more: their adapters are to be loaded again at the wake."""
+        self._loader.defer_loaded()
+
+    async def after_wake(self, until_s: float) -> None:
+        """The weights are there again: what is missing beside them is made, then all of it is verified. On the event loop's clock.
+
+        Raises:
+            RequestError: VerificationFailed, Timeout, InsufficientMemory, RankFailed: nothing may be served. GroupFailed.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(until_s):
+                if not self._warm:
+                    await self._warm_up()
+                await self._loader.apply_deferred(max(0.001, until_s - loop.time()))
+        except TimeoutError:
+            raise RequestError(ErrorCode.TIMEOUT, "wake: expected the warm-up and the adapters within its deadline") from None
+        await self._verification.verify(timeout_s=max(0.001, until_s - loop.time()))
+
+    async def _warm_up(self) -> None:
+        assert self._model is not None, "a generation begins with its model"
+        self._warmed(await warm_up(self._ranks, self._config, self._model))
+        self._warm = True
+
+
+async def warm_up(ranks: RankGroup, config: WorkerConfig, model: ModelInfo) -> Features:
+    """Warm the model up in every size that the options name; returns what became of the options, as `ModelInfo.features`.
+
+    Raises:
+        RequestError: the model made no image; the message says where and why. GroupFailed: the ranks were lost meanwhile.
+    """
+    if config.warmup_steps == 0:
+        return model.features
+    started = time.monotonic()
+    replies = await ranks.call("warm_up", timeout_s=config.startup_timeout_s)
+    require_success("warm_up", replies)
+    log.info("warmed up steps=%d seconds=%.3f", config.warmup_steps, time.monotonic() - started)
+    return _agreed(replies)
+
+
+def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
+    """Whether the sizes to warm up are the model's, by the same rules as for a request; raises ConfigError."""
+    for width, height in config.warmup_sizes if config.warmup_steps else []:
+        try:
+            check_size(GenerationParams(prompt="", width=width, height=height), config.limits, model)
+        except RequestError as error:
+            raise ConfigError(f"--warmup-size {width}x{height}: {error.message}") from None
+
+
+def _agreed(replies: list[RpcReply]) -> Features:
+    """What rank 0 says, and for what others see otherwise the first of them: a rank that fell back slows all."""
+    found = {reply.rank: msgspec.msgpack.decode(reply.result or b"", type=Features) for reply in replies}
+    agreed = dict(found[0])
+    for rank, features in found.items():
+        for option, words in features.items():
+            if words != found[0].get(option) and agreed.get(option) == found[0].get(option):
+                agreed[option] = f"rank {rank}: {words}"
+    return agreed

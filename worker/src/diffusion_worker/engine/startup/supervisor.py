@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a rank group at work: steps it, and when it is lost starts it again with its adapters and in the state it was in.
+
+Queued requests stay queued and running ones are made again from their seed. A group that is lost too often, or cannot load
+its model any more, fails the engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.scheduling.step_loop import StepLoop
+from diffusion_worker.engine.startup.preparation import Preparation
+from diffusion_worker.engine.state.lifecycle import EngineLife
+from diffusion_worker.engine.state.rank_protocol import Loss, RankGroup
+from diffusion_worker.engine.state.restart_budget import RestartBudget
+from diffusion_worker.engine.state.state_document import EngineState, LoadStage
+from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """The tasks that step and watch one rank group. `failed` hears the reason when the engine cannot go on."""
+
+    def __init__(
+        self,
+        life: EngineLife,
+        ranks: RankGroup,
+        steps: StepLoop,
+        loader: AdapterLoader,
+        preparation: Preparation,
+        *,
+        budget: RestartBudget,
+        failed: Callable[[str], None],
+    ) -> None:
+        self._life = life
+        self._ranks = ranks
+        self._steps = steps
+        self._loader = loader
+        self._budget = budget
+        self._preparation = preparation
+        self._failed = failed
+        self._stepping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        # Done when the restart that runs, or else the next one, is over.
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def begin(self) -> None:
+        """Step and watch the group from now on."""
+        self._stepping = asyncio.create_task(self._steps.run())
+        self._watching = asyncio.create_task(self._watch())
+
+    async def end(self) -> None:
+        """Neither step nor watch any more."""
+        for task in (self._watching, self._stepping):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def settled(self) -> None:
+        """Returns when a group is there, after the restart where one runs or is due; raises GroupFailed if none comes."""
+        while self._life.failure is None and (self._life.restarting or self._ranks.loss is not None):
+            await asyncio.shield(self._over)
+        if self._life.failure is not None:
+            raise GroupFailed(self._life.failure)
+
+    def on_stepping_broken(self, reason: str) -> None:
+        """Stepping ended: with its group, which is being watched, or by a defect, after which nothing is known of anything."""
+        if self._ranks.loss is None:
+            self._failed(reason)
+
+    async def _watch(self) -> None:
+        while self._life.failure is None:
+            loss = await self._ranks.failed()
+            try:
+                await self._recover(loss)
+            except Exception as error:
+                log.exception("the rank group cannot be started again")
+                self._failed(f"the rank group cannot be started again: {error!r}")
+            over, self._over = self._over, asyncio.get_running_loop().create_future()
+            over.set_result(None)
+
+    async def _recover(self, loss: Loss) -> None:
+        """Start the group again, and again where the new one is lost too, as often as the budget allows."""
+        started = time.monotonic()
+        while True:
+            self._life.lose_group(loss, self._ranks.generation)
+            await self._stop_stepping()
+            self._steps.lost(ErrorCode.RANK_FAILED, f"the rank group was lost while this was made: {loss.reason}")
+            if not self._budget.spend(time.monotonic()):
+                self._failed(f"the rank group was lost too often: {loss.reason}")
+                return
+            self._life.losses.restarts += 1
+            try:
+                await self._start_again()
+                break
+            except (ConfigError, LoadTimeout) as error:
+                self._failed(f"the rank group was lost ({loss.reason}) and cannot be started again: {error}")
+                return
+            except GroupFailed as error:
+                loss = self._ranks.loss or Loss(str(error), Fault.DEFECT)
+        self._life.group_is_back()
+        log.warning("rank group started again generation=%d seconds=%.3f", self._ranks.generation, time.monotonic() - started)
+        self._stepping = asyncio.create_task(self._steps.run())
+
+    async def _start_again(self) -> None:
+        """Into the state that was asked for: a group that is to sleep allocates nothing."""
+        asleep = self._life.beneath is EngineState.ASLEEP
+        self._life.stage = LoadStage.STARTING_RANKS
+        await self._preparation.begin(await self._ranks.restart(asleep=asleep), asleep=asleep)
+        self._life.stage = LoadStage.LOADING_ADAPTERS
+        if asleep:
+            self._loader.defer_loaded()
+        else:
+            await self._loader.reload()
+        self._life.stage = LoadStage.DONE
+
+    async def _stop_stepping(self) -> None:
+        """It ends by itself only where it waits for the group."""
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.gather(self._stepping, return_exceptions=True)

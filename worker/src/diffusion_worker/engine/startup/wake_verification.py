@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether ranks hold after a wake what they held when they were loaded, and make the same of it: compared, never assumed."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+import msgspec
+
+from diffusion_worker.engine.state.rank_calls import CallAll
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import Fingerprint
+
+log = logging.getLogger(__name__)
+
+
+class Verification:
+    """The fingerprints of the ranks that were loaded last.
+
+    `adapters` tells by id what each rank said of an adapter when it loaded it, of those that the ranks are to have now;
+    `load_again` has the ranks read some of them from their files again, within so many seconds.
+    """
+
+    def __init__(
+        self,
+        call_all: CallAll,
+        adapters: Callable[[], Mapping[int, Sequence[str]]],
+        load_again: Callable[[Collection[int], float], Awaitable[None]],
+    ) -> None:
+        # One for each rank; none before the first load.
+        self.recorded: list[Fingerprint] = []
+        self._call_all = call_all
+        self._adapters = adapters
+        self._load_again = load_again
+
+    async def take(self, *, timeout_s: float) -> list[Fingerprint]:
+        """What the ranks hold now, in their order; raises RequestError that names a rank, GroupFailed."""
+        replies = await self._call_all("fingerprint", timeout_s=timeout_s, probe=True)
+        return [msgspec.msgpack.decode(reply.result or b"", type=Fingerprint) for reply in replies]
+
+    async def record(self, *, timeout_s: float) -> None:
+        """Ranks that have just loaded are what later ones are compared with; raises as `take` does."""
+        self.recorded = await self.take(timeout_s=timeout_s)
+
+    async def verify(self, *, timeout_s: float) -> None:
+        """Returns when the ranks are as they were. Adapters that are not are loaded again, once: files are cheaper than a group.
+
+        Raises:
+            RequestError: VerificationFailed with the rank and what differs there, or as `take` does. GroupFailed.
+        """
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        found = await self.take(timeout_s=timeout_s)
+        self._require(difference(self.recorded, found))
+        if not (wrong := wrong_adapters(self._adapters(), found)):
+            return
+        log.error("after the wake %s: loaded again", "; ".join(wrong.values()))
+        await self._load_again(wrong, _left_s(until_s))
+        found = await self.take(timeout_s=_left_s(until_s))
+        self._require(difference(self.recorded, found))
+        self._require("; ".join(wrong_adapters(self._adapters(), found).values()) or None)
+
+    def _require(self, problem: str | None) -> None:
+        if problem is not None:
+            raise RequestError(ErrorCode.VERIFICATION_FAILED, f"the wake cannot be trusted: {problem}")
+
+
+def difference(recorded: Sequence[Fingerprint], found: Sequence[Fingerprint]) -> str | None:
+    """The first rank whose weights are not as they were, and in what; None where all are. Pure."""
+    if len(recorded) != len(found):
+        return f"expected the fingerprints of {len(recorded)} ranks, found {len(found)}"
+    for rank, (before, now) in enumerate(zip(recorded, found, strict=True)):
+        if now.weights != before.weights:
+            return f"rank {rank}: weights: expected the checksum {before.weights} of the load, found {now.weights}"
+        if now.probe != before.probe:
+            return f"rank {rank}: probe: expected a step from a fixed seed to make {before.probe} as after the load, found {now.probe}"
+    return None
+
+
+def wrong_adapters(expected: Mapping[int, Sequence[str]], found: Sequence[Fingerprint]) -> dict[int, str]:
+    """The ids of which some rank does not tell what it told at the load, and what the first of them tells. Pure.
+
+    That is an adapter's file, what is kept of it in memory, and that its slot is filled with that.
+    """
+    wrong: dict[int, str] = {}
+    for rank, now in enumerate(found):
+        for lora_int_id in sorted(expected.keys() | now.adapters.keys()):
+            before = expected[lora_int_id][rank] if lora_int_id in expected else "none"
+            told = now.adapters.get(lora_int_id, "none")
+            if told != before:
+                wrong.setdefault(lora_int_id, f"rank {rank}: adapter {lora_int_id}: expected {before} as at its load, found {told}")
+    return wrong
+
+
+def _left_s(until_s: float) -> float:
+    return max(0.001, until_s - asyncio.get_running_loop().time())

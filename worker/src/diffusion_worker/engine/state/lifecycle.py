@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one engine: what it does, what comes after a restart, why it failed."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from diffusion_worker.engine.state.rank_protocol import Loss
+from diffusion_worker.engine.state.restart_budget import AFTER, LossRecord
+from diffusion_worker.engine.state.state_document import EngineState, LoadStage, Problem
+from diffusion_worker.errors import ErrorCode, RequestError
+
+ENDING = (EngineState.FAILED, EngineState.TERMINATING)
+
+REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
+    EngineState.STARTING: (ErrorCode.STARTING, "the model is still loading", 5.0),
+    EngineState.DRAINING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
+    EngineState.SLEEPING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
+    EngineState.ASLEEP: (ErrorCode.ASLEEP, "the model is asleep, because its sleep policy says so", None),
+    EngineState.WAKING: (ErrorCode.BUSY, "the model is waking up", 1.0),
+    EngineState.RESTARTING: (ErrorCode.BUSY, "the rank group was lost and is being started again", 1.0),
+    EngineState.FAILED: (ErrorCode.ENGINE_FAILED, "the rank group is lost; the server is about to restart", 10.0),
+    EngineState.TERMINATING: (ErrorCode.TERMINATING, "the server is shutting down", 1.0),
+}
+
+
+class EngineLife:
+    """What an engine is doing. While its group is started again, `beneath` is the state that comes after."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.loaded = False
+        self.stage = LoadStage.STARTING_RANKS
+        self.failure: str | None = None
+        self.losses = LossRecord()
+        self._clock = clock
+        self._beneath = EngineState.STARTING
+        self._restarting = False
+        self._loss_code = ErrorCode.RANK_FAILED
+        self._shown, self._since_s = self.state, clock()
+        self._changed = asyncio.Event()
+
+    @property
+    def state(self) -> EngineState:
+        """The state as it is shown."""
+        return EngineState.RESTARTING if self._restarting and self._beneath not in ENDING else self._beneath
+
+    @property
+    def beneath(self) -> EngineState:
+        """The state the engine returns to after a restart."""
+        return self._beneath
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the group was lost and its next generation is not there yet."""
+        return self._restarting
+
+    @property
+    def state_age_seconds(self) -> float:
+        """How long the state is shown already."""
+        return round(self._clock() - self._since_s, 3)
+
+    async def wait_for_change(self) -> None:
+        """Returns when the shown state is another one than at the call."""
+        await self._changed.wait()
+
+    def enter(self, state: EngineState) -> None:
+        """The state from now on, unless the engine failed or is ending."""
+        if self._beneath not in ENDING:
+            self._beneath = state
+            self._show()
+
+    def fail(self, reason: str) -> bool:
+        """The engine cannot go on; False if that was known."""
+        if self._beneath is EngineState.FAILED:
+            return False
+        self._beneath, self.failure = EngineState.FAILED, reason
+        self._show()
+        return True
+
+    def blame(self, code: ErrorCode) -> None:
+        """The group is about to be lost because of an error of this code, found by the server and not by a rank."""
+        self._loss_code = code
+
+    def lose_group(self, loss: Loss, generation: int) -> None:
+        """The group is lost and is about to be started again."""
+        self.losses.add(loss, generation, time.monotonic())
+        self._restarting = True
+        self._beneath = AFTER.get(self._beneath, self._beneath)
+        self._show()
+
+    def group_is_back(self) -> None:
+        """The next generation is there."""
+        self._restarting, self._loss_code = False, ErrorCode.RANK_FAILED
+        self._show()
+
+    def _show(self) -> None:
+        """Wake whoever waits for another state."""
+        if self.state is not self._shown:
+            self._shown, self._since_s = self.state, self._clock()
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    def load_stage(self, bytes_total: int) -> LoadStage:
+        """Where a load is: the ranks are starting until one of them knows how much there is to load."""
+        starting = self.stage is LoadStage.STARTING_RANKS
+        return LoadStage.LOADING_WEIGHTS if starting and bytes_total else self.stage
+
+    def problem(self) -> Problem | None:
+        """Why it does not serve now, where that is a fault."""
+        if self.failure is not None:
+            return Problem(ErrorCode.ENGINE_FAILED, self.failure, True)
+        if self._restarting and self.losses.last is not None:
+            return Problem(self._loss_code, self.losses.last.reason, True)
+        return None
+
+    def require_ready(self, what: str, *, restarting_too: bool) -> None:
+        """Raises RequestError with the reason; `restarting_too` is for what can wait until a new group is there."""
+        state = self._beneath if restarting_too else self.state
+        if state is not EngineState.READY:
+            code, why, retry_after_s = REFUSALS[state]
+            raise RequestError(code, f"{what} is refused: {why}", retry_after_s=retry_after_s)

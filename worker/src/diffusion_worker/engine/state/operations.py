@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sleep or wake in progress, known by the id its caller gave it, and how the last ones ended."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.engine.state.histogram import Durations
+from diffusion_worker.engine.state.state_document import Operation, OperationResult, Problem
+from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
+from diffusion_worker.messages import SleepLevel, TaskAck
+
+log = logging.getLogger(__name__)
+
+OPERATION_KINDS = ("sleep", "wake")
+# Ids that are known to be done: a caller repeats one within minutes or never.
+REMEMBERED = 64
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What the ranks acknowledged, and how deep they slept by it or before it."""
+
+    acks: list[TaskAck]
+    level: SleepLevel | None
+
+
+class OperationsDone:
+    """What became of the operations since the start: how long the successful ones took and what they freed, how many failed."""
+
+    def __init__(self) -> None:
+        self.durations = {kind: Durations() for kind in OPERATION_KINDS}
+        self.failures = Counter[str]()
+        self.freed_bytes = 0
+
+
+class _Running(msgspec.Struct, frozen=True):
+    """An operation and its task."""
+
+    operation_id: str
+    kind: str
+    began_s: float
+    task: "asyncio.Task[None]"
+
+
+class Operations:
+    """At most one operation at a time; a repeated id never starts a second one. `broken` hears of a defect in the work of one."""
+
+    def __init__(self, broken: Callable[[str], None]) -> None:
+        self._broken = broken
+        self.done = OperationsDone()
+        self.last: OperationResult | None = None
+        # Of the ranks, to the operation that ended last.
+        self.last_acks: list[TaskAck] = []
+        self._running: _Running | None = None
+        # Results by id; calls that had nothing to do of their own have the id of what went on instead.
+        self._results: dict[str, OperationResult | str] = {}
+
+    def running(self) -> Operation | None:
+        """The operation in progress."""
+        now = self._running
+        return None if now is None else Operation(now.operation_id, now.kind, round(time.monotonic() - now.began_s, 3))
+
+    def is_running(self, operation_id: str) -> bool:
+        """Whether this very operation is in progress, or what it joined."""
+        return self._running is not None and self._running.operation_id == self._meant(operation_id)
+
+    def is_done(self, operation_id: str) -> bool:
+        """Whether this very operation is over."""
+        return operation_id in self._results and not self.is_running(operation_id)
+
+    def join(self, operation_id: str) -> None:
+        """A call of this id wants what the operation in progress does anyway, or its end."""
+        if self._running is not None:
+            self._remember(operation_id, self._running.operation_id)
+
+    def require_idle(self, kind: str) -> None:
+        """Raises RequestError (Conflict) that names the operation in progress."""
+        if self._running is not None:
+            operation_id, running = self._running.operation_id, self._running.kind
+            raise RequestError(
+                ErrorCode.CONFLICT,
+                f"{kind}: expected no operation in progress, found {running} {operation_id!r}",
+                retry_after_s=1.0,
+                details={"operationId": operation_id, "kind": running},
+            )
+
+    def start(self, operation_id: str, kind: str, work: Coroutine[Any, Any, Outcome]) -> None:
+        """Run an operation in the background; its outcome becomes `last`."""
+        task = asyncio.create_task(self._run(operation_id, kind, work))
+        self._running = _Running(operation_id, kind, time.monotonic(), task)
+
+    async def over(self, operation_id: str) -> OperationResult | None:
+        """The result of an operation, once it is there; None for one that was never here, or too long ago."""
+        if self._running is not None and self.is_running(operation_id):
+            await asyncio.wait({self._running.task})
+        result = self._results.get(self._meant(operation_id))
+        return result if isinstance(result, OperationResult) else None
+
+    async def end(self) -> None:
+        """Cancel the operation in progress; returns when it is gone."""
+        if self._running is not None:
+            self._running.task.cancel()
+            await asyncio.wait({self._running.task})
+
+    async def _run(self, operation_id: str, kind: str, work: Coroutine[Any, Any, Outcome]) -> None:
+        problem, outcome = None, Outcome([], None)
+        started = time.monotonic()
+        try:
+            outcome = await work
+        except RequestError as error:
+            problem = Problem(error.code, error.message, error.retryable)
+        except GroupFailed as error:
+            problem = Problem(ErrorCode.ENGINE_FAILED, str(error), True)
+        except asyncio.CancelledError:
+            problem = Problem(ErrorCode.TERMINATING, "the server is shutting down", True)
+        except Exception as error:
+            log.exception("%s operation=%s broke", kind, operation_id)
+            problem = Problem(ErrorCode.ENGINE_FAILED, f"{kind} broke: {error!r}", True)
+            self._broken(problem.message)
+        finally:
+            self._running = None
+        seconds = time.monotonic() - started
+        freed = sum(ack.freed_bytes for ack in outcome.acks) if kind == "sleep" and problem is None else None
+        self.last = OperationResult(operation_id, kind, problem, round(seconds, 4), freed, outcome.level)
+        self.last_acks = outcome.acks
+        self._remember(operation_id, self.last)
+        self.done.freed_bytes += freed or 0
+        if problem is None:
+            self.done.durations[kind].observe(seconds)
+        elif problem.code != ErrorCode.CANCELLED:
+            self.done.failures[kind] += 1
+        log.info("%s operation=%s seconds=%.3f error=%s", kind, operation_id, seconds, problem)
+
+    def _remember(self, operation_id: str, result: OperationResult | str) -> None:
+        self._results[operation_id] = result
+        while len(self._results) > REMEMBERED:
+            del self._results[next(iter(self._results))]
+
+    def _meant(self, operation_id: str) -> str:
+        """The id of the operation that a call of an id stands for."""
+        found = self._results.get(operation_id)
+        return found if isinstance(found, str) else operation_id

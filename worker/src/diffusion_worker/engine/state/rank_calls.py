@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to all ranks, and one answer out of theirs: an error that names each rank that failed, and true only where all say so."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from diffusion_worker.engine.state.rank_protocol import RankGroup
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import RpcReply
+
+
+class CallAll(Protocol):
+    """Runs a method on every rank."""
+
+    async def __call__(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+        """The replies; raises one RequestError that names the ranks that failed."""
+
+
+class RankCalls:
+    """The calls to one rank group."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+
+    async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
+        """Run a method on every rank; raises one RequestError that names the ranks that failed."""
+        replies = await self._ranks.call(method, timeout_s=timeout_s, output_rank=None, exec_all_ranks=False, **kwargs)
+        require_success(method, replies)
+        return replies
+
+
+def require_success(method: str, replies: Sequence[RpcReply]) -> None:
+    """Raises one RequestError for all ranks that failed, naming them."""
+    failed = [(reply.rank, reply.error) for reply in replies if reply.error is not None]
+    if not failed:
+        return
+    codes = {error.code for _, error in failed}
+    messages = {error.message for _, error in failed}
+    # The same complaint of every rank is about what was asked; anything else is about the ranks.
+    if len(failed) == len(replies) and len(codes) == 1 and len(messages) == 1:
+        raise RequestError(ErrorCode(codes.pop()), messages.pop())
+    text = "; ".join(f"rank {rank}: {error.message}" for rank, error in failed)
+    raise RequestError(ErrorCode.RANK_FAILED, f"{method}: {text}", details={"ranks": [rank for rank, _ in failed]})
+
+
+def all_true(replies: Sequence[RpcReply]) -> bool:
+    """Whether every rank that gave a result gave a true one."""
+    return all(msgspec.msgpack.decode(reply.result) is True for reply in replies if reply.result is not None)

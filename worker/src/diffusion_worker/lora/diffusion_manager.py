@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters of one rank as requests name them: read from files, registered by their effect, and found again for each row.
+
+Two ids with the same bytes and the same effect share one copy in memory and one slot. Reading (`read`) changes nothing, so
+that ranks can agree before any of them makes room for an adapter (`register`).
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
+from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.model_layers import can_be_wrapped
+from diffusion_worker.lora.naming import Model
+from diffusion_worker.lora.pipeline_layers import AdapterLayers, Delta, HostAdapter
+from diffusion_worker.lora.registry import LoRAModel, LRUCacheLoRAModelManager
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.memory.checksum import checksum
+from diffusion_worker.messages import LoadedLoRA, LoRAUse
+
+if TYPE_CHECKING:
+    from diffusion_worker.lora.conversion import Convert
+
+PLAIN = LoadOptions()
+
+
+class Candidate(NamedTuple):
+    """An adapter that was read and fits, and is not registered yet."""
+
+    request: LoRARequest
+    options: LoadOptions
+    adapter: HostAdapter
+    effect: str
+    loaded: LoadedLoRA
+
+
+class _Known(NamedTuple):
+    """What is known of an id: how it was asked for, the number of its copy in the registry, and what the caller was told."""
+
+    request: LoRARequest
+    copy: int
+    loaded: LoadedLoRA
+
+
+class DiffusionLoRAManager:
+    """Loads adapters for the components of a pipeline; their layers get slots when the first adapter names them."""
+
+    def __init__(
+        self,
+        components: Mapping[str, nn.Module],
+        *,
+        denoiser: str,
+        slots: int,
+        cached: int,
+        max_rank: int,
+        device: torch.device,
+        part_of: Callable[[str], LinearPart | None] = lambda name: None,
+        target_modules: Sequence[str] = (),
+        convert: "Convert | None" = None,
+        in_use: Callable[[], Iterable[LoRAUse]] = tuple,
+        asleep: bool = False,
+    ) -> None:
+        """`components` are what adapters may change, `denoiser` the name of the one that they are for unless they say.
+
+        `cached` adapters are kept in host memory, and one more while it replaces another; none at all without `slots`.
+        `convert` makes names of an original model diffusers'.
+        `device` is where the components compute, wherever their weights are; `in_use` tells what running requests use.
+        `asleep`: slots take no memory before `restore`.
+        """
+        self._components = dict(components)
+        self._model = Model(self._components, denoiser, convert)
+        self._cached = cached
+        self._in_use = in_use
+        self._layers = AdapterLayers(
+            components,
+            slots=max(1, slots),
+            max_rank=max_rank,
+            device=device,
+            part_of=part_of,
+            target_modules=target_modules if slots else (),
+            asleep=asleep,
+        )
+        self._copies = LRUCacheLoRAModelManager(self._layers, slots=slots, capacity=cached + 1, in_use=self._copies_in_use)
+        self._known: dict[int, _Known] = {}
+        self._effects: dict[int, str] = {}
+        # Numbers of copies are never used twice; dummies count down from 0.
+        self._next_copy = 1
+
+    @property
+    def layers(self) -> AdapterLayers:
+        """The layers that adapters change."""
+        return self._layers
+
+    def register_module(self, name: str) -> bool:
+        """Give the layer `component.path` its slots now, not when the first adapter names it; False if it has them.
+
+        Raises:
+            ValueError: there is no such layer, or none that may have adapters; or adapters are off.
+        """
+        if not self._copies.lora_slots:
+            raise ValueError(f"{name}: adapters are off, --max-loras is 0")
+        return self._copies.register_module(name)
+
+    def unregister_modules(self) -> None:
+        """Forget every adapter, and have the model's layers as they were before the first. No request runs."""
+        self.remove_all_adapters()
+        self._layers.unregister_modules()
+
+    def make_static(self, regions: Iterable[nn.Module]) -> None:
+        """Have the layers inside of these ready for every adapter before they are compiled."""
+        if self._copies.lora_slots:
+            self._layers.make_static(regions)
+
+    def add_adapter(self, request: LoRARequest, options: LoadOptions = PLAIN) -> LoadedLoRA:
+        """Read, check and register one adapter. A refused one leaves nothing behind, and nothing is evicted for it.
+
+        Raises:
+            RequestError: what is wrong with it; CapacityExceeded; Conflict for an id that is another adapter's.
+        """
+        return self.register(self.read(request, options))
+
+    def read(self, request: LoRARequest, options: LoadOptions = PLAIN) -> Candidate:
+        """An adapter from its file, fit for the components. Nothing is changed.
+
+        Raises:
+            RequestError: as `add_adapter`, but for CapacityExceeded of what is in memory.
+        """
+        name = request.lora_name
+        known = self._known.get(request.lora_int_id)
+        if known is not None and known.request != request:
+            message = f"adapter {name!r}: its id {request.lora_int_id} is that of {known.request.lora_name!r}"
+            raise RequestError(ErrorCode.CONFLICT, message)
+        if not self._copies.lora_slots:
+            raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {name!r}: adapters are off, --max-loras is 0")
+        if not any(can_be_wrapped(part) for module in self._components.values() for part in module.modules()):
+            found = ", ".join(type(module).__name__ for module in self._components.values()) or "no component"
+            raise RequestError(ErrorCode.NO_MATCHING_MODULES, f"adapter {name!r}: the model has no layer for adapters in {found}")
+        checkpoint = read_checkpoint(request.lora_path, name=name, options=options, model=self._model)
+        adapter = self._layers.pack(checkpoint, name=name)
+        return Candidate(request, options, adapter, _effect_of(checkpoint), _described(checkpoint, adapter))
+
+    def register(self, candidate: Candidate) -> LoadedLoRA:
+        """Keep an adapter in host memory, in the place of others where there is no room.
+
+        Raises:
+            RequestError: CapacityExceeded, and nothing was evicted.
+        """
+        request = candidate.request
+        if request.lora_int_id in self._known:
+            return self._known[request.lora_int_id].loaded
+        loaded = candidate.loaded
+        copy = next((copy for copy, effect in self._effects.items() if effect == candidate.effect), None)
+        if copy is None:
+            going = self._making_room(candidate)
+            loaded = msgspec.structs.replace(loaded, evicted=going)
+            for lora_int_id in going:
+                self.remove_adapter(lora_int_id)
+            copy, self._next_copy = self._next_copy, self._next_copy + 1
+            self._copies.add_adapter(LoRAModel(copy, request.lora_name, candidate.adapter))
+            self._effects[copy] = candidate.effect
+        self._copies.touch(copy)
+        self._known[request.lora_int_id] = _Known(request, copy, msgspec.structs.replace(loaded, evicted=[]))
+        return loaded
+
+    def remove_adapter(self, lora_int_id: int) -> bool:
+        """Forget an adapter, and what it holds unless another id shares that; False if it was not registered."""
+        known = self._known.pop(lora_int_id, None)
+        if known is None:
+            return False
+        if not self._ids_of(known.copy):
+            self._copies.remove_adapter(known.copy)
+            del self._effects[known.copy]
+        return True
+
+    def remove_all_adapters(self) -> None:
+        """Forget every adapter."""
+        self._copies.remove_all_adapters()
+        self._known.clear()
+        self._effects.clear()
+
+    def list_adapters(self) -> list[int]:
+        """Ids of the registered adapters."""
+        return sorted(self._known)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the registered adapters take in host memory; those that share a copy count once."""
+        return sum(model.adapter.nbytes for model in self._copies.list_adapters().values())
+
+    def release(self, *, forget: bool) -> None:
+        """Give the memory of all slots back, and with `forget` every adapter. None of them is in use."""
+        if forget:
+            self.remove_all_adapters()
+        self._copies.deactivate_all()
+        self._layers.release()
+
+    def restore(self) -> None:
+        """Have empty slots again, which requests fill; raises MemoryError or torch's own error where there is no room."""
+        self._layers.restore()
+
+    def host_copies(self) -> dict[int, tuple[str, list[torch.Tensor]]]:
+        """By its id, the digest of each registered adapter's file and what is kept of it in host memory."""
+        found = {}
+        for lora_int_id, known in self._known.items():
+            model = self._copies.get_adapter(known.copy)
+            if model is not None:
+                found[lora_int_id] = known.loaded.digest, [run.values for run in model.adapter.runs]
+        return found
+
+    @torch.inference_mode(mode=False)
+    def misapplied(self) -> set[int]:
+        """Put adapters into slots as requests would, and tell whose slots do not hold what is kept of them. No request runs.
+
+        The most recently used ones, as many as there are slots for: those are what requests most likely want next.
+        """
+        wrong, slots = set(), self._copies.lora_slots
+        for copy, model in list(self._copies.list_adapters().items())[-slots:] if slots else ():
+            self._copies.activate_adapter(copy)
+            slot = self._copies.slot_of(copy)
+            if slot is None or not self._layers.holds(slot, model.adapter):
+                wrong |= self._ids_of(copy)
+        return wrong
+
+    def pin_adapter(self, lora_int_id: int) -> bool:
+        """Keep an adapter in host memory whatever comes; False if it is not registered."""
+        known = self._known.get(lora_int_id)
+        return known is not None and self._copies.keep_adapter(known.copy)
+
+    def unpin_adapter(self, lora_int_id: int) -> bool:
+        """Let a pinned adapter be evicted again; False if it was not pinned."""
+        known = self._known.get(lora_int_id)
+        return known is not None and self._copies.unpin_adapter(known.copy)
+
+    # Slots are written to in and between ticks, and tensors of inference mode only inside of it.
+    @torch.inference_mode(mode=False)
+    def activate(self, uses: Iterable[LoRAUse]) -> None:
+        """Have the adapters of a request in slots. They stay there for as long as `in_use` says.
+
+        Raises:
+            RequestError: AdapterNotLoaded; CapacityExceeded, the slots are in use by others.
+        """
+        for use in uses:
+            copy = self._copy_of(use)
+            if use.scale:
+                self._copies.activate_adapter(copy)
+
+    def identity_in(self, component: str, uses: Sequence[LoRAUse]) -> str | None:
+        """What adapters with their strengths make of a component: equal only where it is the same. None for its own weights."""
+        # One that is gone is missed by the call itself.
+        changing = [(known.copy, use.scale) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
+        parts = [f"{self._effects[copy]} x {scale}" for copy, scale in changing if component in self._components_of(copy)]
+        return " + ".join(sorted(parts)) or None
+
+    def identity_of(self, use: LoRAUse) -> str | None:
+        """An adapter with its strength, the same for two that do the same; None for an unknown one."""
+        known = self._known.get(use.lora_int_id)
+        return None if known is None else f"{self._effects[known.copy]} x {use.scale}"
+
+    def deltas(self, use: LoRAUse, component: str) -> list[Delta] | None:
+        """What an active adapter adds to the weights of a component at strength 1; None where that cannot be added."""
+        slot = self._copies.slot_of(self._copy_of(use))
+        return None if slot is None else self._layers.deltas(slot, component)
+
+    def set_adapter_mapping(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> AbstractContextManager[None]:
+        """Have each row of a call of a component use adapters, which are active; for the call inside of the `with` alone.
+
+        Raises:
+            RequestError: AdapterNotLoaded.
+        """
+        return self._copies.set_adapter_mapping([self._copies_of(component, row) for row in uses])
+
+    @contextmanager
+    def dummy_adapters(self, count: int) -> Iterator[list[int]]:
+        """Ids of adapters that change nothing, for a warm-up; as many as there are slots for, none where no layer has any."""
+        made = list(range(0, -min(count, self._copies.lora_slots), -1)) if self._layers.any_wrapped else []
+        nothing = LoRARequest(lora_name="dummy", lora_int_id=0, lora_path="")
+        for number in made:
+            self._copies.capacity += 1
+            self._copies.add_adapter(self._copies.create_dummy_lora(number, self._copies.get_dummy_lora_warmup_rank()))
+            self._effects[number] = nothing.lora_name
+            self._known[number] = _Known(nothing, number, LoadedLoRA(digest="", rank=0, modules=0, size_bytes=0))
+        try:
+            yield made
+        finally:
+            for number in made:
+                self.remove_adapter(number)
+                self._copies.capacity -= 1
+
+    def _making_room(self, candidate: Candidate) -> list[int]:
+        """The ids that go for an adapter. What the caller lists goes first to last; without a list the least recently used."""
+        evict = candidate.options.evict
+        free = self._copies.evictable()
+        if evict is None:
+            copies, most = free, self._cached
+        else:
+            named = dict.fromkeys(known.copy for lora_int_id in evict if (known := self._known.get(lora_int_id)))
+            copies = [copy for copy in named if copy in free and self._ids_of(copy) <= set(evict)]
+            # A new version beside an old one.
+            most = self._cached + 1
+        count = len(self._copies)
+        going = copies[: max(0, count + 1 - self._cached)]
+        if count + 1 - len(going) > most:
+            message = f"adapter {candidate.request.lora_name!r}: {count} adapters are in memory, and too few of them can go"
+            raise RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
+        return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
+
+    def _copies_of(self, component: str, uses: Sequence[LoRAUse]) -> dict[int, float]:
+        """The copies of one row. Ids that share a copy count together; copies that do not change the component are left out."""
+        scales: dict[int, float] = {}
+        for use in uses:
+            copy = self._copy_of(use)
+            active = self._copies.slot_of(copy) is not None
+            if use.scale and not active:
+                raise _not_loaded(use)
+            if active and component in self._components_of(copy):
+                scales[copy] = scales.get(copy, 0.0) + use.scale
+        return scales
+
+    def _copies_in_use(self) -> Collection[int]:
+        return {known.copy for use in self._in_use() if (known := self._known.get(use.lora_int_id))}
+
+    def _ids_of(self, copy: int) -> set[int]:
+        return {lora_int_id for lora_int_id, known in self._known.items() if known.copy == copy}
+
+    def _copy_of(self, use: LoRAUse) -> int:
+        if use.lora_int_id not in self._known:
+            raise _not_loaded(use)
+        return self._known[use.lora_int_id].copy
+
+    def _components_of(self, copy: int) -> frozenset[str]:
+        model = self._copies.get_adapter(copy)
+        return frozenset() if model is None else model.adapter.components
+
+
+def _effect_of(checkpoint: LoRACheckpoint) -> str:
+    """The digest, and what the weights file does not say: which modules are changed, and by which scaling of its factors."""
+    scalings = sorted((name, factors.scaling) for name, factors in checkpoint.modules.items())
+    return f"{checkpoint.digest} {hashlib.sha256(repr(scalings).encode()).hexdigest()[:16]}"
+
+
+def _described(checkpoint: LoRACheckpoint, adapter: HostAdapter) -> LoadedLoRA:
+    return LoadedLoRA(
+        digest=checkpoint.digest,
+        rank=checkpoint.rank,
+        modules=len(checkpoint.modules),
+        size_bytes=checkpoint.size_bytes,
+        components=sorted(adapter.components),
+        format=checkpoint.format,
+        alpha=checkpoint.alpha,
+        base_model=checkpoint.base_model,
+        recipe=checkpoint.recipe,
+        checksum=checksum(run.values for run in adapter.runs),
+    )
+
+
+def _not_loaded(use: LoRAUse) -> RequestError:
+    return RequestError(ErrorCode.ADAPTER_NOT_LOADED, f"the adapter of the request is not loaded (id {use.lora_int_id})")

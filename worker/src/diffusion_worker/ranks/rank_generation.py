@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of one generation of a rank group: started, watched, spoken to, ended. They live and die together.
+
+Nothing can free a rank that is stuck in a collective with a dead one, so a generation that lost a rank, has one that a signal
+stopped, or missed a deadline, is killed as a whole. Everything here ends with its generation: processes, sockets, descriptors.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.state.rank_protocol import Loss, TickReport
+from diffusion_worker.engine.state.state_document import RankState
+from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout, RequestError
+from diffusion_worker.messages import (
+    Dropped,
+    Fatal,
+    Finished,
+    LoadProgress,
+    MemoryReport,
+    ModelInfo,
+    Preview,
+    Ready,
+    Rpc,
+    RpcReply,
+    Shutdown,
+    TickDone,
+    ToRank,
+    ToServer,
+    pack,
+)
+from diffusion_worker.ranks.broadcast import ServerEnd
+from diffusion_worker.ranks.calls_in_flight import CallInFlight, CallsInFlight
+from diffusion_worker.ranks.launch import start_processes
+from diffusion_worker.ranks.rank_process import RankProcess
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STOP_GRACE_S = 4.0
+# A killed process is gone in milliseconds; one that the kernel holds in an uninterruptible wait never is.
+KILL_GRACE_S = 5.0
+# The last words of a dying rank travel on another socket than the news of its death.
+LAST_WORDS_S = 0.2
+# Two looks in a row must find a rank stopped: well within two seconds, and one look says nothing of who is being continued.
+STOP_WATCH_S = 0.5
+
+
+class Generation:
+    """One generation. Make and use it on the event loop of the server; `start` once, `end` once."""
+
+    def __init__(self, config: WorkerConfig, number: int, *, asleep: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.number = number
+        self.ranks: list[RankProcess] = []
+        self.loss: asyncio.Future[Loss] = self._loop.create_future()
+        self.wire = ServerEnd()
+        self._config = config
+        self._asleep = asleep
+        self._reports: asyncio.Queue[TickReport] = asyncio.Queue()
+        self._calls = CallsInFlight()
+        self._ready = asyncio.Event()
+        self._ending = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def dropped_frames(self) -> tuple[int, int]:
+        """Frames that were no message, here and at the ranks."""
+        return self.wire.dropped, sum(rank.dropped_frames for rank in self.ranks)
+
+    async def start(self) -> ModelInfo:
+        """Start the processes and wait until all have loaded; raises ConfigError, LoadTimeout or GroupFailed."""
+        self._tasks += [asyncio.create_task(self._read_answers()), asyncio.create_task(self._watch_for_stopped())]
+        limit_s = self._config.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.to_thread(start_processes, self._config, self.number, self.wire, self._add, self._asleep)
+                await self._or_loss(self.wire.wait_for_ranks(len(self.ranks)))
+                await self._or_loss(self._ready.wait())
+        except TimeoutError:
+            reason = f"the ranks did not load the model within {limit_s:g} s"
+            self.lose(reason, Fault.STALLED)
+            raise LoadTimeout(reason) from None
+        except GroupFailed:
+            words = next((rank.last_words for rank in self.ranks if rank.last_words and rank.last_words.config), None)
+            if words is not None:
+                raise ConfigError(words.message) from None
+            raise
+        self.wire.hide()
+        model = self.ranks[0].model
+        assert model is not None
+        return model
+
+    def send(self, message: ToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue a message for every rank, with its frames; raises GroupFailed."""
+        if self.loss.done():
+            raise GroupFailed(self.loss.result().reason)
+        self.wire.send(message, frames)
+
+    async def next_report(self, timeout_s: float, phase: str) -> TickReport:
+        """The next tick's outcome; a missed deadline loses the group. It does not run while the ranks are busy with a call."""
+        if not self._reports.empty():
+            return self._reports.get_nowait()
+        started = time.monotonic()
+        waiting = asyncio.create_task(self._reports.get())
+        waited: set[asyncio.Future[Any]] = {waiting, self.loss}
+        left_s = timeout_s
+        try:
+            while left_s > 0:
+                await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if waiting.done():
+                    return waiting.result()
+                if self.loss.done():
+                    raise GroupFailed(self.loss.result().reason)
+                since = time.monotonic() if self._calls else max(started, self._calls.last_answer_at)
+                left_s = since + timeout_s - time.monotonic()
+        finally:
+            waiting.cancel()
+        silent = "rank 0, which answers for all, said nothing"
+        self.lose(f"{phase} was not finished within {timeout_s:.3g} s: {silent}", Fault.STALLED)
+        raise GroupFailed(self.loss.result().reason)
+
+    async def call(
+        self, method: str, kwargs: dict[str, object], *, timeout_s: float, output_rank: int | None, exec_all_ranks: bool
+    ) -> list[RpcReply]:
+        """Run a method on the ranks; see `RankGroup.call`."""
+        probe = Rpc(0, method, {}, output_rank, exec_all_ranks)
+        call_id, call = self._calls.add(method, {rank.number for rank in self.ranks if probe.runs_on(rank.number)})
+        self.send(Rpc(call_id, method, pack(**kwargs), output_rank, exec_all_ranks))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._or_loss(call.answered.wait())
+        except TimeoutError:
+            message = f"{method}: no answer of rank {call.silent} within {timeout_s:g} s"
+            raise RequestError(ErrorCode.TIMEOUT, message, details={"method": method, "ranks": call.silent}) from None
+        finally:
+            self._calls.give_up(call_id, self._config.rank_timeout_s, self._on_overdue)
+        return [call.replies[rank] for rank in sorted(call.replies)]
+
+    def lose(self, reason: str, fault: Fault) -> None:
+        """The generation is lost, for the first reason that is given; its processes are killed."""
+        if not self.loss.done():
+            log.error("rank group lost generation=%d fault=%s: %s", self.number, fault, reason)
+            self.loss.set_result(Loss(reason, fault))
+        self._kill_all()
+
+    async def end(self) -> None:
+        """End every process, politely where the generation still lives, and give back all that belongs to it."""
+        self._ending = True
+        if not self.loss.done():
+            self.wire.send(Shutdown())
+            await self._wait_for_exits(STOP_GRACE_S)
+            for rank in self._alive():
+                log.warning("rank %d (pid %d) did not leave within %g s and is killed", rank.number, rank.pid, STOP_GRACE_S)
+        self._kill_all()
+        await self._wait_for_exits(KILL_GRACE_S)
+        for rank in self._alive():
+            log.error("rank %d (pid %d) is still there %g s after SIGKILL", rank.number, rank.pid, KILL_GRACE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._calls.clear()
+        self.wire.close()
+        await asyncio.gather(*(self._close(rank) for rank in self.ranks))
+        if not self.loss.done():
+            self.loss.set_result(Loss("the ranks were ended", Fault.DIED))
+
+    # --- processes ------------------------------------------------------------------------------------------------------
+
+    def _add(self, rank: RankProcess) -> bool:
+        """A process was started, in the thread of `start_processes`; False when no more are wanted."""
+        self.ranks.append(rank)
+        self._loop.call_soon_threadsafe(self._watch, rank)
+        return not self._ending
+
+    def _watch(self, rank: RankProcess) -> None:
+        if rank.pidfd is None:
+            self._on_death(rank)
+            return
+        self._loop.add_reader(rank.pidfd, self._on_death, rank)
+        if self._ending:
+            rank.kill()
+
+    async def _watch_for_stopped(self) -> None:
+        """A stopped rank sends nothing and closes nothing, so nobody else notices while the group is idle."""
+        suspects: set[int] = set()
+        while True:
+            await asyncio.sleep(STOP_WATCH_S)
+            stopped = {rank.number for rank in self._alive() if rank.stopped}
+            if both := sorted(stopped & suspects):
+                self.lose(f"rank {both[0]} (pid {self.ranks[both[0]].pid}) was stopped by a signal", Fault.STALLED)
+            suspects = stopped
+
+    def _on_death(self, rank: RankProcess) -> None:
+        if rank.pidfd is not None:
+            self._loop.remove_reader(rank.pidfd)
+        rank.state = RankState.DEAD
+        rank.gone.set()
+        if not self._ending and not self.loss.done():
+            self._loop.call_later(LAST_WORDS_S, self._explain_death, rank)
+
+    def _explain_death(self, rank: RankProcess) -> None:
+        if self._ending or self.loss.done():
+            return
+        words = rank.last_words
+        said = f": {words.message}" if words else ""
+        self.lose(f"rank {rank.number} (pid {rank.pid}) {rank.exit_text()}{said}", words.fault if words else Fault.DIED)
+
+    def _alive(self) -> list[RankProcess]:
+        return [rank for rank in self.ranks if rank.state is not RankState.DEAD]
+
+    def _kill_all(self) -> None:
+        for rank in self._alive():
+            rank.kill()
+
+    async def _wait_for_exits(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for rank in self.ranks:
+                    await rank.gone.wait()
+
+    async def _close(self, rank: RankProcess) -> None:
+        if rank.pidfd is not None:
+            self._loop.remove_reader(rank.pidfd)
+        await rank.close()
+
+    # --- answers --------------------------------------------------------------------------------------------------------
+
+    async def _read_answers(self) -> None:
+        try:
+            while True:
+                message, frames = await self.wire.receive()
+                if not self._on_message(message, frames):
+                    self.wire.dropped += 1
+        except Exception as error:
+            # Without answers everybody would wait for their deadlines.
+            log.exception("the answers of the ranks cannot be read")
+            self.lose(f"an answer of the ranks cannot be read: {error}", Fault.DEFECT)
+
+    def _on_message(self, message: ToServer, frames: list[bytes | memoryview]) -> bool:
+        """Act on a message; False if it cannot be one of our ranks'."""
+        number = 0 if isinstance(message, TickDone) else message.rank
+        if not 0 <= number < len(self.ranks):
+            return False
+        rank = self.ranks[number]
+        if isinstance(message, TickDone):
+            if not _frames_fit(message, frames):
+                return False
+            self._reports.put_nowait(TickReport(message, frames))
+        elif isinstance(message, LoadProgress):
+            rank.loaded = (message.bytes_done, message.bytes_total)
+        elif isinstance(message, Ready):
+            rank.model, rank.memory = message.model, message.memory
+            rank.state = _state_of(message.memory)
+            if all(other.model is not None for other in self.ranks):
+                self._ready.set()
+        elif isinstance(message, Fatal):
+            rank.last_words = message
+        elif isinstance(message, Dropped):
+            rank.dropped_frames = message.count
+        else:
+            self._on_reply(rank, message)
+        rank.heard_at = time.monotonic()
+        return True
+
+    def _on_reply(self, rank: RankProcess, reply: RpcReply) -> None:
+        if reply.memory is not None and rank.state is not RankState.DEAD:
+            rank.memory = reply.memory
+            rank.state = _state_of(reply.memory)
+        self._calls.take(reply)
+
+    def _on_overdue(self, call: CallInFlight) -> None:
+        """A call that was given up is still not answered: the rank does nothing any more."""
+        self.lose(f"{call.method}: rank {call.silent} never answered", Fault.STALLED)
+
+    async def _or_loss(self, wanted: Coroutine[Any, Any, T]) -> T:
+        """The result of an awaitable, or GroupFailed as soon as the generation is lost."""
+        task = asyncio.create_task(wanted)
+        waited: set[asyncio.Future[Any]] = {task, self.loss}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise GroupFailed(self.loss.result().reason)
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def _state_of(memory: MemoryReport) -> RankState:
+    """A rank that lacks anything sleeps."""
+    return RankState.ASLEEP if memory.asleep else RankState.READY
+
+
+def _frames_fit(done: TickDone, frames: list[bytes | memoryview]) -> bool:
+    """Whether the frame of every image and preview came along, in its size."""
+    brought: list[Finished | Preview] = [*done.finished, *done.previews]
+    return all(0 <= made.frame < len(frames) and len(frames[made.frame]) == math.prod(made.shape) for made in brought)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters of a loaded pipeline: which of its components they may change, and how the ranks take one up together."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.lora.conversion import Convert
+from diffusion_worker.lora.diffusion_manager import Candidate, DiffusionLoRAManager
+from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.messages import ErrorReport, LoadedLoRA, LoRAUse
+from diffusion_worker.runner.model_call.components import DENOISERS
+from diffusion_worker.runner.parallel.agreement import failures_of_all, same_on_all
+from diffusion_worker.runner.parallel.rows import Parallel
+from diffusion_worker.runner.stepping.stepper import report_of
+
+TEXT_ENCODER = "text_encoder"
+
+
+def adapted_components(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The components that adapters may change: denoisers, the first one first, and text encoders that have linear layers."""
+    denoisers = {name: modules[name] for name in DENOISERS if name in modules}
+    encoders = {name: module for name, module in modules.items() if name.startswith(TEXT_ENCODER) and _has_linears(module)}
+    return denoisers | encoders
+
+
+def create_lora_manager(
+    config: WorkerConfig,
+    modules: Mapping[str, nn.Module],
+    device: torch.device,
+    *,
+    part_of: Callable[[str], LinearPart | None],
+    in_use: Callable[[], Iterable[LoRAUse]],
+    convert: Convert | None,
+    asleep: bool = False,
+) -> DiffusionLoRAManager:
+    """The manager of a pipeline's adapters, whose slots take no memory yet if `asleep`.
+
+    Raises:
+        ConfigError: the options do not go together.
+    """
+    if config.max_cached_loras < config.max_loras:
+        found = f"{config.max_cached_loras}, and --max-loras is {config.max_loras}"
+        raise ConfigError(f"--max-cached-loras: expected at least as many as adapters that are used at once, found {found}")
+    components = adapted_components(modules)
+    return DiffusionLoRAManager(
+        components,
+        denoiser=next(iter(components), DENOISERS[0]),
+        slots=config.max_loras,
+        cached=config.max_cached_loras,
+        max_rank=config.max_lora_rank,
+        device=device,
+        part_of=part_of,
+        target_modules=config.lora_target_modules,
+        convert=convert,
+        in_use=in_use,
+        asleep=asleep,
+    )
+
+
+def add_on_all_ranks(loras: DiffusionLoRAManager, parallel: Parallel, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
+    """Register an adapter on every rank or on none: they agree before any of them lets another adapter go for it.
+
+    Raises:
+        RequestError: on all ranks, what one of them found wrong.
+    """
+    candidate: Candidate | None = None
+    refused: dict[str, ErrorReport] = {}
+    try:
+        candidate = loras.read(request, options)
+    except Exception as error:
+        refused[request.lora_name] = report_of(error, asked=True)
+    for failure in failures_of_all(parallel, refused).values():
+        raise RequestError(ErrorCode(failure.code), failure.message)
+    assert candidate is not None
+    if not same_on_all(parallel, candidate.effect):
+        raise RequestError(ErrorCode.RANK_FAILED, f"adapter {request.lora_name!r}: the ranks read different files")
+    return loras.register(candidate)
+
+
+def _has_linears(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Linear) for part in module.modules())

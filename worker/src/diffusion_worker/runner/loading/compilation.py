@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the denoisers of a pipeline by regions: each kind of repeated block once, and all blocks of that kind share the code.
+
+Adapters stay outside of what a compiler knows: their slots are part of the layers before anything is compiled
+(`DiffusionLoRAManager.make_static`). What cannot be compiled runs as it is; that is said once, and in `features`.
+"""
+
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusion_worker.config import Compile
+from diffusion_worker.runner.model_call.components import DENOISERS
+from diffusion_worker.runner.parallel.sharding import blocks_of
+
+log = logging.getLogger(__name__)
+
+
+# Without CUDA graphs: their outputs lie where the next block of the same kind writes its own.
+MODES = {Compile.DEFAULT: None, Compile.MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
+# Versions of one function: blocks of one class differ in what they have, and each is compiled for one row and for more, with
+# adapters and without. Torch gives up past 8 of them.
+MOST_VERSIONS = 64
+REASON_CHARS = 200
+
+
+class Compilation:
+    """The compiled regions of one pipeline; with `Compile.NONE` there are none."""
+
+    def __init__(self, kind: Compile, modules: Mapping[str, nn.Module]) -> None:
+        self.regions: list[nn.Module] = []
+        self._kind = kind
+        self._reason: str | None = None
+        self._eager = False
+        self._whole = False
+        if kind is not Compile.NONE:
+            for name in DENOISERS:
+                if name in modules:
+                    self._add(modules[name])
+            _configure()
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What runs, under the name of the option."""
+        if self._kind is Compile.NONE:
+            return {}
+        if self._reason is not None:
+            return {"compile": f"none: fell back: {self._reason}"}
+        return {"compile": f"{self._kind} ({'whole' if self._whole else f'regional, {len(self.regions)} blocks'})"}
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """As if nothing was compiled: for calls that have to be bit-equal to diffusers', or change the model."""
+        before, self._eager = self._eager, True
+        try:
+            yield
+        finally:
+            self._eager = before
+
+    def _add(self, module: nn.Module) -> None:
+        found = regions_of(module)
+        self._whole = self._whole or found == [module]
+        self.regions += found
+        for region in found:
+            # What `Module.compile` sets as well. It is no part of a copy of the module.
+            region._compiled_call_impl = self._call_of(region)
+
+    def _call_of(self, region: nn.Module) -> Callable[..., Any]:
+        plain: Callable[..., Any] = region._call_impl
+        compiled = torch.compile(plain, fullgraph=True, mode=MODES[self._kind])
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._eager or self._reason is not None:
+                return plain(*args, **kwargs)
+            _let_rows_vary(itertools.chain(args, kwargs.values()))
+            try:
+                return compiled(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                failure = error
+            # Fails too where the request is at fault, with words for its sender.
+            output = plain(*args, **kwargs)
+            self._give_up(region, failure)
+            return output
+
+        return call
+
+    def _give_up(self, region: nn.Module, error: Exception) -> None:
+        """From now on nothing is compiled: a call that is compiled in part would be slow each time it is tried."""
+        words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no words")
+        self._reason = f"{type(error).__name__}: {words}"[:REASON_CHARS]
+        log.warning("--compile %s: %s cannot be compiled, everything runs as it is: %s", self._kind, type(region).__name__, self._reason)
+        log.debug("why it cannot be compiled", exc_info=error)
+
+
+def regions_of(module: nn.Module) -> list[nn.Module]:
+    """What of a model is compiled: the blocks that diffusers names, or those its lists have several of, or else the whole."""
+    named = set(getattr(module, "_repeated_blocks", None) or ())
+    if found := [part for part in module.modules() if type(part).__name__ in named]:
+        return found
+    blocks = list(blocks_of(module))
+    kinds = Counter(map(type, blocks))
+    return [block for block in blocks if kinds[type(block)] > 1] or [module]
+
+
+def _let_rows_vary(arguments: Iterable[Any]) -> None:
+    """Whoever joins changes the number of rows; sizes of images do not change from tick to tick, and make faster code."""
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.dim() > 0]
+    rows = tensors[0].shape[0] if tensors else 1
+    if rows > 1:  # one row is always compiled for itself
+        for tensor in tensors:
+            if tensor.shape[0] == rows:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def _configure() -> None:
+    """Torch's own settings, which are global to the process."""
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.recompile_limit = MOST_VERSIONS
+    if not torch.cuda.is_available():
+        # Its C++ compiler is one process a kernel anyway; more of them would be another import of torch each.
+        inductor.compile_threads = 1

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One component of a model folder that is a module: its class, its config, its weights, and whether they belong together.
+
+Weights are left unread where they can be read later straight to their place (`unread_weights`), and loaded by the library's
+own `from_pretrained` otherwise; either way every tensor of the model has to come from a file.
+"""
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import msgspec
+import torch
+
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.memory.checkpoint import Checkpoint, some_tensors
+from diffusion_worker.memory.filling import read_ahead
+from diffusion_worker.memory.placeholders import Placeholders
+from diffusion_worker.runner.loading.deferred_weights import NotReadable, build_unread, checkpoint_of, is_known
+
+logger = logging.getLogger(__name__)
+
+
+def class_of(name: str, library: str, kind: str) -> Any:
+    """A component's class; a library that is no package is a folder of diffusers' pipelines.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    try:
+        package = getattr(diffusers.pipelines, library, None) or importlib.import_module(library)
+        return getattr(package, kind)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"component {name}: {library}.{kind} cannot be found: {error}") from error
+
+
+def is_loadable(kind: Any) -> bool:
+    """Whether `load_component` knows how to load a class; the pipeline loads the others."""
+    return isinstance(kind, type) and issubclass(kind, torch.nn.Module) and is_known(kind)
+
+
+def load_component(
+    name: str, kind: Any, folder: Path, dtype: torch.dtype, *, unread: Placeholders | None = None, **options: Any
+) -> torch.nn.Module:
+    """A component from its folder.
+
+    With `unread` given its weights may be left there: the component then has placeholders, and `ModelWeights.place` reads
+    them. With `options`, which go to `from_pretrained`, they never are.
+
+    Raises:
+        ConfigError: what the folder holds is not what the class wants; the message names the component and the file.
+    """
+    _check_config(name, folder)
+    try:
+        checkpoint = checkpoint_of(kind, folder)
+        if unread is None or unread.wanted_soon:
+            read_ahead(checkpoint.tensors.values())
+        if unread is not None and not options:
+            try:
+                module, unexpected = build_unread(kind, folder, dtype, checkpoint, unread)
+                _say_unexpected(name, kind, unexpected)
+                return module
+            except NotReadable as reason:
+                logger.info("component %s: loaded by %s.from_pretrained: %s", name, kind.__name__, reason)
+        return _load_whole(name, kind, folder, dtype, checkpoint, options)
+    except ConfigError as error:
+        raise ConfigError(f"component {name}: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"component {name}: {kind.__name__} cannot be loaded from {folder}: {error}") from error
+
+
+def _load_whole(name: str, kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, options: dict[str, Any]) -> torch.nn.Module:
+    given = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "variant": checkpoint.variant, "output_loading_info": True}
+    module, info = kind.from_pretrained(folder, **given | options)
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"{folder}: no file has a value for {some_tensors(missing)}, which the model needs")
+    _say_unexpected(name, kind, sorted(info["unexpected_keys"]))
+    return module  # type: ignore[no-any-return]
+
+
+def _say_unexpected(name: str, kind: Any, unexpected: list[str]) -> None:
+    if unexpected:
+        logger.warning("component %s: %s has no use for %s", name, kind.__name__, some_tensors(unexpected))
+
+
+def _check_config(name: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"component {name}: expected a folder {folder}, found {'a file' if folder.exists() else 'nothing there'}")
+    path = folder / "config.json"
+    try:
+        msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"component {name}: {path} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"component {name}: {path} is no JSON object: {error}") from None

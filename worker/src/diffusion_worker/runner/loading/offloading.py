@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps weights in host memory and has them on the device only while they are computed with: by component, or by layers.
+
+By component it is ours: one copy of a component's slab brings it, and leaving costs nothing, since its weights never left the
+slab. By layers it is diffusers' group offloading, which brings the next block while one computes.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+from diffusion_worker.config import Offload
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.model_call.call import ModelCall, execute
+from diffusion_worker.runner.model_call.components import DENOISERS
+
+HOST = torch.device("cpu")
+
+
+def check_device(kind: Offload, device: torch.device) -> None:
+    """Raises ConfigError where there is nothing to offload from."""
+    if kind is not Offload.NONE and device.type == "cpu":
+        raise ConfigError(f"--offload {kind}: expected a GPU, found a CPU, where weights are in host memory anyway")
+
+
+def home_of(kind: Offload, device: torch.device) -> torch.device:
+    """Where weights are placed at load."""
+    return device if kind is Offload.NONE else HOST
+
+
+class Offloading:
+    """The modules of one pipeline, of which one at a time (`model`) or a few layers (`group`) are on the device."""
+
+    def __init__(self, kind: Offload, device: torch.device) -> None:
+        self._kind = kind
+        self._device = device
+        self._residences: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
+        self._here: Residence | None = None
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What is done, under the name of the option."""
+        return {} if self._kind is Offload.NONE else {"offload": str(self._kind)}
+
+    def manage(self, modules: Mapping[str, nn.Module]) -> None:
+        """From now on the weights of these modules come and go; they are in host memory."""
+        for name, module in modules.items():
+            if self._kind is Offload.GROUP and any(True for _ in module.parameters()):
+                _group(module, self._device, denoises=name in DENOISERS)
+
+    def execute(self, module: nn.Module, call: ModelCall) -> Any:
+        """Call a module where its weights are brought to, with its arguments there."""
+        if self._kind is Offload.NONE:
+            return execute(module, call)
+        if self._kind is Offload.MODEL:
+            self._bring(module)
+        return execute(module, msgspec.structs.replace(call, arguments=_moved(call.arguments, self._device)))
+
+    def send_home(self) -> None:
+        """No weights are on the device any more, until the next call."""
+        if self._here is not None:
+            self._here.leave()
+            self._here = None
+
+    def _bring(self, module: nn.Module) -> None:
+        # Copies in other precisions are made while requests run, so modules are met here first.
+        residence = self._residences.get(module)
+        if residence is None:
+            self.send_home()
+            residence = self._residences[module] = Residence(module)
+        if residence is not self._here:
+            # First, so that there is never more than the largest on the device.
+            self.send_home()
+            residence.come(self._device)
+            self._here = residence
+
+
+class _Home(NamedTuple):
+    tensor: torch.Tensor
+    data: torch.Tensor
+
+
+class Residence:
+    """Where the weights of one module are: at home in host memory, and for a while on the device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        homes: dict[int, _Home] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            homes.setdefault(id(tensor), _Home(tensor, tensor.data.to(HOST)))
+        # What lies in one memory, a slab, comes in one copy.
+        self._blocks: dict[int, list[_Home]] = {}
+        for home in homes.values():
+            self._blocks.setdefault(home.data.untyped_storage().data_ptr(), []).append(home)
+        self.leave()
+
+    def come(self, device: torch.device) -> None:
+        """Be on the device."""
+        for homes in self._blocks.values():
+            first = min(_begin(home.data) for home in homes)
+            last = max(_begin(home.data) + _span(home.data) for home in homes)
+            there = torch.empty(last - first, dtype=torch.uint8, device=device)
+            there.copy_(_bytes_of(homes[0].data, first, last), non_blocking=True)
+            for home in homes:
+                begin = _begin(home.data) - first
+                typed = there[begin : begin + _span(home.data)].view(home.data.dtype)
+                home.tensor.data = typed.as_strided(home.data.shape, home.data.stride())
+
+    def leave(self) -> None:
+        """Be at home. Nothing is copied: nobody writes to weights where they are computed with."""
+        for homes in self._blocks.values():
+            for home in homes:
+                home.tensor.data = home.data
+
+
+def _begin(data: torch.Tensor) -> int:
+    """Where a tensor begins in its storage, in bytes."""
+    return int(data.storage_offset()) * data.element_size()
+
+
+def _span(data: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last, whatever the order of its dimensions."""
+    if data.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
+    return (last + 1) * data.element_size()
+
+
+def _bytes_of(data: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Part of the memory that a tensor lies in."""
+    found: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage(), first, (last - first,))  # type: ignore[call-overload]
+    return found
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The same, with every tensor in it on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return type(value)(_moved(item, device) for item in value) if type(value) in (list, tuple) else value
+
+
+def _group(module: nn.Module, device: torch.device, *, denoises: bool) -> None:
+    """A denoiser comes block by block, the next one while one computes. Others have several entries: those layer by layer."""
+    apply_group_offloading(
+        module,
+        onload_device=device,
+        offload_device=HOST,
+        offload_type="block_level" if denoises else "leaf_level",
+        num_blocks_per_group=1 if denoises else None,
+        use_stream=denoises and device.type == "cuda",
+    )

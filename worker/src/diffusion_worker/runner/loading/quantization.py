@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Denoisers with weights of fewer bits, by diffusers' own quantizers: torchao for eight bits, bitsandbytes for four.
+
+The linear layers are stored in fewer bits and computed in the model's dtype; everything else, and every other component, keeps
+it. Quantised weights are in no file, so the mirror of a sleeping model is memory of our own.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from diffusion_worker.config import Device, Quantization, WorkerConfig
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.model_call.components import DENOISERS
+
+
+def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` of a component is to be given beside its folder; nothing where it is loaded as it is.
+
+    Raises:
+        ConfigError: this machine cannot compute with such weights.
+    """
+    kind = config.quantization
+    if kind is Quantization.NONE or component not in DENOISERS:
+        return {}
+    # Late, as the packages take seconds to import and few workers need them.
+    import diffusers
+
+    if kind is Quantization.NF4:
+        if config.device is Device.CPU or nf4_is_refused():
+            raise ConfigError("--quantization nf4: needs a GPU, diffusers' quantizer for it refuses a CPU; int8 and fp8 run on both")
+        four_bits = diffusers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        return {"quantization_config": four_bits}
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    eight_bits = Int8WeightOnlyConfig(version=2) if kind is Quantization.INT8 else Float8WeightOnlyConfig(version=2)
+    return {"quantization_config": diffusers.TorchAoConfig(eight_bits)}
+
+
+def require_quantizable(config: WorkerConfig, components: Collection[str]) -> None:
+    """Raises ConfigError where quantisation is asked for and no component of a pipeline can have it."""
+    if config.quantization is not Quantization.NONE and not set(DENOISERS).intersection(components):
+        wanted = ", ".join(DENOISERS)
+        raise ConfigError(f"--quantization {config.quantization}: expected a model with one of {wanted}, found {', '.join(components)}")
+
+
+def nf4_is_refused() -> bool:
+    """Whether diffusers' quantizer would refuse this machine."""
+    return not torch.cuda.is_available()

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model call as the batch point: what may share a call, and how calls are merged and cut into rows.
+
+What may share a call is found from the arguments (`families.md` (c)): tensors with one row per row of the call are
+concatenated, time steps are expanded, everything else must be equal by content, and an argument of an unknown kind keeps
+its call alone. `stand_in` makes the calls, `outputs` splits what comes out of them.
+"""
+
+import enum
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import msgspec
+import torch
+
+from diffusion_worker.runner.model_call.contents import Contents
+from diffusion_worker.runner.model_call.outputs import split, stacked, tensors_of, unstacked, with_tensors
+
+__all__ = ["ModelCall", "Role", "answer", "execute", "group_key", "merge", "role_of", "slice_rows", "split", "tensors_of", "with_tensors"]
+
+MERGED_METHODS = frozenset({"forward", "encode", "decode"})
+# What a model's first argument is called where it has rows; otherwise the first tensor that is no time is taken.
+LEADING = ("hidden_states", "sample", "x", "z", "latents", "input_ids", "inputs_embeds", "pixel_values")
+# In the names of arguments that have no row for each row of a call: positions of tokens and frames, one mask for the whole
+# image (Cosmos, Anima), a strength for each control block (Wan VACE).
+TABLES = ("rotary", "rope", "indices_", "padding_mask", "control_hidden_states_scale", "img_mask")
+# Tables that are read row by row where they have rows: tokens of OmniGen, positions of Ideogram 4.
+ROW_TABLES = frozenset({"input_ids", "position_ids", "segment_ids"})
+# Rows that switch a model over for the whole call when all of them are zero: HunyuanVideo 1.5 then makes a video without an image.
+SWITCHES = frozenset({"image_embeds"})
+DENOISER_MODULES = ("diffusers.models.transformers.", "diffusers.models.unets.", "diffusers.models.controlnets.")
+DENOISER_WORDS = ("transformer", "unet", "controlnet", "prior")
+
+
+class Role(enum.Enum):
+    """What an argument is to a call of several rows."""
+
+    ROW = "row"
+    COLUMN = "column"  # a tensor whose second dimension is the rows
+    ITEM = "item"  # a list with one entry per row
+    TIME = "time"
+    NESTED = "nested"
+    EQUAL = "equal"
+
+
+# Arguments that the rules take for something else, by model class.
+ROLES: dict[tuple[str, str], Role] = {
+    # Read from row 0 only, unlike those of Ideogram 4.
+    ("OmniGenTransformer2DModel", "position_ids"): Role.EQUAL,
+    # The layers of the language model come before the rows.
+    ("HiDreamImageTransformer2DModel", "encoder_hidden_states_llama3"): Role.COLUMN,
+    # The prompt is there once for each frame of a row.
+    ("UNetMotionModel", "encoder_hidden_states"): Role.ROW,
+}
+
+
+class ModelCall(msgspec.Struct, frozen=True):
+    """What a request asks of a shared module. `arguments` are bound by name, in the order of the method's signature.
+
+    `autocast` is the precision the caller asked for by torch.autocast, None without; `whole` keeps the rows of the call
+    together: no other request's are added, and they are not spread over the ranks. `context` is what the pipeline calls this
+    one of its calls for step caches (`cond`, `uncond`), empty where it says nothing.
+    """
+
+    component: str
+    method: str
+    arguments: dict[str, Any]
+    module: Any = None
+    autocast: tuple[str, torch.dtype] | None = None
+    whole: bool = False
+    context: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the call: the first dimension (or length) of its leading tensor (or list of tensors); 1 without any."""
+        value = self._led_by()
+        return 1 if value is None else int(value.shape[0]) if isinstance(value, torch.Tensor) else len(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of its leading tensor; only the number of rows where that is a list, nothing without any."""
+        value = self._led_by()
+        return () if value is None else tuple(value.shape) if isinstance(value, torch.Tensor) else (len(value),)
+
+    @property
+    def listed(self) -> bool:
+        """Whether the rows are the entries of a list."""
+        return isinstance(self._led_by(), list | tuple)
+
+    def _led_by(self) -> Any:
+        try:
+            return self.arguments[_leading(self.arguments)]
+        except ValueError:
+            return None
+
+    @property
+    def divisible(self) -> bool:
+        """Whether its rows can be computed apart: not where a ControlNet's part is padded to the longest row of a list."""
+        given = (name for name, value in self.arguments.items() if value is not None)
+        return not (self.listed and any("controlnet" in name for name in (self.component, *given)))
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the call belongs to a step; all others (encoders, VAE) run ahead of those, so that steps stay together."""
+        if type(self.module).__module__.startswith(DENOISER_MODULES):
+            return True
+        return any(word in self.component for word in DENOISER_WORDS)
+
+
+def _is_time(name: str) -> bool:
+    return name.startswith("timestep") or name == "t"
+
+
+def _leading(arguments: dict[str, Any]) -> str:
+    """The argument that says how many rows there are; raises ValueError."""
+    for name in LEADING:
+        if _has_rows(arguments.get(name)):
+            return name
+    for name, value in arguments.items():
+        if not _is_time(name) and _has_rows(value):
+            return name
+    raise ValueError(f"a model call without a tensor that has rows: {', '.join(arguments)}")
+
+
+def _has_rows(value: Any) -> bool:
+    return value.dim() > 0 if isinstance(value, torch.Tensor) else _is_tensor_list(value) or _is_list_of_tensor_lists(value)
+
+
+def _is_list_of_tensor_lists(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_tensor_list(item) for item in value)
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(isinstance(item, torch.Tensor) or _holds_tensors(item) for item in value)
+    return isinstance(value, dict)
+
+
+class _Layout:
+    """How the arguments of one call lie in its rows."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self.model = type(call.module).__name__
+        self.leading = _leading(call.arguments)
+        self.rows = call.rows
+        self.listed = call.listed
+
+    def role(self, path: str, value: Any) -> Role:
+        """The default rules of `families.md` (c) 5, after the exceptions."""
+        if (self.model, path) in ROLES:
+            return ROLES[self.model, path]
+        if isinstance(value, torch.Tensor):
+            return self._tensor_role(path, value)
+        if self.listed and isinstance(value, list) and len(value) == self.rows:
+            return Role.ITEM
+        return Role.NESTED if _holds_tensors(value) else Role.EQUAL
+
+    def _tensor_role(self, path: str, value: torch.Tensor) -> Role:
+        # One with more dimensions has a time for each token: a row like any other.
+        if _is_time(path) and value.shape in ((), (1,), (self.rows,)):
+            return Role.TIME
+        if path == self.leading:
+            return Role.ROW
+        return Role.ROW if value.dim() > 0 and value.shape[0] == self.rows and not _is_table(path) else Role.EQUAL
+
+
+def _is_table(name: str) -> bool:
+    """Whether an argument is one for the whole call, also where its first dimension happens to be the number of rows.
+
+    Tables of positions are read from row 0 only by some models, even where they have a row each.
+    """
+    if name in ROW_TABLES:
+        return False
+    return (name.endswith("_ids") and not name.endswith("time_ids")) or any(word in name for word in TABLES)
+
+
+def role_of(call: ModelCall, name: str) -> Role:
+    """What one argument is to its call."""
+    return _Layout(call).role(name, call.arguments[name])
+
+
+def group_key(call: ModelCall, contents: Contents | None = None) -> Hashable | None:
+    """Calls with the same key may share one call of the module; None: this one runs alone.
+
+    `contents` remembers, from call to call of one request, what does not change.
+    """
+    if call.whole or call.method not in MERGED_METHODS:
+        return None
+    try:
+        layout = _Layout(call)
+    except ValueError:
+        return None
+    known = contents if contents is not None else Contents()
+    parts: list[Hashable] = [call.component, id(call.module), call.method, call.autocast]
+    for name, value in sorted(call.arguments.items()):
+        part = _key_part(name, value, layout, known)
+        if part is None:
+            return None
+        parts.append((name, part))
+    if layout.listed and "controlnet" in call.component:
+        # What it adds to the denoiser is padded to the longest of its rows, and fits no others.
+        parts.append(_structure(list(call.arguments.values()), sizes=True))
+    return tuple(parts)
+
+
+def _structure(value: Any, *, sizes: bool) -> Hashable:
+    """What one row of a list is made of: where it has tensors, of which dtype, and of which size if `sizes`."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape) if sizes else value.dim()
+    return tuple(_structure(item, sizes=sizes) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _key_part(path: str, value: Any, layout: _Layout, known: Contents) -> Hashable | None:
+    role = layout.role(path, value)
+    if role is Role.ROW:
+        return role, value.dtype, value.shape[0] // layout.rows, tuple(value.shape[1:]), path in SWITCHES and known.has_any(path, value)
+    if role is Role.COLUMN:
+        return role, value.dtype, value.shape[0], tuple(value.shape[2:])
+    if role is Role.ITEM:
+        # Rows of a list may differ in the length of their text, not in the size of their image.
+        return role, frozenset(_structure(item, sizes=path == layout.leading) for item in value)
+    if role is Role.TIME:
+        return role
+    if role is Role.NESTED:
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        if isinstance(value, dict) and any(isinstance(key, int) and not isinstance(item, torch.Tensor) for key, item in items):
+            return None  # what each row has, by its number (OmniGen): the rows of a merged call have others
+        parts = tuple((key, _key_part(f"{path}.{key}", item, layout, known)) for key, item in items)
+        return None if any(part is None for _, part in parts) else (type(value).__name__, parts)
+    return known.of(path, value)
+
+
+def merge(calls: list[ModelCall]) -> ModelCall:
+    """One call for several with the same key. A lone call is passed on as it is, so that it stays bit-equal.
+
+    Raises:
+        ValueError: the calls do not go together; names the argument.
+    """
+    if len(calls) == 1:
+        return calls[0]
+    layout, rows = _Layout(calls[0]), [call.rows for call in calls]
+    merged = {name: _merge_values(name, [call.arguments[name] for call in calls], rows, layout) for name in calls[0].arguments}
+    return msgspec.structs.replace(calls[0], arguments=merged)
+
+
+def _merge_values(path: str, values: list[Any], rows: list[int], layout: _Layout) -> Any:
+    first = values[0]
+    role = layout.role(path, first)
+    if role is Role.ROW:
+        return _concatenate(path, values)
+    if role is Role.COLUMN:
+        return torch.cat(values, dim=1)
+    if role is Role.ITEM:
+        return [item for value in values for item in value]
+    if role is Role.TIME:
+        # Schedulers differ in the dtype of their steps; where they agree the steps keep it.
+        dtype = functools.reduce(torch.promote_types, (value.dtype for value in values))
+        return torch.cat([value.to(dtype).reshape(-1).expand(count) for value, count in zip(values, rows, strict=True)])
+    if role is Role.NESTED:
+        if isinstance(first, dict):
+            return {key: _merge_values(f"{path}.{key}", [value[key] for value in values], rows, layout) for key in first}
+        columns = zip(*values, strict=True)
+        return type(first)(_merge_values(f"{path}.{index}", list(items), rows, layout) for index, items in enumerate(columns))
+    return first
+
+
+def _concatenate(path: str, values: list[torch.Tensor]) -> torch.Tensor:
+    shapes = {(value.dtype, tuple(value.shape[1:])) for value in values}
+    if len(shapes) > 1:
+        raise ValueError(f"{path}: rows of other shapes or precisions share no call, found {sorted(map(str, shapes))}")
+    return torch.cat(values)
+
+
+def slice_rows(call: ModelCall, start: int, stop: int) -> ModelCall:
+    """Some rows of a call."""
+    layout, part = _Layout(call), slice(start, stop)
+    arguments = {name: _slice_value(name, value, layout, part) for name, value in call.arguments.items()}
+    return msgspec.structs.replace(call, arguments=arguments)
+
+
+def _slice_value(path: str, value: Any, layout: _Layout, part: slice) -> Any:
+    role = layout.role(path, value)
+    if role is Role.ROW:
+        each = value.shape[0] // layout.rows
+        return value[part.start * each : part.stop * each]
+    if role is Role.ITEM or (role is Role.TIME and value.dim() > 0 and value.shape[0] == layout.rows):
+        return value[part]
+    if role is Role.COLUMN:
+        return value[:, part]
+    if role is Role.NESTED:
+        if isinstance(value, dict):
+            return {key: _slice_value(f"{path}.{key}", item, layout, part) for key, item in value.items()}
+        return type(value)(_slice_value(f"{path}.{index}", item, layout, part) for index, item in enumerate(value))
+    return value
+
+
+def execute(module: torch.nn.Module, call: ModelCall) -> Any:
+    """Call the module. Rows that it returns as items of lists come stacked, so that they can be split and gathered."""
+    method = module if call.method == "forward" else getattr(module, call.method)
+    if call.autocast is None:
+        output = method(**call.arguments)
+    else:
+        device, dtype = call.autocast
+        with torch.autocast(device, dtype):
+            output = method(**call.arguments)
+    return stacked(output) if call.method in MERGED_METHODS and call.listed else output
+
+
+def answer(call: ModelCall, part: Any) -> Any:
+    """What the pipeline is given for its call: its part of what `execute` returned, with lists where the module returned lists."""
+    return unstacked(part) if call.method in MERGED_METHODS and call.listed else part

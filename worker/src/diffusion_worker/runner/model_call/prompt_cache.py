@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompt cache: what text encoders returned, by what they were asked.
+
+A result is kept by the encoder, everything it was called with, by content, and the adapter that was active, so that a hit is
+what the encoder would return. One that was made in a call with other requests' rows differs from that in its last bits: it
+is given only to requests that are in company themselves.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from diffusion_worker.messages import PromptCacheStats
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.contents import content
+from diffusion_worker.runner.model_call.outputs import is_plain, tensors_of, with_tensors
+
+# A large encoder's layers for one prompt are some 20 MB; more than this is better used for requests.
+MAX_BYTES = 1 << 30
+REMEMBERED_METHODS = frozenset({"forward", "get_text_features"})
+# Sampled text has to be made again.
+BYPASSED_METHODS = frozenset({"generate"})
+
+
+class _Kept(NamedTuple):
+    output: Any
+    size: int
+    alone: bool
+
+
+class PromptCache:
+    """The least recently used results go first, past `entries` of them or `max_bytes` bytes."""
+
+    def __init__(self, entries: int, *, max_bytes: int = MAX_BYTES) -> None:
+        self._entries = entries
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._hits = self._misses = self._bypassed = 0
+        self._told: PromptCacheStats | None = None
+
+    def key(self, call: ModelCall, adapter: str | None = None) -> Hashable | None:
+        """What a call is kept by; None for one that is no text encoder's or cannot be compared. `adapter` is an identity, its digest."""
+        if call.denoises or not _is_text(call):
+            return None
+        parts = content(call.arguments) if call.method in REMEMBERED_METHODS else None
+        if parts is None:
+            self._bypassed += 1
+            return None
+        return call.component, id(call.module), call.method, call.autocast, adapter, parts
+
+    def get(self, key: Hashable, *, alone: bool) -> Any | None:
+        """A copy of what is kept, which the caller may change; `alone` asks for what was made in a call of its own."""
+        kept = self._kept.get(key)
+        if kept is None or (alone and not kept.alone):
+            return None
+        self._hits += 1
+        self._kept.move_to_end(key)
+        return _copy(kept.output)
+
+    def put(self, key: Hashable, output: Any, *, alone: bool) -> None:
+        """Keep a copy of a result."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(output))
+        if not is_plain(output) or size > self._max_bytes:
+            self._bypassed += 1
+            return
+        self._misses += 1
+        self._kept.pop(key, None)
+        self._kept[key] = _Kept(_copy(output), size, alone)
+        while len(self._kept) > self._entries or self.nbytes > self._max_bytes:
+            self._kept.popitem(last=False)
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept."""
+        return sum(kept.size for kept in self._kept.values())
+
+    def clear(self) -> None:
+        """Forget everything; the counts go on."""
+        self._kept.clear()
+
+    def reset(self) -> None:
+        """Forget everything, and the counts too."""
+        self.clear()
+        self._hits = self._misses = self._bypassed = 0
+
+    def stats(self) -> PromptCacheStats:
+        """Entries kept and allowed, and how many calls were answered, made, and not kept."""
+        return PromptCacheStats(len(self._kept), self._entries, self._hits, self._misses, self._bypassed)
+
+    def news(self) -> PromptCacheStats | None:
+        """The counts, if they are not those that this gave last."""
+        now = self.stats()
+        if now == self._told:
+            return None
+        self._told = now
+        return now
+
+
+def _is_text(call: ModelCall) -> bool:
+    """Whether a call has token ids among its arguments."""
+    if call.method not in REMEMBERED_METHODS | BYPASSED_METHODS:
+        return False
+    return any(name.endswith("input_ids") and isinstance(value, torch.Tensor) for name, value in call.arguments.items())
+
+
+def _copy(output: Any) -> Any:
+    return with_tensors(output, [tensor.clone() for tensor in tensors_of(output)])

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What went wrong with requests between model calls, made known to all ranks, so that none runs a request another has given up."""
+
+import hashlib
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from diffusion_worker.messages import ErrorReport
+from diffusion_worker.runner.parallel.rows import Parallel
+
+Failures = dict[str, ErrorReport]
+
+_decoder: msgspec.json.Decoder[Failures] = msgspec.json.Decoder(Failures)
+
+
+def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
+    """The failures of every rank by request id, the lowest rank's word first. One small collective while there are none."""
+    if parallel.world == 1:
+        return mine
+    encoded = msgspec.json.encode(mine) if mine else b""
+    longest = torch.tensor([len(encoded)])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    if not (size := int(longest)):
+        return {}
+    # JSON holds no zero byte, so the padding can be told from it.
+    flat = torch.frombuffer(bytearray(encoded.ljust(size, b"\0")), dtype=torch.uint8)
+    parts: list[torch.Tensor] = [torch.empty_like(flat) for _ in range(parallel.world)]
+    dist.all_gather(parts, flat)
+    words = [bytes(part.tolist()).rstrip(b"\0") for part in parts]
+    found: Failures = {}
+    for text in filter(None, words):
+        found = _decoder.decode(text) | found
+    return found
+
+
+def same_on_all(parallel: Parallel, word: str) -> bool:
+    """Whether every rank says the same word."""
+    if parallel.world == 1:
+        return True
+    number = int.from_bytes(hashlib.sha256(word.encode()).digest()[:7])
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return int(extremes[0]) == number and int(extremes[1]) == -number

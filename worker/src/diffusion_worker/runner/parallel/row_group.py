@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of one call over some ranks: who computes which, and how everybody gets all of them.
+
+Tensors stay on their device: the group's back end for it (NCCL, gloo) moves them.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diffusion_worker.runner.model_call.call import tensors_of, with_tensors
+
+
+class RowGroup:
+    """`count` parts of a group, of which this process is number `index`; None as group means all ranks."""
+
+    def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
+        self.index = index
+        self.count = count
+        self._group = group
+
+    def part(self, rows: int) -> slice:
+        """The rows that are computed here. With fewer rows than parts the spare ones repeat the last row.
+
+        They would wait anyway, so they know the shapes of the output, and no collective inside the call misses them.
+        """
+        cuts = self._cuts(rows)
+        mine = slice(cuts[self.index], cuts[self.index + 1])
+        return mine if mine.start < mine.stop else slice(rows - 1, rows)
+
+    def pack(self, output: Any, rows: int) -> torch.Tensor:
+        """The output of `part(rows)` as uint8 [most rows of any part, bytes of a row], which all ranks can gather.
+
+        Raises:
+            TypeError: a tensor of the output does not have as many rows as were computed, or a multiple of them.
+        """
+        count = self._computed(rows)
+        tensors = tensors_of(output)
+        for tensor in tensors:
+            if tensor.dim() == 0 or tensor.shape[0] % count:
+                raise TypeError(f"a module returned {tuple(tensor.shape)} for {count} rows, which cannot be gathered")
+        flat = [tensor.contiguous().reshape(count, -1).view(torch.uint8) for tensor in tensors]
+        if len(flat) == 1 and count == max(self._counts(rows)):
+            return flat[0]
+        packed = tensors[0].new_zeros(max(self._counts(rows)), sum(part.shape[1] for part in flat), dtype=torch.uint8)
+        torch.cat(flat, dim=1, out=packed[:count])
+        return packed
+
+    def gather(self, output: Any, packed: torch.Tensor, rows: int) -> Any:
+        """The output of all `rows` rows, from what each rank packed: one collective, however many tensors there are."""
+        count, mine = self._computed(rows), tensors_of(output)
+        everything = self.gather_bytes(packed.reshape(-1)).reshape(self.count, *packed.shape)
+        counts = self._counts(rows)
+        if min(counts) == max(counts):
+            whole = everything.reshape(rows, -1)
+        else:
+            whole = torch.cat([part[:used] for part, used in zip(everything, counts, strict=True)])
+        widths = [tensor.numel() // count * tensor.element_size() for tensor in mine]
+        # A copy of each column: a view at its offset may not be aligned for the tensor's dtype.
+        columns = [column.contiguous() for column in torch.split(whole, widths, dim=1)]
+        tensors = [
+            column.view(tensor.dtype).reshape(rows * (tensor.shape[0] // count), *tensor.shape[1:])
+            for column, tensor in zip(columns, mine, strict=True)
+        ]
+        return with_tensors(output, tensors)
+
+    def gather_bytes(self, mine: torch.Tensor) -> torch.Tensor:
+        """The flat uint8 tensors of all parts, which have one size, one after the other."""
+        everything = mine.new_empty(self.count, mine.numel())
+        dist.all_gather(list(everything), mine, group=self._group)
+        return everything.reshape(-1)
+
+    def _computed(self, rows: int) -> int:
+        mine = self.part(rows)
+        return int(mine.stop - mine.start)
+
+    def _counts(self, rows: int) -> list[int]:
+        return [stop - start for start, stop in itertools.pairwise(self._cuts(rows))]
+
+    def _cuts(self, rows: int) -> list[int]:
+        return [rows * index // self.count for index in range(self.count + 1)]

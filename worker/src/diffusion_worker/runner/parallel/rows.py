@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a group at work together: the rows of a merged call spread over them, and the kinds that split one row.
+
+All ranks run the same fibers with the same seeds and reach the same calls in the same order, so nothing but the rows of
+outputs is exchanged. The ranks are one mesh: rows x shard x (sequence or tensor). Those of one sequence or tensor group
+compute the same rows together; all others compute rows of their own.
+
+An exception on one rank becomes the same exception on all of them, so that no rank waits in a collective for one that has
+left. Where ranks compute a call together (sequence, tensor, shard) that holds only if all of them fail alike, as with a
+size that the model refuses; one that fails alone has left the others in a collective, and has to go, and the group with it.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diffusion_worker.errors import ErrorCode, Fault, RequestError
+from diffusion_worker.runner.model_call.call import ModelCall, slice_rows
+from diffusion_worker.runner.model_call.faults import RankFault, require_usable_rank
+from diffusion_worker.runner.parallel.row_group import RowGroup
+
+T = TypeVar("T")
+
+Execute = Callable[[ModelCall, slice], Any]
+# Makes a call fit for a kind; raises RequestError, the same on every rank, where its sizes do not allow that.
+Prepare = Callable[[ModelCall], ModelCall]
+# Decodes an image tile by tile over all ranks; None where it has a single tile.
+DecodeTiles = Callable[[ModelCall, Execute], Any]
+
+MESSAGE_BYTES = 2000
+# Ranks that run the same code on the same sizes fail within milliseconds of each other.
+SAME_FAILURE_S = 2.0
+# Marks a refusal on its way between ranks: its code stands between two of these.
+REFUSED = "\x01"
+
+
+class CallFailed(Exception):
+    """Raised on every rank when a model call failed on one; the message names the rank, `refusal` is what the rank refused it with."""
+
+    def __init__(self, message: str, refusal: RequestError | None = None) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
+class Parallel:
+    """This rank's part in its group. The device decides the back end: NCCL beside gloo on GPUs, gloo alone on CPUs.
+
+    `tensor`, `sequence` and `shard` are the sizes of those dimensions; what is left of `world` is the rows'.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        device: torch.device,
+        store: Store,
+        timeout_s: float,
+        tensor: int = 1,
+        sequence: int = 1,
+        shard: int = 1,
+    ) -> None:
+        if world % (tensor * sequence * shard):
+            raise ValueError(f"{world} ranks are no multiple of tensor {tensor} x sequence {sequence} x shard {shard}")
+        self.rank = rank
+        self.world = world
+        self.device = device
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+        self.everybody = RowGroup(rank, world, None)
+        self.mesh = _mesh(device, world, tensor=tensor, sequence=sequence, shard=shard)
+        self._rows = _row_group(rank, world, together=tensor * sequence)
+        # Who waits for whom inside a call: neighbours, by the order of the mesh's dimensions.
+        joint = tensor * sequence * shard
+        self._peers = range(rank // joint * joint, rank // joint * joint + joint)
+        self._store = store
+        self._joint_calls = 0
+        self._together: dict[str, Prepare] = {}
+        self._sharded: set[str] = set()
+        self._tiled: dict[str, DecodeTiles] = {}
+
+    def compute_together(self, component: str, prepare: Prepare) -> None:
+        """From now on the ranks of one sequence or tensor group compute each call of a component's forward together."""
+        self._together[component] = prepare
+
+    def collect_weights(self, component: str) -> None:
+        """From now on a call of a component's forward collects its weights from the ranks of the shard dimension."""
+        self._sharded.add(component)
+
+    def decode_tiles(self, component: str, decode: DecodeTiles) -> None:
+        """From now on the tiles of a component's decode are spread instead of its rows."""
+        self._tiled[component] = decode
+
+    def run(self, call: ModelCall, execute: Execute) -> Any:
+        """Run a call with its rows spread over the ranks; `execute` runs some rows of it here.
+
+        Raises:
+            CallFailed: on all ranks, when it failed on one. RequestError: on all ranks, before anything ran.
+            RankFault: on this rank only; it has to end.
+        """
+        if call.method == "forward" and call.component in self._together:
+            return self._spread(self._together[call.component](call), self._jointly(execute), self._rows)
+        if call.method == "decode" and call.component in self._tiled:
+            output = self._tiled[call.component](call, execute)
+            if output is not None:
+                return output
+        if call.method == "forward" and call.component in self._sharded:
+            return self._spread(call, self._jointly(execute), self.everybody)
+        return self._spread(call, execute, self.everybody)
+
+    def agree(self, run: Callable[[], T], *, size: Callable[[T], int] = lambda output: 0) -> T:
+        """Run, and raise `CallFailed` on all ranks if it raised on any, or if `size` of its result differs between them."""
+        try:
+            output, message, found = run(), "", 0
+            found = size(output)
+        except Exception as error:
+            require_usable_rank(error)
+            message, found = self._words(error), 0
+            if self.world == 1:
+                raise _failure(message) from error
+        if self.world > 1:
+            # One small collective while nothing fails. The lowest rank that failed has the greatest number.
+            status = torch.tensor([self.world - self.rank if message else 0, found, -found])
+            dist.all_reduce(status, dist.ReduceOp.MAX)
+            failed, most, least = status.tolist()
+            if failed:
+                raise _failure(_message_of(self.world - failed, message))
+            if most != -least:
+                raise CallFailed(f"a row of the output has {-least} to {most} bytes on different ranks")
+        return output
+
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        """Each flag as it is set on any rank; all of them ask with as many."""
+        shared = torch.tensor(flags, dtype=torch.int32)
+        if self.world > 1:
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in shared.tolist()]
+
+    def _words(self, error: Exception) -> str:
+        if isinstance(error, RequestError):
+            return f"{REFUSED}{error.code}{REFUSED}{error.message}"
+        return f"rank {self.rank}: {type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    def _spread(self, call: ModelCall, execute: Execute, group: RowGroup) -> Any:
+        rows = call.rows
+        spread = group.count > 1 and rows > 1 and not call.whole
+        mine = group.part(rows) if spread else slice(0, rows)
+        part = slice_rows(call, mine.start, mine.stop) if spread else call
+
+        def compute() -> tuple[Any, torch.Tensor]:
+            output = execute(part, mine)
+            return output, group.pack(output, rows)
+
+        if not spread:
+            return self.agree(lambda: execute(call, mine))
+        output, packed = self.agree(compute, size=lambda found: found[1].shape[1])
+        return group.gather(output, packed, rows)
+
+    def _jointly(self, execute: Execute) -> Execute:
+        """The same, for a call with collectives inside: a rank that raises alone has left the others waiting."""
+        self._joint_calls += 1
+
+        def run(call: ModelCall, rows: slice) -> Any:
+            try:
+                return execute(call, rows)
+            except Exception as error:
+                require_usable_rank(error)
+                self._require_same_failure(call, error)
+                raise
+
+        return run
+
+    def _require_same_failure(self, call: ModelCall, error: Exception) -> None:
+        """Raises RankFault unless all ranks that compute this call together fail with the same words: then none waits for another."""
+        words = f"{type(error).__name__}: {error}"
+        keys = [f"failure-{self._joint_calls}-{peer}" for peer in self._peers]
+        self._store.set(f"failure-{self._joint_calls}-{self.rank}", words)
+        try:
+            self._store.wait(keys, timedelta(seconds=SAME_FAILURE_S))
+            alike = len({self._store.get(key) for key in keys}) == 1
+        except dist.DistError:
+            alike = False
+        if not alike:
+            raise RankFault(Fault.COLLECTIVE, f"{call.component}: {words}, and not on all ranks that compute it together") from error
+
+
+def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard: int) -> DeviceMesh | None:
+    """The ranks as rows x shard x tensor or ring x ulysses (diffusers' names for a sequence); None if there are rows only."""
+    rows = world // (tensor * sequence * shard)
+    if tensor > 1:
+        return init_device_mesh(device.type, (rows, shard, tensor), mesh_dim_names=("rows", "shard", "tensor"))
+    if sequence > 1:
+        return init_device_mesh(device.type, (rows, shard, 1, sequence), mesh_dim_names=("rows", "shard", "ring", "ulysses"))
+    return init_device_mesh(device.type, (rows, shard), mesh_dim_names=("rows", "shard")) if shard > 1 else None
+
+
+def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
+    """The ranks with this one's place in their sequence or tensor group: neighbours compute the same rows, these do not."""
+    if together == 1:
+        return RowGroup(rank, world, None)
+    # Every rank has to take part in making every group.
+    groups = [dist.new_group(list(range(place, world, together))) for place in range(together)]
+    return RowGroup(rank // together, world // together, groups[rank % together])
+
+
+def _failure(words: str) -> CallFailed:
+    """The exception for what `_words` said, here or on another rank."""
+    if not words.startswith(REFUSED):
+        return CallFailed(words)
+    _, code, message = words.split(REFUSED, 2)
+    return CallFailed(message, RequestError(ErrorCode(code), message))
+
+
+def _message_of(rank: int, mine: str) -> str:
+    """The message of one rank, on all."""
+    words = mine.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+    shared = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    dist.broadcast(shared, rank)
+    return bytes(shared.tolist()).rstrip(b"\0").decode(errors="replace")

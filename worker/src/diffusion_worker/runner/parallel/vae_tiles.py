@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large image is decoded in tiles, and the tiles are spread over all ranks.
+
+The VAE's own tiled decode runs three times with another decoder in place (`parallel.md` 6): it is asked for its tiles, each
+rank decodes some, and it is given all of them to blend. So the result is bit for bit that of one rank.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.parallel.rows import Execute, Parallel
+
+Shape = tuple[int, ...]
+# A tile, and the options it is decoded with.
+Asked = tuple[torch.Tensor, dict[str, Any]]
+
+
+def _image_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
+    scale, channels = 2 ** (len(vae.config.block_out_channels) - 1), vae.config.out_channels
+    return lambda tile: (tile.shape[0], channels, tile.shape[2] * scale, tile.shape[3] * scale)
+
+
+def _frame_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
+    scale = vae.spatial_compression_ratio
+    return lambda tile: (tile.shape[0], vae.config.input_channels, 1, tile.shape[3] * scale, tile.shape[4] * scale)
+
+
+# What comes out of the decoder of each VAE.
+SHAPES: dict[str, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {
+    "AutoencoderKL": _image_shape,
+    "AutoencoderKLFlux2": _image_shape,
+    "AutoencoderKLQwenImage": _frame_shape,
+}
+
+
+def check_vae(name: str, vae: nn.Module) -> None:
+    """Raises ConfigError for a VAE whose tiles cannot be spread."""
+    kind = type(vae).__name__
+    if kind not in SHAPES:
+        raise ConfigError(f"--vae-tiling: {kind} ({name}) is not supported, expected one of {', '.join(SHAPES)}")
+
+
+class TileDecoder:
+    """What a VAE's decoder runs instead of its own forward: that, or a note of what it is asked for, or what was decoded elsewhere.
+
+    It goes with the decoder into a copy of the VAE (some pipelines decode in float32), bound to the copy's own forward.
+    """
+
+    def __init__(self, decoder: nn.Module, shape: Callable[[torch.Tensor], Shape]) -> None:
+        self.real = decoder.forward
+        self.shape = shape
+        self.asked: list[Asked] | None = None
+        self.answers: list[torch.Tensor] | None = None
+        decoder.forward = self.forward
+
+    def forward(self, tile: torch.Tensor, **options: Any) -> torch.Tensor:
+        """One tile [rows, channels, (frames,) height, width]."""
+        if self.answers is not None:
+            return self.answers.pop(0)
+        if self.asked is not None:
+            self.asked.append((tile, options))
+            return tile.new_zeros(self.shape(tile))
+        result: torch.Tensor = self.real(tile, **options)
+        return result
+
+    def note_down(self, decode: Callable[[], Any]) -> list[Asked]:
+        """The tiles that a decode asks for."""
+        self.asked = asked = list[Asked]()
+        try:
+            decode()
+        finally:
+            self.asked = None
+        return asked
+
+    def hand_out(self, tiles: list[torch.Tensor], decode: Callable[[], Any]) -> Any:
+        """What a decode makes of these tiles."""
+        self.answers = tiles
+        try:
+            return decode()
+        finally:
+            self.answers = None
+
+
+class VaeTiles:
+    """The tiles of one VAE over the ranks."""
+
+    def __init__(self, vae: Any, parallel: Parallel) -> None:
+        vae.enable_tiling()
+        TileDecoder(vae.decoder, SHAPES[type(vae).__name__](vae))
+        self._vae = vae
+        self._parallel = parallel
+
+    def decode(self, call: ModelCall, execute: Execute) -> Any | None:
+        """The image of all rows; None where it is no larger than a tile, or a video: then the rows are spread."""
+        if call.arguments["z"].dim() == 5 and call.arguments["z"].shape[2] > 1:
+            return None
+        vae = self._vae if call.module is None else call.module
+        decoder: TileDecoder = vae.decoder.forward.__self__
+        rows = slice(0, call.rows)
+        asked = self._parallel.agree(lambda: decoder.note_down(lambda: execute(call, rows)))
+        if len(asked) < 2:
+            return None
+        tiles = self._spread(decoder, asked)
+        return self._parallel.agree(lambda: decoder.hand_out(tiles, lambda: execute(call, rows)))
+
+    def _spread(self, decoder: TileDecoder, asked: list[Asked]) -> list[torch.Tensor]:
+        """All tiles, of which this rank decodes every `world`-th."""
+        everybody, dtype = self._parallel.everybody, asked[0][0].dtype
+        mine = self._parallel.agree(
+            lambda: [decoder.real(tile, **_fresh(options)).to(dtype) for tile, options in asked[everybody.index :: everybody.count]]
+        )
+        shapes = [decoder.shape(tile) for tile, _ in asked]
+        sizes = [math.prod(shape) for shape in shapes]
+        longest = max(sum(sizes[index :: everybody.count]) for index in range(everybody.count))
+        packed = asked[0][0].new_zeros(longest)
+        if mine:
+            flat = torch.cat([tile.reshape(-1) for tile in mine])
+            packed[: flat.numel()] = flat
+        parts = everybody.gather_bytes(packed.view(torch.uint8)).view(dtype).reshape(everybody.count, -1)
+        tiles: dict[int, torch.Tensor] = {}
+        for index, part in enumerate(parts):
+            numbers = range(index, len(asked), everybody.count)
+            pieces = torch.split(part[: sum(sizes[number] for number in numbers)], [sizes[number] for number in numbers])
+            # Copies, each a tensor of its own: blending writes in place.
+            tiles |= {number: piece.clone().reshape(shapes[number]) for number, piece in zip(numbers, pieces, strict=True)}
+        return [tiles[number] for number in range(len(asked))]
+
+
+def _fresh(options: dict[str, Any]) -> dict[str, Any]:
+    """A frame's cache as it is at the start of a tile; the VAE's own was used by nobody."""
+    if "feat_cache" not in options:
+        return options
+    return options | {"feat_cache": [None] * len(options["feat_cache"]), "feat_idx": [0]}

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's fiber runs: the arguments of the pipeline's own call, that call on a view, and its result as pixels.
+
+A pipeline says by its signature (a modular one by the inputs of its blocks) what it takes; a request that asks for more
+is refused with the name of the field. Custom pipelines may say more, see `docs/custom-pipelines.md`.
+"""
+
+import functools
+import inspect
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import RequestSpec
+from diffusion_worker.runner.pipelines.diffusers_workarounds import mend
+from diffusion_worker.runner.pipelines.schedule import check_shift, check_sigmas
+from diffusion_worker.runner.pipelines.step_support import why_exclusive
+from diffusion_worker.runner.pipelines.view import MAIN_SCHEDULER, guide, guiders_of, hooks_models, modules_of, view_of
+from diffusion_worker.runner.stepping.pixels import RawImage, keep_on_device
+
+Arguments = dict[str, Any]
+
+FRAMES = ("num_frames", "video_length", "frames")
+# Guidance with a second, unguided call. Where a class has both, this is the one that works on every checkpoint of it.
+TRUE_GUIDANCE = "true_cfg_scale"
+# What the authors of those models use for "no negative prompt"; without any their classes ignore the scale.
+NO_NEGATIVE_PROMPT = " "
+
+
+class PipelineBody:
+    """Runs the pipeline once; returns an image, or the frames of a video.
+
+    Requests of another `batch_key` never share a model call with this one; one that is `whole` has the model for
+    itself from its first step to its end: nobody else advances meanwhile.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        arguments: Arguments,
+        *,
+        seed: int,
+        guidance: float | None = None,
+        shift: float | None = None,
+        whole: bool = False,
+    ) -> None:
+        self._pipeline = pipeline
+        self._shift = shift
+        self._arguments = arguments
+        self._seed = seed
+        self._guidance = guidance
+        self.batch_key: Hashable = _ask(pipeline, "worker_batch_key", arguments)
+        self.whole = (
+            whole
+            or bool(_ask(pipeline, "worker_runs_whole", arguments))
+            or why_exclusive(_type(pipeline)) is not None
+            or any(map(hooks_models, guiders_of(pipeline).values()))
+        )
+
+    def __call__(self) -> RawImage:
+        view = view_of(self._pipeline, shift=self._shift)
+        keep_on_device(view)
+        mend(view)
+        if self._guidance is not None:
+            guide(view, self._guidance)
+        # The generator is a CPU one: the same seed gives the same noise on every device and rank.
+        generator = torch.Generator().manual_seed(self._seed)
+        try:
+            return RawImage(call_view(view, self._arguments | {"generator": generator, "output_type": "np"}))
+        finally:
+            if self.whole:
+                _unhook(self._pipeline, view)
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The shared modules that the pipeline may change if it has them alone."""
+        return list(modules_of(self._pipeline).values())
+
+
+def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
+    """The body of a request; `conditioning` are images and the like by the name of the pipeline's argument.
+
+    Raises:
+        RequestError: InvalidRequest, the pipeline does not take a field of the request; its details name the field.
+    """
+    takes = inputs_of(pipeline)
+    arguments = {name: value for name, value in _fields(takes, spec).items() if value is not None}
+    guidance = None
+    if spec.guidance_scale is not None:
+        guidance = _guide_by_argument(takes, arguments, spec.guidance_scale, pipeline)
+    for name, value in (conditioning or {}).items():
+        if name not in takes:
+            raise _not_taken(name, pipeline)
+        arguments[name] = value
+    for name in arguments:
+        if name not in takes:
+            raise _not_taken(name, pipeline)
+    _check_negative_prompt(takes, arguments, pipeline)
+    _check_schedule(spec, pipeline)
+    return PipelineBody(pipeline, arguments, seed=spec.seed, guidance=guidance, shift=spec.shift, whole=spec.whole)
+
+
+def call_view(view: Any, arguments: Arguments) -> Any:
+    """The pipeline's own call, classic or modular; returns the first thing it makes."""
+    takes = inputs_of(view)
+    # A pipeline that draws no noise takes no generator, one that only makes latents no output type.
+    given = {name: value for name, value in arguments.items() if name in takes or name not in ("generator", "output_type")}
+    if isinstance(view, diffusers.ModularPipeline):
+        return view(**given, output=first_output(view))
+    made = view(**given, **({"return_dict": False} if "return_dict" in takes else {}))
+    # Outputs and tuples have the result first; Stable Video Diffusion returns its frames as they are.
+    return made if isinstance(made, np.ndarray | torch.Tensor | list) else made[0]
+
+
+def inputs_of(pipeline: Any) -> Mapping[str, Any]:
+    """What the pipeline's call takes, with its defaults (None where there is none)."""
+    return _inputs_of_blocks(pipeline._blocks) if isinstance(pipeline, diffusers.ModularPipeline) else _inputs_of_call(_type(pipeline))
+
+
+# Found once: a modular pipeline asks all its blocks, each time.
+@functools.lru_cache(maxsize=8)
+def _inputs_of_blocks(blocks: Any) -> Mapping[str, Any]:
+    return {item.name: item.default for item in blocks.inputs if item.name is not None}
+
+
+@functools.cache
+def _inputs_of_call(kind: Any) -> Mapping[str, Any]:
+    """Also what a class passes on: one that takes `**kwargs` has the arguments of the class it extends."""
+    found: Arguments = {}
+    for call in (vars(parent)["__call__"] for parent in kind.__mro__ if "__call__" in vars(parent)):
+        items = list(inspect.signature(call).parameters.values())[1:]
+        named = [item for item in items if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+        found = {item.name: None if item.default is item.empty else item.default for item in named} | found
+        if len(named) == len(items):
+            break
+    return found
+
+
+def _type(pipeline: Any) -> Any:
+    return type(pipeline)
+
+
+def first_output(pipeline: Any) -> str:
+    """The name of what a modular pipeline is for: its images or videos, or else the first output of its last block."""
+    names = [output.name for output in pipeline._blocks.outputs]
+    return next((name for name in ("images", "videos") if name in names), names[0])
+
+
+def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
+    frames = next((name for name in FRAMES if name in takes), FRAMES[0])
+    return {
+        "prompt": spec.prompt,
+        "negative_prompt": spec.negative_prompt,
+        "height": spec.height,
+        "width": spec.width,
+        # Kontext makes that many pixels of any size.
+        "max_area": spec.height * spec.width if "max_area" in takes and spec.height and spec.width else None,
+        frames: spec.frames,
+        "num_inference_steps": spec.steps or (len(spec.sigmas) if spec.sigmas else None),
+        "sigmas": spec.sigmas,
+    }
+
+
+def _check_schedule(spec: RequestSpec, pipeline: Any) -> None:
+    """Whether the scheduler of the denoising loop can have the schedule of the adapter's recipe."""
+    scheduler = pipeline.components.get(MAIN_SCHEDULER)
+    if spec.sigmas is not None:
+        check_sigmas(scheduler, spec.sigmas, steps=spec.steps)
+    if spec.shift is not None:
+        check_shift(scheduler)
+
+
+def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: float, pipeline: Any) -> float | None:
+    """Put the guidance scale where the class takes it; returns it for a modular pipeline's guiders, else None."""
+    if _guides_truly(takes):
+        arguments[TRUE_GUIDANCE] = scale
+        if scale > 1 and "negative_prompt" in takes:
+            arguments.setdefault("negative_prompt", NO_NEGATIVE_PROMPT)
+    elif "guidance_scale" in takes:
+        arguments["guidance_scale"] = scale
+    elif any("guidance_scale" in guider.config for guider in guiders_of(pipeline).values()):
+        return scale
+    else:
+        raise _not_taken("guidance_scale", pipeline)
+    return None
+
+
+def _guides_truly(takes: Mapping[str, Any]) -> bool:
+    """Whether the second, unguided call is what the class means by guidance."""
+    return TRUE_GUIDANCE in takes and (takes[TRUE_GUIDANCE] or 0) > (takes.get("guidance_scale") or 0)
+
+
+def default_guidance(pipeline: Any) -> float | None:
+    """The scale that a request without one gets; None where there is none.
+
+    Nor is there for a class that guides only where it is given a negative prompt, which we do for whoever asks for a scale.
+    """
+    takes = inputs_of(pipeline)
+    if _guides_truly(takes):
+        return None
+    scales = [takes.get("guidance_scale"), *(guider.config.get("guidance_scale") for guider in guiders_of(pipeline).values())]
+    return next((float(scale) for scale in scales if isinstance(scale, int | float)), None)
+
+
+def _check_negative_prompt(takes: Mapping[str, Any], arguments: Arguments, pipeline: Any) -> None:
+    """A class whose second call is off by default (Flux) would take a negative prompt and do nothing with it."""
+    if not arguments.get("negative_prompt") or TRUE_GUIDANCE not in takes or hasattr(type(pipeline), "do_classifier_free_guidance"):
+        return
+    if (arguments.get(TRUE_GUIDANCE, takes[TRUE_GUIDANCE]) or 0) <= 1:
+        message = f"negative_prompt: {type(pipeline).__name__} makes no use of one unless its {TRUE_GUIDANCE} is above 1"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "negative_prompt"})
+
+
+FIELD_OF = {"height": "size", "width": "size", **dict.fromkeys(FRAMES, "frames")}
+
+
+def _not_taken(argument: str, pipeline: Any) -> RequestError:
+    field = FIELD_OF.get(argument, argument)
+    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: {type(pipeline).__name__} takes no such argument", details={"field": field})
+
+
+def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
+    """What a custom pipeline says of a request; None where it says nothing. What it raises is the request's error."""
+    answer = getattr(type(pipeline), method, None)
+    if answer is None:
+        return None
+    try:
+        return answer(pipeline, arguments)
+    except ValueError as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
+    except Exception as error:
+        message = f"{type(pipeline).__name__}.{method}: {type(error).__name__}: {error}"
+        raise RequestError(ErrorCode.REQUEST_FAILED, message) from error
+
+
+def _unhook(pipeline: Any, view: Any) -> None:
+    """A call that fails between a guider's hooks being put on the model and taken off would leave them there."""
+    for guider in guiders_of(view).values():
+        if hooks_models(guider):
+            for module in pipeline.components.values():
+                if isinstance(module, torch.nn.Module):
+                    guider.cleanup_models(module)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a pipeline class takes images, and the images of a request under the names of its arguments.
+
+Read from what the class's call takes. What cannot be read there is in the tables: which images are references, which the
+model sees as they are; and which classes work without one, though they take them.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import diffusers
+import msgspec
+from PIL import Image, ImageOps
+
+from diffusion_worker.errors import refused
+from diffusion_worker.messages import ImageInput, RequestSpec, Task
+from diffusion_worker.runner.pipelines.body import FRAMES, TRUE_GUIDANCE, inputs_of
+from diffusion_worker.runner.pipelines.step_support import source_of
+
+Arguments = dict[str, Any]
+
+# As many as OpenAI takes.
+MOST_REFERENCES = 16
+# Classes whose images are references of any size beside the one that is made, and how many of them they take.
+REFERENCES = {
+    "BriaFibo2Pipeline": 1,
+    "DreamLiteMobilePipeline": 1,
+    "DreamLitePipeline": 1,
+    "Flux2KleinKVPipeline": MOST_REFERENCES,
+    "Flux2KleinPipeline": MOST_REFERENCES,
+    "Flux2Pipeline": MOST_REFERENCES,
+    "FluxKontextPipeline": 1,
+    "GlmImagePipeline": MOST_REFERENCES,
+    "JoyImageEditPipeline": 1,
+    "JoyImageEditPlusPipeline": MOST_REFERENCES,
+    "QwenImage21Pipeline": MOST_REFERENCES,
+    "QwenImageEditPipeline": 1,
+    "QwenImageEditPlusPipeline": MOST_REFERENCES,
+    "StableCascadeCombinedPipeline": MOST_REFERENCES,
+    "ZImageOmniPipeline": MOST_REFERENCES,
+}
+# Of these the ones that fail without an image, though their call has a default for it.
+NEED_A_REFERENCE = frozenset({"QwenImageEditPipeline", "QwenImageEditPlusPipeline"})
+# Take an image, but make another thing of it than an edit in the size asked for, or need more than an image and words.
+NO_EDIT = ("SuperResolution", "Upscal", "Layered", "VisualCloze", "Refiner", "ControlNetUnion")
+# Take an image instead of words, not beside them.
+EITHER = frozenset({"UniDiffuserPipeline"})
+IMAGES = ("image", "images", "control_image")
+# Arguments that requests have, so that a class may want them without a default.
+GIVEN = frozenset(
+    {"self", "prompt", "negative_prompt", "generator", "output_type", "height", "width", "num_inference_steps", "guidance_scale"}
+    | {TRUE_GUIDANCE, "mask_image", "strength", *IMAGES, *FRAMES}
+)
+
+
+class ImageInputs(msgspec.Struct, frozen=True):
+    """How a class takes images: `image` and the others are names of arguments of its call.
+
+    `image` and `mask` get the first image and its mask, `more` the images after it. `fitted` images are brought to the
+    size of the one that is made; others are seen as they are. A `required` one means that the class cannot work from words.
+    """
+
+    image: str
+    mask: str | None = None
+    more: str | None = None
+    most: int = 1
+    required: bool = True
+    fitted: bool = True
+
+    @property
+    def task(self) -> Task:
+        """What a request with images is for this class."""
+        return Task.EDIT if self.mask is None else Task.INPAINT
+
+
+def image_inputs(pipeline: Any) -> ImageInputs | None:
+    """How a pipeline takes the images of an edit, with a mask where its class needs one; None where it takes none.
+
+    A modular pipeline that works with and without a mask is two: `masked_inputs` is the other.
+    """
+    takes, name = inputs_of(pipeline), _family(pipeline)
+    image = _first_image(takes)
+    if image is None or name in EITHER or any(word in name for word in NO_EDIT) or needs_more(pipeline):
+        return None
+    references = REFERENCES.get(name, 0)
+    more = "image_reference" if "image_reference" in takes else None
+    return ImageInputs(
+        image,
+        "mask_image" if "mask_image" in takes and not _is_modular(pipeline) else None,
+        more=more,
+        most=references or (2 if more else 1),
+        required=_requires(pipeline, takes, image),
+        fitted=not references,
+    )
+
+
+def works_from_words(pipeline: Any) -> bool:
+    """Whether a request without an image can be served."""
+    takes = inputs_of(pipeline)
+    if "prompt" not in takes or needs_more(pipeline):
+        return False
+    inputs = image_inputs(pipeline)
+    return not inputs.required if inputs else _first_image(takes) is None or _family(pipeline) in EITHER
+
+
+def masked_inputs(pipeline: Any) -> ImageInputs | None:
+    """How a modular pipeline takes an image and its mask; None for others."""
+    both = _is_modular(pipeline) and {"prompt", "image", "mask_image"} <= inputs_of(pipeline).keys()
+    return ImageInputs("image", "mask_image") if both else None
+
+
+def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[bytes]) -> Arguments:
+    """The images of a request under the names of the arguments that they go to.
+
+    Raises:
+        RequestError: InvalidRequest, there are no images, or more than the class takes.
+    """
+    if not 1 <= len(spec.images) <= takes.most:
+        expected = "one image" if takes.most == 1 else f"1 to {takes.most} images"
+        raise refused("image", expected, len(spec.images))
+    if (spec.mask is None) != (takes.mask is None):
+        raise refused("mask", "none" if takes.mask is None else "one", "none" if spec.mask is None else "one")
+    images = [_image(item, frames) for item in spec.images]
+    size = (spec.width, spec.height) if spec.width and spec.height else None
+    if takes.fitted and size:
+        images[0] = _cover(images[0], size, Image.Resampling.LANCZOS)
+    first: Any = images[0] if takes.more or takes.most == 1 else images
+    arguments: Arguments = {takes.image: first}
+    if takes.more and len(images) > 1:
+        arguments[takes.more] = images[1]
+    if takes.mask is not None and spec.mask is not None:
+        mask = _image(spec.mask, frames)
+        arguments[takes.mask] = _cover(mask, size, Image.Resampling.NEAREST) if size else mask
+    return arguments
+
+
+def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
+    """The strength to pass on to the class; None leaves it to that. Without one in the request a step is always taken.
+
+    Raises:
+        RequestError: InvalidRequest, the strength of the request leaves none of its steps.
+    """
+    takes = inputs_of(pipeline)
+    strength = takes.get("strength") if spec.strength is None else spec.strength
+    steps = spec.steps or takes.get("num_inference_steps")
+    if not strength or not steps or _steps_left(pipeline, steps, strength):
+        return spec.strength
+    if spec.strength is None:
+        return min(1.0, math.nextafter(1 / steps, 1))
+    raise refused("strength", f"at least {1 / steps:.3g}, so that one of {steps} steps is left", strength)
+
+
+def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
+    """A part of a step is none to some classes (Stable Diffusion), and a whole one to others (Stable Diffusion 3, Flux)."""
+    timesteps = getattr(type(pipeline), "get_timesteps", None)
+    if timesteps is None or "int(num_inference_steps * strength)" in source_of(timesteps):
+        return int(steps * strength)
+    return steps - int(steps - steps * strength)
+
+
+def _cover(image: Image.Image, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:
+    """The image scaled until it covers the size, and cut evenly at both sides of what is too long: nothing is distorted."""
+    return image if image.size == size else ImageOps.fit(image, size, method=resampling)
+
+
+def _image(item: ImageInput, frames: Sequence[bytes]) -> Image.Image:
+    height, width, channels = item.shape
+    return Image.frombytes("L" if channels == 1 else "RGB", (width, height), bytes(frames[item.frame]))
+
+
+def needs_more(pipeline: Any) -> bool:
+    """Whether words and an image are not enough: something else has no default, or another kind of image belongs to it."""
+    takes = inputs_of(pipeline)
+    if "prompt" not in takes:
+        return True
+    if _is_modular(pipeline):
+        return False
+    parameters = inspect.signature(type(pipeline).__call__).parameters.values()
+    wanted = [item for item in parameters if item.default is item.empty and item.kind is item.POSITIONAL_OR_KEYWORD]
+    images = [name for name in (*IMAGES, "example_image", "control_mask") if name in takes]
+    return len(images) > 1 or any(item.name not in GIVEN for item in wanted)
+
+
+def _first_image(takes: Mapping[str, Any]) -> str | None:
+    return next((argument for argument in IMAGES if argument in takes), None)
+
+
+def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
+    """Whether the class cannot work from words alone."""
+    name = _family(pipeline)
+    if _is_modular(pipeline):
+        return any(item.name == image and item.required for item in pipeline._blocks.inputs)
+    if name in REFERENCES:
+        return name in NEED_A_REFERENCE
+    # A class of yours that has a default for its image is believed to work without one.
+    parameter = inspect.signature(type(pipeline).__call__).parameters.get(image)
+    has_default = parameter is None or parameter.default is not parameter.empty
+    theirs = type(pipeline).__module__.startswith("diffusers.")
+    return theirs or not has_default or "strength" in takes or "mask_image" in takes
+
+
+def _family(pipeline: Any) -> str:
+    """The class's name; a modular one goes by that of the classic one."""
+    return type(pipeline).__name__.replace("ModularPipeline", "Pipeline")
+
+
+def _is_modular(pipeline: Any) -> bool:
+    return isinstance(pipeline, diffusers.ModularPipeline)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known of a pipeline by looking at it: what it makes, in which sizes, and what it does by default.
+
+Families name the same things differently, so several names are asked for each and what is absent counts as 1 or as unknown.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import diffusers
+import torch
+
+from diffusion_worker.errors import ConfigError
+from diffusion_worker.messages import ModelInfo
+from diffusion_worker.runner.model_call.components import DENOISERS
+from diffusion_worker.runner.pipelines.body import FRAMES, default_guidance, inputs_of
+from diffusion_worker.runner.pipelines.longest_sides import longest_sides
+from diffusion_worker.runner.pipelines.step_support import inner_classes, source_of, why_impossible
+from diffusion_worker.runner.pipelines.view import modules_of
+
+# Pixels of one latent, along a side and in time, by the names that pipelines give them.
+SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
+TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+PROCESSORS = ("image_processor", "video_processor")
+WITHOUT_HEIGHT = re.compile(r"^ +height = height or (\w+)$", re.MULTILINE)
+# What a pipeline's result is called, and what that makes it.
+KINDS = {
+    "images": "image", "image": "image", "rgb": "image",
+    "frames": "video", "video": "video", "videos": "video",
+    "audios": "audio",
+}  # fmt: skip
+
+
+def kind_of(pipeline_class: Any) -> str:
+    """`image`, `video`, `audio` or `other`: what a custom class says, or the name of what the class returns first."""
+    if said := getattr(pipeline_class, "worker_makes", None):
+        return str(said)
+    return KINDS.get(_result_name(pipeline_class) or "", "other")
+
+
+def denoiser_of(pipeline: Any) -> torch.nn.Module:
+    """The module that adapters apply to."""
+    modules = modules_of(pipeline)
+    for name in DENOISERS:
+        if name in modules:
+            return modules[name]
+    raise ConfigError(f"{type(pipeline).__name__} has none of the components {', '.join(DENOISERS)}")
+
+
+def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo:
+    """What the server needs to know of the pipeline.
+
+    Raises:
+        ConfigError: the pipeline makes neither images nor videos, or cannot run.
+    """
+    kind = kind_of(type(pipeline))
+    if kind not in ("image", "video"):
+        found = "makes neither images nor videos, and nothing else is served"
+        raise ConfigError(f"--pipeline: {type(pipeline).__name__} {found}; a custom class says what it makes by worker_makes")
+    if impossible := why_impossible(type(pipeline)):
+        raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")
+    takes = inputs_of(pipeline)
+    side = _written_side(pipeline, takes) or _default_side(pipeline)
+    longest = longest_sides(denoiser_of(pipeline), _first_number(pipeline, SPATIAL) or 8)
+    return ModelInfo(
+        pipeline=type(pipeline).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        size_multiple=size_multiple(pipeline),
+        weights_bytes=weights_bytes,
+        kind=kind,
+        frame_multiple=_first_number(pipeline, TEMPORAL) or 1,
+        default_height=_number(takes.get("height")) or side,
+        default_width=_number(takes.get("width")) or side,
+        default_frames=next((number for name in FRAMES if (number := _number(takes.get(name)))), None),
+        default_steps=_number(takes.get("num_inference_steps")),
+        default_guidance_scale=default_guidance(pipeline),
+        max_height=longest and longest[0],
+        max_width=longest and longest[1],
+    )
+
+
+def size_multiple(pipeline: Any) -> int:
+    """What width and height have to be multiples of, in pixels: whole latents, and whole patches of them."""
+    patch = max(_patch(getattr(pipeline, "patch_size", None)), _patch(_denoiser_config(pipeline, "patch_size", "all_patch_size")))
+    latent = _first_number(pipeline, SPATIAL) or 8
+    steps = [_number(getattr(getattr(pipeline, name, None), "config", {}).get("vae_scale_factor")) or 1 for name in PROCESSORS]
+    return math.lcm(latent * patch, *steps)
+
+
+def _result_name(pipeline_class: Any) -> str | None:
+    if issubclass(pipeline_class, diffusers.ModularPipeline):
+        names = [output.name for output in blocks_of(pipeline_class).outputs]
+        return next((name for name in ("images", "videos", "audios") if name in names), None)
+    inner = (_result_name(part) for part in inner_classes(pipeline_class))
+    return next((name for name in (*_returned(pipeline_class), *inner) if name in KINDS), None)
+
+
+def _returned(pipeline_class: Any) -> Iterator[str]:
+    """The first field of what the class returns, or of what the class that it extends does."""
+    for call in (vars(parent)["__call__"] for parent in pipeline_class.__mro__ if "__call__" in vars(parent)):
+        source = source_of(call)
+        if "ImagePipelineOutput(" in source:
+            yield "images"
+        # `return SomeOutput(images=…)`, or before that an output type of this name.
+        yield from re.findall(r"(?:return|output =)\s+\w*Output\w*\(\s*(\w+)", source)
+
+
+def blocks_of(pipeline_class: Any) -> Any:
+    """The blocks a modular pipeline class has by default."""
+    return getattr(diffusers, pipeline_class.default_blocks_name)()
+
+
+def _written_side(pipeline: Any, takes: Mapping[str, Any]) -> int | None:
+    """In pixels, of a class that says in its call alone what it makes without a height: a number, another argument, or its resolution."""
+    for written in WITHOUT_HEIGHT.findall(source_of(type(pipeline).__call__)):
+        said = pipeline.config.get("default_sample_size") if written == "default_resolution" else takes.get(written)
+        if side := _number(int(written) if written.isdecimal() else said):
+            return side
+    return None
+
+
+def _default_side(pipeline: Any) -> int | None:
+    """Pipelines that leave width and height to the model ask for its trained size in latents."""
+    latents = _number(getattr(pipeline, "default_sample_size", None)) or _number(_denoiser_config(pipeline, "sample_size"))
+    return latents * (_first_number(pipeline, SPATIAL) or 8) if latents else None
+
+
+def _denoiser_config(pipeline: Any, *names: str) -> Any:
+    config: Mapping[str, Any] = next((getattr(part, "config", {}) for name, part in modules_of(pipeline).items() if name in DENOISERS), {})
+    found = config if isinstance(config, Mapping) else {}
+    return next((found[name] for name in names if found.get(name) is not None), None)
+
+
+def _patch(size: Any) -> int:
+    """The side of a patch: a number, (time, height, width), (height, width) or a choice of sides."""
+    if isinstance(size, list | tuple):
+        return max((number for item in size if (number := _number(item))), default=1)
+    return _number(size) or 1
+
+
+def _first_number(pipeline: Any, names: tuple[str, ...]) -> int | None:
+    return next((number for name in names if (number := _number(getattr(pipeline, name, None)))), None)
+
+
+def _number(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 else None

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a class of diffusers does wrong and a request's view of it can do right, without touching the class or the model."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from diffusers.configuration_utils import FrozenDict
+
+from diffusion_worker.runner.pipelines.step_support import source_of
+
+# What Stable Diffusion 3's inpainting takes for the sign of a model whose input is latents and no mask.
+SD3_LATENT_CHANNELS = 16
+
+
+def mend(view: Any) -> None:
+    """Called with each request's view, whose modules are stand-ins that belong to it."""
+    if type(view).__name__ == "StableDiffusion3InpaintPipeline":
+        _mend_sd3_inpainting(view)
+    if type(view).__name__ == "QwenImage21Pipeline":
+        _let_hook_norm(view)
+
+
+def _let_hook_norm(view: Any) -> None:
+    """Qwen-Image 2.1 hooks the text encoder's last layer: that is the same for every request, keeps nothing, and is gone after the call."""
+    if view.text_encoder is None:
+        return
+    model = view.text_encoder.model
+    norm = getattr(model, "language_model", model).norm
+    vars(norm)["register_forward_hook"] = vars(norm)["_real"].register_forward_hook
+
+
+def _mend_sd3_inpainting(view: Any) -> None:
+    """It decodes without the VAE's shift, which it encodes with, and knows models without a mask by their 16 channels only."""
+    vae, transformer = view.vae, view.transformer
+    if transformer.config.in_channels == vae.config.latent_channels:
+        transformer.__dict__["config"] = FrozenDict({**transformer.config, "in_channels": SD3_LATENT_CHANNELS})
+    kind: Any = type(view)
+    shift = vae.config.shift_factor
+    if shift and _forgets_shift(kind):
+        vae.__dict__["decode"] = _decode_shifted(vae.decode, shift)
+
+
+@functools.cache
+def _forgets_shift(kind: Any) -> bool:
+    """Whether this is still so in the installed diffusers."""
+    source = "".join(source_of(vars(parent)["__call__"]) for parent in kind.__mro__ if "__call__" in vars(parent))
+    return "vae.decode(latents / self.vae.config.scaling_factor, " in source
+
+
+def _decode_shifted(decode: Callable[..., Any], shift: float) -> Callable[..., Any]:
+    return lambda latents, *args, **kwargs: decode(latents + shift, *args, **kwargs)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tasks a loaded pipeline serves, and the pipeline that serves each: the loaded one, or a companion over its modules.
+
+A companion is another class of diffusers for the same components, image to image or inpainting, as diffusers itself pairs
+them. It holds the same modules, so that it costs no memory, adapters and sleep apply to it, and its requests share calls.
+"""
+
+import copy
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import msgspec
+from diffusers.pipelines import auto_pipeline
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import ModelInfo, RequestSpec, Task
+from diffusion_worker.runner.pipelines.body import PipelineBody, inputs_of, make_body
+from diffusion_worker.runner.pipelines.conditioning import (
+    ImageInputs,
+    conditioning_of,
+    image_inputs,
+    masked_inputs,
+    strength_of,
+    works_from_words,
+)
+from diffusion_worker.runner.pipelines.step_support import missing_libraries, why_impossible
+from diffusion_worker.runner.pipelines.view import silence
+
+log = logging.getLogger(__name__)
+
+PAIRS = {Task.EDIT: auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, Task.INPAINT: auto_pipeline.AUTO_INPAINT_PIPELINES_MAPPING}
+# Pairs that diffusers has the classes for and not in its own lists.
+MORE_PAIRS = {
+    Task.EDIT: {
+        "AmusedPipeline": "AmusedImg2ImgPipeline",
+        "ChromaPipeline": "ChromaImg2ImgPipeline",
+        "KolorsPipeline": "KolorsImg2ImgPipeline",
+        "SanaSprintPipeline": "SanaSprintImg2ImgPipeline",
+    },
+    Task.INPAINT: {
+        "AmusedPipeline": "AmusedInpaintPipeline",
+        "ChromaPipeline": "ChromaInpaintPipeline",
+        "Flux2KleinPipeline": "Flux2KleinInpaintPipeline",
+        "FluxKontextPipeline": "FluxKontextInpaintPipeline",
+    },
+}
+# Input channels of a denoiser of Stable Diffusion 3 that gets a mask and a masked image beside the latents.
+SD3_MASKED_CHANNELS = 33
+
+
+class Server(msgspec.Struct, frozen=True):
+    """What serves a task: a pipeline, and how it takes the images; None where the task has none."""
+
+    pipeline: Any
+    inputs: ImageInputs | None = None
+
+
+class TaskPipelines:
+    """The pipelines of one loaded model by task."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._servers: dict[Task, Server] = {}
+        if works_from_words(pipeline):
+            self._servers[Task.GENERATE] = Server(pipeline)
+        for inputs in (image_inputs(pipeline), masked_inputs(pipeline)):
+            if inputs is not None:
+                self._servers[inputs.task] = Server(pipeline, inputs)
+        # A class that starts from an image and noise was chosen for that; from others diffusers has more to make.
+        if "strength" not in inputs_of(pipeline):
+            self._add_companions(pipeline)
+
+    @property
+    def served(self) -> list[Task]:
+        """The tasks in the order of `Task`."""
+        return [task for task in Task if task in self._servers]
+
+    def pipeline_of(self, task: Task) -> Any:
+        """The pipeline that serves a task of `served`."""
+        return self._servers[task].pipeline
+
+    def describe(self, info: ModelInfo) -> ModelInfo:
+        """What the server has to know: the tasks, how many images an edit may have, and whether those cost as much as its own."""
+        inputs = [server.inputs for server in self._servers.values() if server.inputs is not None]
+        most = max((each.most for each in inputs), default=0)
+        return msgspec.structs.replace(
+            info, tasks=self.served, max_input_images=most, references=any(not each.fitted or each.more is not None for each in inputs)
+        )
+
+    def body(self, spec: RequestSpec, frames: Sequence[bytes] = ()) -> PipelineBody:
+        """The body of a request on the pipeline of its task.
+
+        Raises:
+            RequestError: InvalidRequest, a field or a number of images that this pipeline does not take.
+        """
+        server = self._servers.get(spec.task)
+        if server is None:
+            found = f"{type(self._pipeline).__name__}, which serves {' and '.join(self.served) or 'no text to image'}"
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"model: expected one that serves {spec.task}, found {found}")
+        if server.inputs is None:
+            return make_body(server.pipeline, spec)
+        takes, loaded = inputs_of(server.pipeline), inputs_of(self._pipeline)
+        # What a request leaves open is as with the loaded class: so say the model's card and the answer's provenance.
+        steps = spec.steps or (len(spec.sigmas) if spec.sigmas else loaded.get("num_inference_steps"))
+        spec = msgspec.structs.replace(spec, steps=steps)
+        conditioning = conditioning_of(server.inputs, spec, frames)
+        if (strength := strength_of(server.pipeline, spec)) is not None:
+            conditioning["strength"] = strength
+        if spec.guidance_scale is None and "guidance_scale" in takes and loaded.get("guidance_scale") is not None:
+            conditioning["guidance_scale"] = loaded["guidance_scale"]
+        if server.inputs.fitted and "height" not in takes:
+            # The class makes an image of the size of its first, which has the one asked for by now.
+            spec = msgspec.structs.replace(spec, height=None, width=None)
+        return make_body(server.pipeline, spec, conditioning=conditioning)
+
+    def _add_companions(self, pipeline: Any) -> None:
+        for task in (Task.EDIT, Task.INPAINT):
+            kind = None if task in self._servers else _paired_class(type(pipeline).__name__, task)
+            if kind is None or (companion := _made_of(kind, pipeline)) is None:
+                continue
+            inputs = image_inputs(companion)
+            if inputs is not None and inputs.task is task:
+                self._servers[task] = Server(companion, inputs)
+
+
+def _paired_class(name: str, task: Task) -> Any:
+    """The class of a task for the components of a pipeline class; None where diffusers has none."""
+    if more := MORE_PAIRS[task].get(name):
+        return getattr(diffusers, more, None)
+    for mapping in (auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, *PAIRS.values()):
+        for family, kind in mapping.items():
+            if kind.__name__ == name:
+                return PAIRS[task].get(family)
+    return None
+
+
+def _made_of(kind: Any, pipeline: Any) -> Any:
+    """A pipeline of a class over the components of another; None where they do not make one."""
+    if missing_libraries(kind) or why_impossible(kind):
+        return None
+    modules, options = kind._get_signature_keys(kind)
+    parts = {name: pipeline.components.get(name) for name in modules}
+    # Some classes change the configuration of a scheduler that they are given, which has to stay as it is for the loaded one.
+    parts |= {name: copy.deepcopy(part) for name, part in parts.items() if hasattr(part, "set_timesteps")}
+    # What the loaded class goes without (the third text encoder of Stable Diffusion 3) its companions go without too.
+    if any(name not in pipeline.components and name not in kind._optional_components for name in modules) or not _fit(kind, parts):
+        return None
+    config = pipeline.config
+    settings = {name: config[key] for name in options for key in (name, f"_{name}") if key in config}
+    try:
+        with warnings.catch_warnings():
+            # What they find old in a configuration the loaded class said already.
+            warnings.simplefilter("ignore", FutureWarning)
+            made = kind(**parts, **settings)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        log.warning("%s cannot be made of the components of %s: %s", kind.__name__, type(pipeline).__name__, error)
+        return None
+    silence(made)
+    return made
+
+
+def _fit(kind: Any, parts: dict[str, Any]) -> bool:
+    """Whether the weights are of the kind that the class works with, where it would only say so after the first model call."""
+    if kind.__name__ == "StableDiffusion3InpaintPipeline":
+        channels = parts["transformer"].config.in_channels
+        return channels in (SD3_MASKED_CHANNELS, parts["vae"].config.latent_channels)
+    return True

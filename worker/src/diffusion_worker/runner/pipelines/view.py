@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's fiber runs: a view of the pipeline that shares its modules and owns what a run changes.
+
+A view is a shallow copy, classic and modular alike, with a stand-in for every module, a scheduler of its own whose step
+suspends the fiber, and guiders of its own. Tokenizers, image processors and blocks keep no state between calls and are
+shared as they are.
+"""
+
+import copy
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.guiders.guider_utils import BaseGuidance
+
+from diffusion_worker.runner.pipelines.schedule import own_scheduler
+from diffusion_worker.runner.stepping.request_state import take_step
+from diffusion_worker.runner.stepping.suspending_module import StandIn
+
+# The scheduler of the denoising loop; a pipeline without one of this name marks the steps of all it has.
+MAIN_SCHEDULER = "scheduler"
+
+
+def modules_of(pipeline: Any) -> dict[str, torch.nn.Module]:
+    """The shared modules of a pipeline, by component name."""
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def schedulers_of(pipeline: Any) -> dict[str, Any]:
+    """The schedulers of a pipeline, by component name: whatever steps, also where a custom pipeline brings its own."""
+    return {name: part for name, part in pipeline.components.items() if hasattr(part, "step") and hasattr(part, "set_timesteps")}
+
+
+def guiders_of(pipeline: Any) -> dict[str, Any]:
+    """The guiders of a modular pipeline, by component name."""
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, BaseGuidance)}
+
+
+def hooks_models(guider: Any) -> bool:
+    """Whether a guider changes the shared model while its call runs, so that nobody else may call it meanwhile."""
+    return type(guider).prepare_models is not BaseGuidance.prepare_models
+
+
+def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
+    """A view of a pipeline for one request; it has to be called inside the request's fiber. `shift` is of its flow schedulers."""
+    view = copy.copy(pipeline)
+    parts: dict[str, Any] = {name: StandIn(name, module) for name, module in modules_of(pipeline).items()}
+    schedulers = schedulers_of(pipeline)
+    for name, scheduler in schedulers.items():
+        own = own_scheduler(scheduler, shift)
+        parts[name] = _marking(own, view) if name == MAIN_SCHEDULER or MAIN_SCHEDULER not in schedulers else own
+    for name, guider in guiders_of(pipeline).items():
+        parts[name] = guider.new()
+    # Past the pipeline's own __setattr__, which would register the parts in the shared config.
+    view.__dict__.update(parts)
+    kind: Any = type(pipeline)
+    view.__class__ = _class_of_views(kind)
+    _share_with_inner(view, {id(getattr(pipeline, name)): part for name, part in parts.items()})
+    return view
+
+
+def compute_on(pipeline: Any, device: torch.device) -> None:
+    """Have the views of a pipeline compute on a device where its weights are not, but while they are computed with."""
+    vars(pipeline)["_device_of_view"] = device
+
+
+@functools.cache
+def _class_of_views(kind: Any) -> Any:
+    """The pipeline's class, which knows the device: diffusers walks over all modules whenever it asks for it, some times a request."""
+
+    def device(self: Any) -> torch.device:
+        weights = (weight for part in modules_of(self).values() for weight in part.parameters())
+        return next((weight.device for weight in weights), torch.device("cpu"))
+
+    def remembered(self: Any) -> torch.device:
+        if "_device_of_view" not in self.__dict__:
+            self.__dict__["_device_of_view"] = device(self)
+        return self.__dict__["_device_of_view"]  # type: ignore[no-any-return]
+
+    return type(kind.__name__, (kind,), {"_execution_device": property(remembered), "__module__": kind.__module__})
+
+
+def _share_with_inner(view: Any, parts: dict[int, Any]) -> None:
+    """Combined pipelines hold others, which hold the same modules by other names; `parts` is by the real part's id."""
+    for name, inner in vars(view).items():
+        if isinstance(inner, diffusers.DiffusionPipeline):
+            copied = copy.copy(inner)
+            copied.__dict__.update({key: parts[id(part)] for key, part in inner.components.items() if id(part) in parts})
+            view.__dict__[name] = copied
+
+
+def guide(view: Any, scale: float) -> bool:
+    """Give every guider of a view this scale; False if it has none that takes one."""
+    guiders = {name: guider for name, guider in guiders_of(view).items() if "guidance_scale" in guider.config}
+    for name, guider in guiders.items():
+        view.__dict__[name] = guider.new(guidance_scale=scale)
+    return bool(guiders)
+
+
+def silence(pipeline: Any) -> None:
+    """No progress bars; those of a modular pipeline belong to the blocks inside its blocks."""
+    pipeline.set_progress_bar_config(disable=True)
+    for block in _blocks_of(getattr(pipeline, "_blocks", None)):
+        if hasattr(block, "set_progress_bar_config"):
+            block.set_progress_bar_config(disable=True)
+
+
+def _blocks_of(block: Any) -> Iterator[Any]:
+    for inner in (getattr(block, "sub_blocks", None) or {}).values():
+        yield inner
+        yield from _blocks_of(inner)
+
+
+def _marking(scheduler: Any, view: Any) -> Any:
+    """The scheduler with a step that suspends the fiber when it returns.
+
+    A bound method, so that a copy of the scheduler steps the copy: pipelines copy theirs for a second latent or for each
+    frame (LTX 2's audio, SkyReels V2). Not a class of its own: Bria asks for the scheduler's type.
+    """
+    plain: Any = type(scheduler)
+
+    @functools.wraps(plain.step)  # pipelines look at its signature
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return take_step(plain.step, self, args, kwargs, lambda: steps_of(view, self))
+
+    scheduler.step = types.MethodType(step, scheduler)
+    return scheduler
+
+
+def steps_of(view: Any, scheduler: Any) -> int | None:
+    """How many steps the loop that steps this scheduler takes: as its pipeline counts, or the time steps that are left to it."""
+    inner = (part for part in vars(view).values() if isinstance(part, diffusers.DiffusionPipeline))
+    for pipeline in (view, *inner):
+        counted = vars(pipeline).get("_num_timesteps")
+        if isinstance(counted, int) and any(part is scheduler for part in vars(pipeline).values()):
+            return counted
+    timesteps = getattr(scheduler, "timesteps", None)
+    return None if timesteps is None else len(timesteps) - (getattr(scheduler, "begin_index", None) or 0)

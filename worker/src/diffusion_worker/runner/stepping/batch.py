@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pending calls of many requests, arranged into calls of the real modules."""
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+import msgspec
+
+from diffusion_worker.messages import LoRAUse
+from diffusion_worker.runner.model_call.call import ModelCall, group_key, merge
+from diffusion_worker.runner.step_cache.branch import Branch
+from diffusion_worker.runner.step_cache.run import Verdict
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
+
+
+class Pending(msgspec.Struct, frozen=True, eq=False):
+    """A request that waits for a model call.
+
+    `prompt` is what the prompt cache knows the call by, None if it does not; `branch` what the step cache remembers for it,
+    None where the request goes without.
+    """
+
+    state: DiffusionRequestState
+    call: ModelCall
+    prompt: Hashable | None = None
+    branch: Branch | None = None
+
+
+class InputBatch(msgspec.Struct, frozen=True, eq=False):
+    """One call of a module for several requests: `rows[i]` rows belong to `items[i]`."""
+
+    items: list[Pending]
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each request."""
+        return [item.call.rows for item in self.items]
+
+    @property
+    def loras(self) -> list[list[LoRAUse]]:
+        """The adapters of each row."""
+        return [item.state.spec.loras for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
+
+    def merged(self) -> ModelCall:
+        """The one call to make."""
+        return merge([item.call for item in self.items])
+
+    def alone(self) -> list["InputBatch"]:
+        """The same calls, each by itself."""
+        return [InputBatch([item]) for item in self.items]
+
+    def by_adapters(self) -> list["InputBatch"]:
+        """The same calls, those together that use the same adapters alike."""
+        groups: dict[tuple[LoRAUse, ...], list[Pending]] = {}
+        for item in self.items:
+            groups.setdefault(tuple(item.state.spec.loras), []).append(item)
+        return list(map(InputBatch, groups.values()))
+
+    def by_verdict(self) -> list["InputBatch"]:
+        """The same calls, those together that the step cache makes alike."""
+        groups: dict[Verdict | None, list[Pending]] = {}
+        for item in self.items:
+            groups.setdefault(_verdict(item), []).append(item)
+        return list(map(InputBatch, groups.values()))
+
+
+def make_batches(pending: list[Pending]) -> list[InputBatch]:
+    """Group the calls that may run now, in the order of their requests, which is the same on every rank.
+
+    Calls outside a step (encoders, VAE) go first and keep steps waiting: a request that joins is brought up to its first
+    step before the others take theirs, so that they share it. Of those that ask the same of a text encoder one goes; the
+    others find its answer in the prompt cache.
+    """
+    ahead = [item for item in pending if not item.call.denoises]
+    alike: dict[Hashable, list[Pending]] = defaultdict(list)
+    asked: set[Hashable] = set()
+    for item in ahead or pending:
+        if item.prompt is None or item.prompt not in asked:
+            asked.add(item.prompt)
+            alike[item.call.component, item.call.method].append(item)
+    return [InputBatch(group) for items in alike.values() for group in _groups(items)]
+
+
+def _groups(items: list[Pending]) -> list[list[Pending]]:
+    """Calls of one method of one component, by what may go together. A call without company needs no key."""
+    if len(items) == 1:
+        return [items]
+    groups: dict[Hashable, list[Pending]] = {}
+    for position, item in enumerate(items):
+        state = item.state
+        key = None if state.exact or state.whole else group_key(item.call, state.contents)
+        groups.setdefault(("alone", position) if key is None else (key, state.batch_key, _verdict(item)), []).append(item)
+    return list(groups.values())
+
+
+def _verdict(item: Pending) -> Verdict | None:
+    return None if item.branch is None else item.branch.verdict

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a request has come, and what it went by: kept only of requests whose previews are made from it."""
+
+from typing import Any
+
+import torch
+
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.outputs import tensors_of, with_tensors
+
+# Solvers of several steps that keep, for the next one, what they think the image will be.
+KEEPING_ESTIMATES = frozenset({"dpmsolver++", "sde-dpmsolver++"})
+
+
+class NoPreview(Exception):
+    """Raised where a request's way cannot be gone again; there is no preview then, and nothing else happens."""
+
+
+class Step:
+    """One step of a scheduler: what it was given and what it returned. The tensors are the request's own."""
+
+    def __init__(self, scheduler: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+        self.scheduler = scheduler
+        self._result = result
+        given = dict(zip(("model_output", "timestep", "sample"), arguments, strict=False)) | keywords
+        self._predicted, self._sample = given.get("model_output"), given.get("sample")
+
+    def estimate(self) -> torch.Tensor:
+        """The latents as the model now thinks they will be in the end; as noisy as they are where the scheduler does not tell that."""
+        latents = tensors_of(self._result)[0]
+        found = self._estimated(latents)
+        if found is None or found.shape != latents.shape or not bool(found.isfinite().all()):
+            return latents
+        return found.to(latents.dtype)
+
+    def returning(self, latents: torch.Tensor) -> Any:
+        """What the step would return with these latents: copies, which the caller may change."""
+        rest = tensors_of(self._result)[1:]
+        return with_tensors(self._result, [tensor.clone() for tensor in (latents, *rest)])
+
+    def _estimated(self, latents: torch.Tensor) -> torch.Tensor | None:
+        """Said by the scheduler beside its result, or kept by it for its next step; of a flow, where it leads in one step."""
+        beside = tensors_of(self._result)[1:]
+        if beside:
+            return beside[0]
+        config = getattr(self.scheduler, "config", {})
+        if config.get("algorithm_type") in KEEPING_ESTIMATES or config.get("predict_x0"):
+            kept = getattr(self.scheduler, "model_outputs", [None])[-1]
+            return kept if isinstance(kept, torch.Tensor) else None
+        return self._end_of_flow(latents.device)
+
+    def _end_of_flow(self, device: torch.device) -> torch.Tensor | None:
+        index = getattr(self.scheduler, "step_index", None)
+        if "FlowMatch" not in type(self.scheduler).__name__ or not index or self._predicted is None or self._sample is None:
+            return None
+        sigma = self.scheduler.sigmas[index - 1].to(device)
+        end: torch.Tensor = self._sample.float() - sigma * self._predicted.float()
+        return end
+
+
+class Way:
+    """The answers that a request was given, in order, and the newest step of each of its schedulers, in the order of their first."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[str, str, Any]] = []
+        self.denoised: dict[tuple[str, str, int], Any] = {}
+        self.steps: dict[int, Step] = {}
+
+    def answered(self, call: ModelCall, answer: Any) -> None:
+        """A model call was answered."""
+        if call.denoises:
+            self.denoised[call.component, call.method, call.rows] = answer
+        else:
+            self.answers.append((call.component, call.method, answer))
+
+    def forget(self) -> None:
+        """The request has ended."""
+        self.answers.clear()
+        self.denoised.clear()
+        self.steps.clear()
+
+    def stepped(self, step: Step) -> None:
+        """A scheduler has taken a step."""
+        self.steps[id(step.scheduler)] = step
+
+    def denoised_like(self, call: ModelCall) -> Any:
+        """An answer of the shape that a denoiser call would have; raises NoPreview."""
+        exact = self.denoised.get((call.component, call.method, call.rows))
+        if exact is not None:
+            return exact
+        # A denoiser of its own for the last steps, not reached yet (Wan 2.2).
+        alike = [answer for (_, _, rows), answer in self.denoised.items() if rows == call.rows]
+        if not alike:
+            raise NoPreview(f"{call.component} was not called yet with {call.rows} rows")
+        return alike[-1]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images of a request's way, for any pipeline and without code for one.
+
+The request's own body runs once more, in a fiber of its own: every model call that the request has made is answered with
+what it was answered, and every step of a scheduler returns what the request's latents will be, as the model thinks now. So
+nothing is encoded or denoised again, and what is left is the pipeline's own way from latents to an image. That run touches
+nothing of the request's; it ends within the tick, and its calls are never shared.
+"""
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.errors import ErrorCode
+from diffusion_worker.messages import ErrorReport
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.faults import require_usable_rank
+from diffusion_worker.runner.model_call.outputs import is_plain, tensors_of, with_tensors
+from diffusion_worker.runner.stepping.call_history import NoPreview, Way
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, FiberEvent
+
+
+def preview_steps(steps: int, previews: int) -> list[int]:
+    """The steps after which a request of so many steps shows itself: evenly spaced, none at the start or at the end."""
+    wanted = (number * steps // (previews + 1) for number in range(1, previews + 1))
+    return sorted({step for step in wanted if 0 < step < steps})
+
+
+def preview_due(state: DiffusionRequestState) -> "PreviewState | None":
+    """The run that makes a preview of a request which has just taken a step; None where none is due.
+
+    A request that needs the model for itself has none: a second run would change the model under it.
+    """
+    planned = state.steps_planned or state.spec.steps
+    if state.way is None or state.whole or planned is None or state.previews_begun == state.spec.previews:
+        return None
+    if state.steps_done not in preview_steps(planned, state.spec.previews):
+        return None
+    state.previews_begun += 1
+    return PreviewState(state, state.way, state.previews_begun - 1)
+
+
+class PreviewState(DiffusionRequestState):
+    """The run of preview `number` of a request, from 0. What it takes counts as the request's."""
+
+    in_one_tick = True
+
+    def __init__(self, of: DiffusionRequestState, way: Way, number: int) -> None:
+        spec = msgspec.structs.replace(of.spec, request_id=f"{of.spec.request_id}/preview-{number}", previews=0)
+        super().__init__(spec, of.body, exact=True)
+        self.of = of.spec.request_id
+        self.number = number
+        self.clock = of.clock
+        self.steps_done = of.steps_done
+        self._way = way
+        self._answers = deque(way.answers)
+        self._steps = list(way.steps.values())
+        self._replays: dict[int, Callable[[], Any]] = {}
+        self._fiber.replay = self._replayed
+
+    def report(self, error: BaseException) -> ErrorReport:
+        """What became of a run that broke; raises RankFault where the rank cannot go on."""
+        require_usable_rank(error)
+        return ErrorReport(ErrorCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+
+    def _note(self, event: FiberEvent) -> FiberEvent:
+        event = super()._note(event)
+        while isinstance(event, ModelCall):
+            try:
+                known = _copy_of(self._known(event))
+            except Exception as error:  # it is this run's, not the tick's
+                event = super()._note(self._fiber.throw(error))
+                continue
+            if known is None:
+                return event
+            event = super()._note(self._fiber.switch(known))
+        return event
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._answers.clear()
+        self._steps.clear()
+        self._replays.clear()
+
+    def _known(self, call: ModelCall) -> Any | None:
+        """What the request was answered; None for a call that it has not come to yet."""
+        if call.denoises:
+            return self._way.denoised_like(call)
+        if self._answers and self._answers[0][:2] == (call.component, call.method):
+            return self._answers.popleft()[2]
+        return None
+
+    def _replayed(self, scheduler: Any) -> Any:
+        """What a step of a scheduler returns; they are known by the order of their first steps."""
+        if id(scheduler) not in self._replays:
+            place = len(self._replays)
+            if place == len(self._steps):
+                raise NoPreview(f"{type(scheduler).__name__} has not taken a step yet")
+            step = self._steps[place]
+            self._replays[id(scheduler)] = functools.partial(step.returning, step.estimate())
+        return self._replays[id(scheduler)]()
+
+
+def _copy_of(answer: Any) -> Any:
+    """An answer that a pipeline may change or clear (keys and values of images), and its request's stays as it is."""
+    return with_tensors(answer, [tensor.clone() for tensor in tensors_of(answer)]) if is_plain(answer) else copy.deepcopy(answer)

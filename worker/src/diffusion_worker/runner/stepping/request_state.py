@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request as a fiber: an unmodified pipeline that stops at every shared model call and after every step."""
+
+import contextlib
+import enum
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import greenlet
+import msgspec
+
+from diffusion_worker.messages import RequestSpec
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.contents import Contents
+from diffusion_worker.runner.step_cache.branch import Branch
+from diffusion_worker.runner.stepping.autocast_state import OwnPrecision
+from diffusion_worker.runner.stepping.call_history import Step, Way
+from diffusion_worker.runner.stepping.module_changes import ModuleChanges
+from diffusion_worker.runner.stepping.rng_state import OwnRandomness
+from diffusion_worker.runner.stepping.shared_part import NeedsModelAlone
+from diffusion_worker.runner.stepping.stage_clock import StageClock
+
+log = logging.getLogger(__name__)
+
+# A pipeline that catches everything catches its end too, each time at its next model call.
+MOST_EXITS = 20
+
+
+class StepBoundary(enum.Enum):
+    """A fiber that stopped because `scheduler.step` returned."""
+
+    STEP = "step"
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The fiber ended; `frame` is what its body returned: for a request from the wire an image, uint8 [height, width, 3]."""
+
+    frame: Any
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """The fiber ended with an exception; `asked` tells whether it had called a model before."""
+
+    error: BaseException
+    asked: bool
+
+
+FiberEvent = ModelCall | StepBoundary | Done | Broken | NeedsModelAlone
+# What a fiber runs: a pipeline on a view of it.
+Body = Callable[[], Any]
+
+
+class Fiber(greenlet.greenlet):  # type: ignore[misc]
+    """What a body runs in; `called` tells whether it called a model since its last step, `steps` how many it will take.
+
+    Steps are remembered in its `way`, if it has one. With a `replay` no step is taken: that says what the scheduler returns.
+    `changes` has what it changes of the model if it has that alone; None where others advance beside it.
+    """
+
+    called = False
+    steps: int | None = None
+    way: Way | None = None
+    replay: Callable[[Any], Any] | None = None
+    changes: ModuleChanges | None = None
+
+
+def take_step(
+    step: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Callable[[], int | None]
+) -> Any:
+    """What a wrapped scheduler does in place of its step: suspends the running fiber after it; `count` says how many there will be."""
+    fiber = greenlet.getcurrent()
+    assert isinstance(fiber, Fiber), "a wrapped scheduler steps inside a request's fiber only"
+    if fiber.replay is not None:
+        return fiber.replay(scheduler)
+    result = step(scheduler, *args, **kwargs)
+    if fiber.way is not None:
+        fiber.way.stepped(Step(scheduler, args, kwargs, result))
+    mark_step(count())
+    return result
+
+
+def mark_step(steps: int | None = None) -> None:
+    """Suspends the running fiber, which has taken a step of a loop of so many in all.
+
+    Only once for what it called models for: some pipelines step twice with one prediction (Cosmos), or with a scheduler
+    for each frame (SkyReels V2) or for the sound (LTX 2).
+    """
+    fiber = greenlet.getcurrent()
+    assert isinstance(fiber, Fiber) and fiber.parent is not None, "a wrapped scheduler steps inside a request's fiber only"
+    if fiber.called:
+        fiber.called, fiber.steps = False, steps
+        fiber.parent.switch(StepBoundary.STEP)
+
+
+class DiffusionRequestState:
+    """A request between ticks. `body` runs the pipeline and returns its image.
+
+    `exact` requests have every call to themselves. `whole` ones run while no other request advances: they change the shared
+    model, or say so themselves. Calls of another `batch_key` are never merged with theirs. `way` is kept for previews only.
+    """
+
+    # Whether it goes on to its end however many calls that takes, as nobody advances it again.
+    in_one_tick = False
+
+    def __init__(self, spec: RequestSpec, body: Body, *, exact: bool = False) -> None:
+        self.spec = spec
+        self.exact = exact or spec.exact
+        self.whole = bool(getattr(body, "whole", False))
+        self.batch_key: Hashable = getattr(body, "batch_key", None)
+        self.contents = Contents()
+        self.clock = StageClock()
+        self.way = Way() if spec.previews else None
+        self.previews_begun = 0
+        self.steps_done = 0
+        # Calls since the tick began, by component and method, and the one that was put off to the next tick.
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.put_off: ModelCall | None = None
+        # What a step cache remembers, by the kind of call; and calls since the last step, by component and context.
+        self.branches: dict[Hashable, Branch] = {}
+        self._since_step: Counter[tuple[str, str]] = Counter()
+        self.body = body
+        self._asked = False
+        self._call: ModelCall | None = None
+        self._randomness = OwnRandomness(spec.seed)
+        self._precision = OwnPrecision()
+        self._fiber = Fiber(self._run)
+        self._fiber.way = self.way
+        if self.whole:
+            self._fiber.changes = ModuleChanges(getattr(body, "modules", tuple))
+
+    @property
+    def begun(self) -> bool:
+        """Whether the fiber has run at all."""
+        return bool(self._fiber)
+
+    @property
+    def steps_planned(self) -> int | None:
+        """How many steps it will take in all, where its loop says so; a pipeline with more loops than one does not."""
+        planned = self._fiber.steps
+        return planned if planned is not None and planned >= self.steps_done else None
+
+    def advance(self) -> FiberEvent:
+        """Begin a tick: go on to the next event, or to the call that was put off."""
+        self.calls.clear()
+        if self.put_off is not None:
+            call, self.put_off = self.put_off, None
+            return call
+        return self.resume()
+
+    def resume(self, value: Any = None) -> FiberEvent:
+        """Go on until the next event; `value` is what the suspended model call returns."""
+        if self.way is not None and self._call is not None:
+            self.way.answered(self._call, value)
+            self._call = None
+        with self._running():
+            return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
+
+    def fail(self, error: BaseException) -> FiberEvent:
+        """Let the suspended model call raise."""
+        with self._running():
+            return self._note(self._fiber.throw(error))
+
+    def drop(self) -> None:
+        """Unwind the fiber; nothing of it runs afterwards but its `finally` blocks."""
+        self._forget()
+        for _ in range(MOST_EXITS):
+            if not self._fiber:
+                return
+            with self._running():
+                self._fiber.throw(greenlet.GreenletExit)
+        log.warning("request %s swallows its end %d times; it is left as it is", self.spec.request_id, MOST_EXITS)
+        if self._fiber.changes is not None:
+            self._fiber.changes.put_back()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run the fiber inside; when it has ended, its changes of a model that it has alone are put back."""
+        changes = self._fiber.changes
+        with self._randomness, self._precision:
+            if changes is None:
+                yield
+                return
+            changes.start_run()
+            try:
+                yield
+            finally:
+                changes.end_run()
+                if self._fiber.dead:
+                    changes.put_back()
+
+    def _run(self) -> FiberEvent:
+        try:
+            return Done(self.body())
+        except greenlet.GreenletExit:
+            raise
+        except Exception as error:
+            return Broken(error, self._asked)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of tensors at once: the request and its fiber hold each other until the garbage is collected."""
+        self.branches.clear()
+        if self.way is not None:
+            self.way.forget()
+
+    def kind_of(self, call: ModelCall) -> Hashable:
+        """What sets a call apart from the others of a step, and is the same at the next step. To be asked once for each call."""
+        place = call.component, call.context
+        self._since_step[place] += 1
+        return place, self._since_step[place], call.shape
+
+    def _note(self, event: FiberEvent) -> FiberEvent:
+        if isinstance(event, ModelCall):
+            self._asked = self._fiber.called = True
+            self._call = event if self.way is not None else None
+        elif event is StepBoundary.STEP:
+            self.steps_done += 1
+            self._since_step.clear()
+        return event

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for a module in the pipeline of a request that shares it with other requests: some things it may do, others not.
+
+Plain values and harmless methods are the module's own, and submodules follow the same rule. Anything else could change other
+requests' images. It ends the attempt by a switch of the fiber, as a pipeline may swallow an exception. The request is made
+once more while nobody else advances. Then it does as it likes, and `ModuleChanges` puts everything back.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import greenlet
+import msgspec
+import torch
+
+from diffusion_worker.runner.stepping.harmless import HARMLESS
+from diffusion_worker.runner.stepping.module_changes import ModuleChanges
+
+
+class NeedsModelAlone(msgspec.Struct, frozen=True):
+    """A fiber stopped for good: its pipeline was about to do `what` with a shared module."""
+
+    what: str
+
+
+def changes_of_fiber() -> ModuleChanges | None:
+    """The changes that the running request may make as it runs alone; None where others advance beside it."""
+    return getattr(greenlet.getcurrent(), "changes", None)
+
+
+def in_fiber() -> bool:
+    """Tell a request's own code from the engine's."""
+    return hasattr(greenlet.getcurrent(), "changes")
+
+
+class SharedPart:
+    """Looks like a submodule of a shared module."""
+
+    def __init__(self, path: str, real: torch.nn.Module) -> None:
+        # All parts of one stand-in share this, by the id of the real module: asked twice, a part is the same.
+        self.__dict__.update(_path=path, _real=real, _parts={})
+
+    # Pipelines ask isinstance() of their components.
+    __class__ = property(lambda self: type(self.__dict__["_real"]))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        if not (isinstance(value, types.MethodType) and value.__self__ is self._real):
+            return self._seen(f"{self._path}.{name}", value)
+        call = self._harmless if name in HARMLESS else self._unknown
+        # With its own signature, which some pipelines look at (Stable Video Diffusion).
+        return functools.wraps(value)(functools.partial(call, name, value))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._leave_company(f"sets {self._path}.{name}")
+        setattr(self._real, name, _unwrapped(value))
+
+    def __delattr__(self, name: str) -> None:
+        self._leave_company(f"deletes {self._path}.{name}")
+        delattr(self._real, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._real(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return bool(self._real)
+
+    def to(self, *args: Any, **kwargs: Any) -> "SharedPart":
+        """Harmless where the weights are so already."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if any(_differs(tensor, device, dtype) for tensor in (*self._real.parameters(), *self._real.buffers())):
+            self._leave_company(f"calls {self._path}.to()")
+            self._real.to(*args, **kwargs)
+        return self
+
+    def float(self) -> "SharedPart":
+        """Do as `to` does."""
+        return self.to(torch.float32)
+
+    def half(self) -> "SharedPart":
+        """Do as `to` does."""
+        return self.to(torch.float16)
+
+    def eval(self) -> "SharedPart":
+        """Harmless: the engine serves modules so."""
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> "SharedPart":
+        """Harmless where it trains no part of it."""
+        if any(module.training != mode for module in self._real.modules()):
+            self._leave_company(f"calls {self._path}.train({mode})")
+            self._real.train(mode)
+        return self
+
+    def _harmless(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._seen(f"{self._path}.{name}()", method(*args, **kwargs))
+
+    def _unknown(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._leave_company(f"calls {self._path}.{name}()")
+        return method(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
+
+    def _leave_company(self, what: str) -> None:
+        """Returns where the request may do it; otherwise it never does."""
+        fiber: Any = greenlet.getcurrent()
+        if not in_fiber():
+            return  # the engine itself, or a hook that it calls
+        if fiber.changes is not None:
+            fiber.changes.begin()
+            return
+        while True:
+            # A request that is given up ends here; code that swallows even that comes back to the same place.
+            fiber.parent.switch(NeedsModelAlone(what))
+
+    def _seen(self, path: str, value: Any) -> Any:
+        """The value with shared parts in place of modules; as it is for who has the model alone, whose changes are put back."""
+        if isinstance(value, torch.nn.Module):
+            changes = changes_of_fiber()
+            if changes is None:
+                return self._part(path, value)
+            changes.begin()
+        elif type(value) in (list, tuple):
+            return type(value)(self._seen(f"{path}[{place}]", item) for place, item in enumerate(value)) if _has_modules(value) else value
+        elif type(value) is dict:
+            return {key: self._seen(f"{path}[{key!r}]", item) for key, item in value.items()} if _has_modules(value.values()) else value
+        elif isinstance(value, types.GeneratorType):
+            return (self._seen(path, item) for item in value)
+        return value
+
+    def _part(self, path: str, module: torch.nn.Module) -> "SharedPart":
+        if id(module) not in self._parts:
+            part = (SharedParts if hasattr(type(module), "__getitem__") else SharedPart)(path, module)
+            part.__dict__["_parts"] = self._parts
+            self._parts[id(module)] = part
+        found: SharedPart = self._parts[id(module)]
+        return found
+
+
+class SharedParts(SharedPart):
+    """Looks like a list of modules."""
+
+    def __len__(self) -> int:
+        return len(self._real)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._seen(f"{self._path}[{place}]", item) for place, item in enumerate(self._real))
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._seen(f"{self._path}[{place}]", self._real[place])
+
+    def __contains__(self, item: Any) -> bool:
+        return _unwrapped(item) in self._real
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._leave_company(f"sets {self._path}[{place}]")
+        self._real[place] = _unwrapped(value)
+
+    def __delitem__(self, place: Any) -> None:
+        self._leave_company(f"deletes {self._path}[{place}]")
+        del self._real[place]
+
+
+def _has_modules(values: Any) -> bool:
+    return any(isinstance(item, torch.nn.Module) or (type(item) is tuple and _has_modules(item)) for item in values)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.__dict__["_real"] if issubclass(type(value), SharedPart) else value
+
+
+def _differs(tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None) -> bool:
+    other_dtype = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+    return other_dtype or (device is not None and tensor.device != device)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's view of a pipeline has in place of a shared module: it looks like the module, and its calls suspend the fiber."""
+
+import contextlib
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import greenlet
+import torch
+
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.stepping.shared_part import SharedPart, changes_of_fiber, in_fiber
+
+# Methods that compute; all others are the module's own, and run in the fiber at once.
+INTERCEPTED_METHODS = frozenset(
+    {"forward", "encode", "decode", "generate", "get_image_features", "get_text_features", "get_image_tokens", "quantize", "tiled_decode"}
+)
+# Whoever names one of these goes on from them.
+KEYS_AND_VALUES = frozenset({"use_cache", "past_key_values"})
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+_copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+
+class StandIn(SharedPart):
+    """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with.
+
+    Submodules are computed with in the fiber, at once; `SharedPart` says what else a request may do.
+    """
+
+    def __init__(self, name: str, real: torch.nn.Module) -> None:
+        super().__init__(name, real)
+        self.__dict__.update(_name=name, _shared=real, _context="")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INTERCEPTED_METHODS and callable(method := getattr(self._real, name)):
+            return self._asking(name, method)
+        return super().__getattr__(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._suspend("forward", *args, **kwargs)
+
+    @contextlib.contextmanager
+    def cache_context(self, name: str, **_where: Any) -> Iterator[None]:
+        """What a step cache knows the calls inside by, for this request only: with its prompt, or without."""
+        before, self.__dict__["_context"] = self._context, name
+        try:
+            yield
+        finally:
+            self.__dict__["_context"] = before
+
+    def _reset_stateful_cache(self, **_where: Any) -> None:
+        """Nothing, though every classic pipeline asks for it at its end: a step cache keeps what it knows by request."""
+
+    def to(self, *args: Any, **kwargs: Any) -> "StandIn":
+        """Another precision for this request only (SDXL decodes in float32): its calls go to a copy, shared by all that ask for one."""
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None:
+            self.__dict__["_real"] = made = _in_precision(self._shared, dtype)
+            if made is not self._shared and (changes := changes_of_fiber()) is not None:
+                changes.watch(made)
+        return self
+
+    def _asking(self, name: str, method: Any) -> Any:
+        """The method with its own signature, which some pipelines look at (Stable Video Diffusion)."""
+
+        @functools.wraps(method)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            # A hook that a guider put around it runs inside of the call that the engine makes.
+            return self._suspend(name, *args, **kwargs) if in_fiber() else method(*args, **kwargs)
+
+        return ask
+
+    def _suspend(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        # Class methods, so that the signature is found once for all modules of a class.
+        arguments = _bind(getattr(type(self._real), method), self._real, args, kwargs)
+        parent = greenlet.getcurrent().parent
+        assert parent is not None, "a stand-in is called inside a request's fiber only"
+        return parent.switch(ModelCall(self._name, method, arguments, module=self._real, autocast=_autocast(), context=self._context))
+
+
+def forget_copies() -> None:
+    """Drop the copies in other precisions: they are made of weights that are about to go or change."""
+    _copies.clear()
+
+
+def _in_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    if all(tensor.dtype == dtype for tensor in module.parameters() if tensor.is_floating_point()):
+        return module
+    made = _copies.setdefault(module, {})
+    if dtype not in made:
+        made[dtype] = copy.deepcopy(module).to(dtype)
+    return made[dtype]
+
+
+def _bind(method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name. A `**kwargs` of the method is flattened: nested, its contents would not reach the module."""
+    signature, rest = _signature(method)
+    bound = signature.bind(module, *args, **kwargs).arguments
+    arguments = dict(list(bound.items())[1:])
+    if rest is not None:
+        arguments.update(arguments.pop(rest, {}))
+    if "use_cache" in signature.parameters and not KEYS_AND_VALUES & arguments.keys():
+        # A language model as an encoder would return the keys and values of every layer, which nobody uses.
+        arguments["use_cache"] = False
+    return arguments
+
+
+@functools.cache
+def _signature(method: Any) -> tuple[inspect.Signature, str | None]:
+    """A method's signature, and the name of its `**kwargs`."""
+    signature = inspect.signature(method)
+    return signature, next((name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+def _autocast() -> tuple[str, torch.dtype] | None:
+    for device in AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device):
+            return device, torch.get_autocast_dtype(device)
+    return None

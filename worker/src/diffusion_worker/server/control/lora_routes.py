@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's two routes for adapters, for clients that know those: the same loads as by `PUT` and `DELETE /v1/adapters/{name}`.
+
+They answer a sentence in place of a record. Where the operator's file says which adapters there are, they are refused: what
+they did would be undone.
+"""
+
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import PlainTextResponse
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.state.state_document import AdapterCall
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.server.schemas.control import AdapterName
+from diffusion_worker.sources.parsing import parse_source
+from diffusion_worker.sources.source import Source
+
+router = APIRouter()
+
+DRAIN_S = 60.0
+# `ERRORS` by hand: the framework would document every answer of these routes as text.
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A sentence.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+    "default": {"description": "Any error.", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}},
+}
+
+
+class LoadLoRABody(BaseModel):
+    """Body of vLLM's load."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096, description="A folder, a file, or a source of another kind.")]
+    load_inplace: Annotated[bool, Field(description="Also where the name has an adapter.")] = False
+
+
+class UnloadLoRABody(BaseModel):
+    """Body of vLLM's unload."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: AdapterName
+    lora_int_id: Annotated[int | None, Field(ge=1, le=2**63 - 1, description="Accepted; the name says which.")] = None
+
+
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)
+async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
+    """Load an adapter under a name that has none yet; with `load_inplace` in place of the one it has."""
+    engine = _own_engine(request)
+    if not body.load_inplace and engine.adapter_source(body.lora_name) is not None:
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST,
+            f"lora_name: expected a new name, or load_inplace with it, found {body.lora_name!r}, which is there already",
+            details={"field": "lora_name"},
+        )
+    source = _source(body.lora_path)
+    call = AdapterCall(operation_id=uuid.uuid4().hex, source=source, deadline_seconds=engine.config.lora_load_timeout_s)
+    await engine.put_adapter(body.lora_name, call)
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)
+async def unload_lora_adapter(body: UnloadLoRABody, request: Request) -> str:
+    """Take an adapter away: new requests are refused at once, running ones have a minute."""
+    engine = _own_engine(request)
+    await engine.delete_adapter(body.lora_name, operation_id=uuid.uuid4().hex, boot_id=None, drain_s=DRAIN_S)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+def _source(path: str) -> Source:
+    try:
+        return parse_source(path)
+    except ConfigError as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"lora_path: {error}", details={"field": "lora_path"}) from None
+
+
+def _own_engine(request: Request) -> Engine:
+    """The engine, where it is not the operator who says which adapters it has; raises RequestError (Managed)."""
+    engine: Engine = request.app.state.engine
+    if engine.config.desired_path is not None:
+        message = "adapters: expected to be asked for by LoRAAdapter objects, as the operator says which this worker has"
+        raise RequestError(ErrorCode.MANAGED, message)
+    return engine

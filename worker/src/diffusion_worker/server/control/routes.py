@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the control port. Long operations are started here and observed in `/v1/state`."""
+
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.server.schemas.control import (
+    ERRORS,
+    AdapterBody,
+    AdapterName,
+    AdapterRemoval,
+    FingerprintAnswer,
+    OperationAnswer,
+    PauseAnswer,
+    PauseBody,
+    ProbeAnswer,
+    ProbeBody,
+    ProfileAnswer,
+    ProfileBody,
+    RemovedAdapter,
+    ResumeBody,
+    SleepBody,
+    WakeBody,
+)
+
+router = APIRouter()
+
+OPERATION: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, 202: {"model": OperationAnswer}, **ERRORS}
+
+
+@router.get("/v1/state", response_model=None, responses=ERRORS)
+async def state(request: Request) -> Response:
+    """Everything there is to know of this worker; cheap, and answered in every state."""
+    return _encoded(_engine(request).state_document())
+
+
+@router.post("/v1/sleep", response_model=None, responses=OPERATION)
+async def sleep(body: SleepBody, request: Request) -> Response:
+    """Start to sleep: 202, also where it does already; 200 where that operation is over or there is nothing to do."""
+    return _operation(_engine(request), body.operation_id, running=_engine(request).sleep(body.call()))
+
+
+@router.post("/v1/wake", response_model=None, responses=OPERATION)
+async def wake(body: WakeBody, request: Request) -> Response:
+    """Start to wake, or cancel a drain: 202; 200 where that operation is over or there is nothing to do."""
+    return _operation(_engine(request), body.operation_id, running=_engine(request).wake(body.call()))
+
+
+@router.post("/v1/pause", responses=ERRORS)
+async def pause(body: PauseBody, request: Request) -> PauseAnswer:
+    """Make no more steps; answered when the ranks' work of those that were begun is over. Requests are queued meanwhile."""
+    await _engine(request).pause(body.call())
+    return _paused(_engine(request), body.operation_id)
+
+
+@router.post("/v1/resume", responses=ERRORS)
+async def resume(body: ResumeBody, request: Request) -> PauseAnswer:
+    """Make steps again."""
+    _engine(request).resume(body.call())
+    return _paused(_engine(request), body.operation_id)
+
+
+@router.post("/v1/probe", responses=ERRORS)
+async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
+    """What every rank holds, and what it makes of a fixed seed: the comparison that a wake makes."""
+    fingerprints = await _engine(request).probe(body.call())
+    ranks = [
+        FingerprintAnswer(rank=rank, weights=each.weights, adapters=sorted(each.adapters.values()), probe=each.probe)
+        for rank, each in enumerate(fingerprints)
+    ]
+    return ProbeAnswer(operationId=body.operation_id, ranks=ranks)
+
+
+@router.put("/v1/adapters/{name}", response_model=None, responses=ERRORS)
+async def put_adapter(name: AdapterName, body: AdapterBody, request: Request) -> Response:
+    """Load an adapter on every rank, or update its scale; answers its record as in `/v1/state`. For a sleeping model it is Deferred."""
+    return _encoded(await _engine(request).put_adapter(name, body.call()))
+
+
+@router.delete("/v1/adapters/{name}", responses=ERRORS)
+async def delete_adapter(name: AdapterName, query: Annotated[AdapterRemoval, Query()], request: Request) -> RemovedAdapter:
+    """Take an adapter away: new requests are refused at once, running ones have `drainSeconds`."""
+    await _engine(request).delete_adapter(name, operation_id=query.operation_id, boot_id=query.boot_id, drain_s=query.drain_seconds)
+    return RemovedAdapter(name=name)
+
+
+@router.post("/v1/profile", response_model=None, responses={200: {"model": ProfileAnswer}, **ERRORS})
+async def profile(body: ProfileBody, request: Request) -> Response:
+    """Begin or end a trace on every rank; without `--profile-dir` nothing happens, and the answer says so."""
+    return _encoded(await _engine(request).profile(body.call()))
+
+
+def _engine(request: Request) -> Engine:
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+def _encoded(document: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _paused(engine: Engine, operation_id: str) -> PauseAnswer:
+    return PauseAnswer(operationId=operation_id, paused=engine.state_document().paused)
+
+
+def _operation(engine: Engine, operation_id: str, *, running: bool) -> Response:
+    answer = OperationAnswer(operationId=operation_id, state=engine.state)
+    return JSONResponse(answer.model_dump(), HTTPStatus.ACCEPTED if running else HTTPStatus.OK)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for every HTTP request: token, size, time, log."""

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bearer tokens, that of the control port and the API key: read from a file, and again whenever that changes, as in a rotation."""
+
+import hmac
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
+from diffusion_worker.server.schemas.problems import error_answer
+
+log = logging.getLogger(__name__)
+
+
+class TokenFile:
+    """A file with one token, given to `option`. While it is unreadable or empty, every token is wrong."""
+
+    def __init__(self, path: Path, option: str) -> None:
+        self._path = path
+        self._option = option
+        self._stamp: tuple[int, int, int] | None = None
+        self._token = b""
+
+    def require(self) -> None:
+        """Raises ConfigError where the file holds no token."""
+        try:
+            token = self._path.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"{self._option} {str(self._path)!r}: cannot be read: {error.strerror}") from None
+        if not token:
+            raise ConfigError(f"{self._option} {str(self._path)!r}: expected a token in it, found nothing")
+
+    def accepts(self, authorization: str | None) -> bool:
+        """Whether a request with this `Authorization` header may pass."""
+        scheme, _, given = (authorization or "").partition(" ")
+        expected = self._current()
+        # compare_digest first, so that time tells nothing of the token.
+        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
+        return same and bool(expected) and scheme.lower() == "bearer"
+
+    def _current(self) -> bytes:
+        try:
+            # Follows the symbolic link that Kubernetes swaps when a mounted Secret changes: another file, another inode.
+            stat = self._path.stat()
+            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if stamp != self._stamp:
+                self._token = self._path.read_bytes().strip()
+                self._stamp = stamp
+        except OSError as error:
+            if self._stamp is not None:
+                log.warning("%s cannot be read: %s", self._option, error)
+            self._token, self._stamp = b"", None
+        return self._token
+
+
+class RequireToken:
+    """ASGI middleware in front of a port: nothing of a guarded path is parsed before the token is right."""
+
+    def __init__(self, app: ASGIApp, token_file: TokenFile, *, what: str, guards: Callable[[str], bool]) -> None:
+        self._app = app
+        self._token_file = token_file
+        self._what = what
+        self._guards = guards
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._guards(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        authorization = request.headers.get("authorization")
+        if self._token_file.accepts(authorization):
+            await self._app(scope, receive, send)
+            return
+        found = "another one" if authorization else "none"
+        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected {self._what} as 'Authorization: Bearer …', found {found}")
+        await error_answer(error, request, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

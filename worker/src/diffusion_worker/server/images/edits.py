@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/images/edits`: images made of images, as `client.images.edit(...)` of the OpenAI SDK asks for them.
+
+The body is a form whose images are files (`image`, or several `image[]`) or `data:` URLs (`url`). Nothing is ever fetched
+from an address that a client names: it would be this server that asks there.
+"""
+
+import base64
+import binascii
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.responses import Response
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.requests.admission import GenerationParams, check_served, only_inpaints
+from diffusion_worker.errors import refused
+from diffusion_worker.messages import Task
+from diffusion_worker.server.encoding.input_images import MAX_FILE_BYTES, DecodedImage, decode
+from diffusion_worker.server.encoding.threads import EncodingThreads
+from diffusion_worker.server.images.generation import answer_generation
+from diffusion_worker.server.schemas.images import ERRORS, IMAGE_ANSWERS, Finite, ImageRequest
+from diffusion_worker.server.schemas.lora import LoRAText, require_own_paths
+from diffusion_worker.server.schemas.problems import shortened
+
+# As many images as OpenAI takes, and a mask.
+MAX_FILES = 17
+MAX_FIELDS = 64
+# Of a field that is no file; an image in a `data:` URL is a third longer than its file.
+MAX_TEXT_BYTES = 16_777_216
+IMAGES = ("image", "image[]", "url", "url[]")
+
+router = APIRouter()
+
+
+class EditRequest(ImageRequest):
+    """The fields of an edit beside its images. A form has only texts, so they are read as what they stand for."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    lora: LoRAText = None
+    strength: Annotated[Finite | None, Field(gt=0, le=1, description="How far to go from the image, for models that start from it.")] = None
+    input_fidelity: Annotated[
+        Literal["low"] | None, Field(description="Accepted; how close to its image an edit stays is said by strength.")
+    ] = None
+
+
+class EditForm(NamedTuple):
+    """A form taken apart: texts by field, and images as files or `data:` URLs in their order."""
+
+    texts: dict[str, str]
+    images: list[tuple[str, UploadFile | str]]
+    mask: UploadFile | None
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may be null, for a place where there is no null."""
+    kinds = [kind for kind in schema.get("anyOf", []) if kind.get("type") != "null"]
+    rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
+    return rest | kinds[0] if len(kinds) == 1 else schema
+
+
+def form_schema() -> dict[str, Any]:
+    """The body for the OpenAPI document. In a form there is no null, so what may be null may be absent."""
+    fields = EditRequest.model_json_schema()["properties"]
+    properties = {name: _without_null(schema) for name, schema in fields.items() if schema.get("type") != "null"}
+    file = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
+    properties["image"] = file
+    properties["image[]"] = {"type": "array", "items": file, "description": "Several images."}
+    properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "An image as a data: URL."}
+    properties["mask"] = file | {"description": "A PNG of the image's size; its fully transparent part is painted again."}
+    return {"type": "object", "properties": properties, "required": ["prompt"], "additionalProperties": False}
+
+
+BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form_schema()}}}}
+
+
+@router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses=IMAGE_ANSWERS | ERRORS)
+async def edit_images(request: Request) -> Response:
+    """Make `n` images from one or several images and a prompt; a mask limits the change to a part of the first one."""
+    form = await _read_form(request)
+    try:
+        fields = _fields(form.texts)
+        options = msgspec.structs.replace(fields.options(), events="image_edit")
+        require_own_paths(request.app.state.engine, fields.adapters())
+        params = await _with_images(request, form, fields.params(), fields.strength)
+    finally:
+        for file in [form.mask, *(sent for _, sent in form.images)]:
+            if isinstance(file, UploadFile):
+                await file.close()
+    return await answer_generation(request, params, options)
+
+
+async def _read_form(request: Request) -> EditForm:
+    """The form; large files wait on disk, without a name.
+
+    Raises:
+        RequestError: InvalidRequest, it is none, or one with other things in it.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise refused("body", "a form, sent as multipart/form-data", shortened(kind) or "no content type")
+    parser = MultiPartParser(request.headers, request.stream(), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BYTES)
+    try:
+        parsed = await parser.parse()
+    except MultiPartException as error:
+        raise refused("body", "a form, sent as multipart/form-data", f"one that cannot be read: {error.message}") from None
+    try:
+        return _sorted(parsed.multi_items())
+    except BaseException:
+        await parsed.close()
+        raise
+
+
+def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
+    """The parts of a form by what they are; raises RequestError (InvalidRequest)."""
+    texts: dict[str, str] = {}
+    images: list[tuple[str, UploadFile | str]] = []
+    mask = None
+    for name, value in items:
+        root, is_file = name.partition("[")[0], isinstance(value, UploadFile)
+        if name in IMAGES:
+            if is_file != (root == "image"):
+                raise refused(root, *("a file", "a text") if root == "image" else ("a data: URL", "a file"))
+            images.append((root, value))
+        elif name == "markup":
+            raise refused(name, "none, as an image is changed by words and a mask only", "one")
+        elif name == "mask":
+            if mask is not None or not isinstance(value, UploadFile):
+                raise refused(name, "one file", "a text" if mask is None else "a second one")
+            mask = value
+        elif isinstance(value, UploadFile):
+            raise refused(shortened(name), "a text, as files are for image, image[] and mask", "a file")
+        elif root == "lora" and name != root:  # what an SDK makes of an object in a form
+            raise refused(root, "one text of JSON, as a form has no objects", f"the field {shortened(name)}")
+        elif root == "svg":  # svg[model] and the like
+            texts[root] = value
+        elif name in texts:
+            raise refused(shortened(name), "one value", "a second one")
+        else:
+            texts[name] = value
+    return EditForm(texts, images, mask)
+
+
+def _fields(texts: dict[str, str]) -> EditRequest:
+    """Raises RequestValidationError, which is answered as that of any other body."""
+    try:
+        return EditRequest.model_validate(texts)
+    except ValidationError as error:
+        raise RequestValidationError([{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]) from None
+
+
+async def _with_images(request: Request, form: EditForm, params: GenerationParams, strength: float | None) -> GenerationParams:
+    """The request with its images, decoded one after the other.
+
+    Raises:
+        RequestError: InvalidRequest, there is none, one cannot be used, or the mask is none for it.
+    """
+    engine: Engine = request.app.state.engine
+    threads: EncodingThreads = request.app.state.encoding
+    if not form.images:
+        raise refused("image", "an image", "none")
+    if engine.model is not None and not (form.mask is None and only_inpaints(engine.model)):
+        # Before anything is decoded; all else is checked by the engine.
+        check_served(Task.EDIT if form.mask is None else Task.INPAINT, engine.model)
+    names = [name if len(form.images) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.images)]
+    most = engine.config.limits.max_pixels
+    images = [await threads.run(_decode_part, name, sent, most) for name, (_, sent) in zip(names, form.images, strict=True)]
+    mask = None
+    if form.mask is not None:
+        mask = _usable_mask(await threads.run(_decode_part, "mask", form.mask, most), images[0])
+    return msgspec.structs.replace(
+        params,
+        task=Task.EDIT if mask is None else Task.INPAINT,
+        images=[image.image for image in images],
+        mask=mask,
+        own_mask=images[0].mask if mask is None else None,
+        strength=strength,
+    )
+
+
+def _usable_mask(mask: DecodedImage, image: DecodedImage) -> Any:
+    if (mask.height, mask.width) != (image.height, image.width):
+        raise refused("mask", f"the size of the image, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
+    if mask.mask is None or 255 not in mask.mask.pixels:
+        found = "one without transparency" if mask.mask is None else "no such pixel"
+        raise refused("mask", "a PNG that is fully transparent in the part to paint again", found)
+    return mask.mask
+
+
+def _decode_part(field: str, sent: UploadFile | str, max_pixels: int) -> DecodedImage:
+    content = _content_of_url(field, sent) if isinstance(sent, str) else sent.file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise refused(field, f"a file of at most {MAX_FILE_BYTES} bytes", "a larger one")
+    return decode(field, content, max_pixels=max_pixels)
+
+
+def _content_of_url(field: str, url: str) -> bytes:
+    head, comma, content = url.partition(",")
+    if not head.startswith("data:"):
+        raise refused(field, "a data: URL, as nothing is fetched from elsewhere", "another one")
+    if not comma or not head.endswith(";base64"):
+        raise refused(field, "a data: URL in base64", "another one")
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError):
+        raise refused(field, "a data: URL in base64", "one that is none") from None

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request for images from its parameters to its answer, the same for every route that makes some."""
+
+import asyncio
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.requests.admission import GenerationParams
+from diffusion_worker.server.encoding.chunked import PiecedResponse
+from diffusion_worker.server.encoding.images import check_sides
+from diffusion_worker.server.encoding.threads import EncodingThreads
+from diffusion_worker.server.http.running_requests import ClientGone, unless_unwanted
+from diffusion_worker.server.images.streaming import EventStream
+from diffusion_worker.server.schemas.answers import AnswerOptions, file_answer, image_file, image_json, json_answer
+from diffusion_worker.server.schemas.problems import client_gone
+
+__all__ = ["AnswerOptions", "answer_generation"]
+
+
+async def answer_generation(request: Request, params: GenerationParams, options: AnswerOptions) -> Response:
+    """Make the images and answer with them. The work ends when the client goes away, or somebody cancels the request.
+
+    Raises:
+        RequestError, GroupFailed: as `Engine.generate`; RequestError (Cancelled).
+    """
+    check_sides(options.output_format, params.height, params.width)
+    if options.stream:
+        return EventStream(request, params, options)
+    try:
+        return await unless_unwanted(request, _answer(request, params, options))
+    except ClientGone:
+        return client_gone(request)
+
+
+async def _answer(request: Request, params: GenerationParams, options: AnswerOptions) -> Response:
+    engine: Engine = request.app.state.engine
+    made = await engine.generate(params)
+    request.app.state.metrics.observe_generation(made)
+    encoding: EncodingThreads = request.app.state.encoding
+    if options.as_file:
+        files = await asyncio.gather(*(encoding.run(image_file, made, image, options) for image in made.images))
+        return PiecedResponse(*await encoding.run(file_answer, files, options))
+    images = await asyncio.gather(*(encoding.run(image_json, made, image, options) for image in made.images))
+    return PiecedResponse(json_answer(made, images, options, created=int(time.time())), "application/json")

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/models`: what this worker serves and what can be asked of it. The SDK hands on the fields that OpenAI does not have."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.requests.admission import usual_steps
+from diffusion_worker.engine.state.state_document import AdapterDocument, AdapterState, EngineState
+from diffusion_worker.messages import ModelInfo, Task
+from diffusion_worker.server.schemas.images import MAX_PARTIAL_IMAGES
+
+
+class LimitsCard(BaseModel):
+    """Bounds of one request; sides of an image are multiples of `size_multiple`. Some are known once the model is loaded."""
+
+    max_images: int
+    max_steps: int
+    max_pixels: int
+    max_prompt_characters: int
+    max_partial_images: int
+    max_adapters: int
+    max_input_images: int | None = None
+    size_multiple: int | None = None
+    max_width: int | None = None
+    max_height: int | None = None
+
+
+class DefaultsCard(BaseModel):
+    """What a request gets that does not say; absent where the pipeline decides by its other arguments."""
+
+    size: str | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+
+
+class RecipeCard(BaseModel):
+    """What a request with an adapter gets, and may not contradict; absent where the adapter leaves it open."""
+
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    sigmas: list[float] | None = None
+    shift: float | None = None
+
+
+class ModelCard(BaseModel):
+    """The base model, or an adapter with the `parent` it belongs to. `tasks` and `pipeline` are known once it is loaded.
+
+    `state` is the worker's for the base model; an adapter is `Loaded`, or `Cached` where a request for it waits for its load.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["diffusion-worker"] = "diffusion-worker"
+    parent: str | None = None
+    digest: str | None = None
+    state: EngineState | AdapterState
+    # Of an adapter: the strength it has unless a request says another one, its largest rank, how it wants to be used.
+    scale: float | None = None
+    rank: int | None = None
+    recipe: RecipeCard | None = None
+    pipeline: str | None = None
+    tasks: list[Task] | None = None
+    # What was made of the options that speed up or shrink the model.
+    features: dict[str, str] | None = None
+    limits: LimitsCard
+    defaults: DefaultsCard
+
+
+class ModelList(BaseModel):
+    """What this worker serves now; an adapter is in it where a request for it would be served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
+    """The base model, then the adapters; all have the same limits."""
+    base = _base(engine, created)
+    return [base, *(_of_adapter(base, adapter) for _, adapter in engine.served_models() if adapter is not None)]
+
+
+def model_card(engine: Engine, name: str, *, created: int) -> ModelCard:
+    """One of them; raises the RequestError that a request for it would get where it would not be served."""
+    adapter = engine.model_document(name)
+    base = _base(engine, created)
+    return base if adapter is None else _of_adapter(base, adapter)
+
+
+def _base(engine: Engine, created: int) -> ModelCard:
+    model = engine.model
+    return ModelCard(
+        id=engine.config.served_name,
+        created=created,
+        state=engine.state,
+        pipeline=model.pipeline if model else None,
+        tasks=model.tasks if model else None,
+        features=engine.features if model else None,
+        limits=_limits(engine, model),
+        defaults=_defaults(engine, model),
+    )
+
+
+def _of_adapter(base: ModelCard, adapter: AdapterDocument) -> ModelCard:
+    """Copy the base model's card; the recipe overrides its defaults."""
+    told = adapter.recipe
+    recipe, defaults = None, base.defaults
+    if told is not None:
+        recipe = RecipeCard(num_inference_steps=told.steps, guidance_scale=told.guidance_scale, sigmas=told.sigmas, shift=told.shift)
+        defaults = defaults.model_copy(
+            update={name: value for name, value in recipe if value is not None and name in DefaultsCard.model_fields}
+        )
+    own = {"id": adapter.name, "parent": base.id, "digest": adapter.digest, "state": adapter.state, "scale": adapter.scale}
+    return base.model_copy(update=own | {"rank": adapter.rank, "recipe": recipe, "defaults": defaults})
+
+
+def _limits(engine: Engine, model: ModelInfo | None) -> LimitsCard:
+    limits = engine.config.limits
+    return LimitsCard(
+        max_images=limits.max_images,
+        max_steps=limits.max_steps,
+        max_pixels=limits.max_pixels,
+        max_prompt_characters=limits.max_prompt_chars,
+        max_partial_images=MAX_PARTIAL_IMAGES,
+        max_adapters=min(engine.config.max_loras_per_request, engine.config.max_loras),
+        max_input_images=model.max_input_images if model else None,
+        size_multiple=model.size_multiple if model else None,
+        max_width=model.max_width if model else None,
+        max_height=model.max_height if model else None,
+    )
+
+
+def _defaults(engine: Engine, model: ModelInfo | None) -> DefaultsCard:
+    told = engine.config.defaults
+    width, height = (told.width, told.height) if told.width or model is None else (model.default_width, model.default_height)
+    return DefaultsCard(
+        size=f"{width}x{height}" if width and height else None,
+        num_inference_steps=told.steps if model is None else usual_steps(told, engine.config.limits, model),
+        guidance_scale=told.guidance_scale if told.guidance_scale is not None or model is None else model.default_guidance_scale,
+    )

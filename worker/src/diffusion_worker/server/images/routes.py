@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the data port's API: images as the OpenAI SDK asks for them, the end of a request, models."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.server.http.running_requests import RunningRequests
+from diffusion_worker.server.images.generation import answer_generation
+from diffusion_worker.server.images.model_cards import ModelCard, ModelList, model_card, model_cards
+from diffusion_worker.server.schemas.images import ERRORS, IMAGE_ANSWERS, ImagesRequest
+from diffusion_worker.server.schemas.lora import require_own_paths
+
+router = APIRouter()
+
+
+@router.post("/v1/images/generations", response_model=None, responses=IMAGE_ANSWERS | ERRORS)
+async def generate_images(body: ImagesRequest, request: Request) -> Response:
+    """Make `n` images of one prompt. Their seeds follow each other and are in the answer."""
+    require_own_paths(request.app.state.engine, body.adapters())
+    return await answer_generation(request, body.params(), body.options())
+
+
+@router.delete("/v1/requests/{request_id}", status_code=204, responses=ERRORS)
+async def cancel_request(request_id: str, request: Request) -> None:
+    """Cancel the request that was sent with, or answered by, this `X-Request-ID`. Its place is free at the next step."""
+    running: RunningRequests = request.app.state.running
+    if not running.cancel(request_id):
+        raise RequestError(ErrorCode.NOT_FOUND, "requests: nothing runs under this id")
+
+
+@router.get("/v1/models", response_model_exclude_none=True)
+async def list_models(request: Request) -> ModelList:
+    """The base model first, then the adapters that a request would be served by; answered in every state."""
+    return ModelList(data=model_cards(request.app.state.engine, created=request.app.state.started_at))
+
+
+@router.get("/v1/models/{model}", response_model_exclude_none=True, responses=ERRORS)
+async def retrieve_model(model: str, request: Request) -> ModelCard:
+    """One of them; one that would not be served is an error, the same as of a request for it."""
+    return model_card(request.app.state.engine, model, created=request.app.state.started_at)

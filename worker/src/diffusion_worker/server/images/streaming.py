@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request for images whose answer is a stream of server-sent events: each step, previews, the finished images.
+
+What is wrong with a request before its stream began is answered as without one, with its status. After that it is an event
+`error`, which makes the SDK raise. While nothing happens, also in the queue, a comment keeps proxies from closing the stream.
+"""
+
+import asyncio
+import logging
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.requests.admission import GenerationParams
+from diffusion_worker.engine.state.request_events import Held, RequestEvent, StepTaken
+from diffusion_worker.errors import GroupFailed, RequestError
+from diffusion_worker.server.encoding.chunked import Pieces, send_piece
+from diffusion_worker.server.encoding.threads import EncodingThreads
+from diffusion_worker.server.http.running_requests import ClientGone, unless_unwanted
+from diffusion_worker.server.schemas.answers import AnswerOptions, completed_event, held_event, preview_event, progress_event, server_sent
+from diffusion_worker.server.schemas.problems import client_gone, error_envelope, lost_ranks, settled_status, unexpected_error
+
+# A refusal comes at once. Past this the stream begins, so that whoever is in the queue sees that it was taken.
+FIRST_WORD_S = 1.0
+# Proxies close a connection on which nothing was sent for half a minute or more.
+KEEP_ALIVE_S = 10.0
+# A client that reads nothing for so long is gone.
+SEND_TIMEOUT_S = 60.0
+KEEP_ALIVE = [b": keep-alive\n\n"]
+
+log = logging.getLogger(__name__)
+
+
+class EventStream(Response):
+    """The answer; it makes the images while it is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, request: Request, params: GenerationParams, options: AnswerOptions) -> None:
+        # Proxies are not to keep events until they have many.
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._request = request
+        self._params = params
+        self._options = options
+        self._engine: Engine = request.app.state.engine
+        self._encoding: EncodingThreads = request.app.state.encoding
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events.
+
+        Raises:
+            RequestError, GroupFailed: as `Engine.generate`, where nothing was sent yet.
+        """
+        try:
+            await unless_unwanted(self._request, self._run(send))
+        except ClientGone:
+            client_gone(self._request)
+        except (RequestError, GroupFailed) as error:
+            if not self._begun:
+                raise
+            await self._fail(send, error if isinstance(error, RequestError) else lost_ranks(error))
+        except Exception as error:
+            if not self._begun:
+                raise
+            log.exception("unexpected error in a stream")
+            await self._fail(send, unexpected_error(error))
+
+    async def _run(self, send: Send) -> None:
+        """From the request to the end of its stream."""
+        events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
+        work = asyncio.create_task(self._engine.generate(self._params, on_event=events.put_nowait))
+        work.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while not (work.done() and events.empty()):
+                await self._send_next(send, events)
+            made = await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        self._request.app.state.metrics.observe_generation(made)
+        for index in range(len(made.images)):
+            await self._send(send, await self._encoding.run(completed_event, made, index, self._options, created=int(time.time())))
+        await self._send(send, [], more=False)
+
+    async def _send_next(self, send: Send, events: asyncio.Queue[RequestEvent | None]) -> None:
+        """Send the next event, or a sign of life where there is none for long."""
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S if self._begun else FIRST_WORD_S):
+                event = await events.get()
+        except TimeoutError:
+            await self._send(send, KEEP_ALIVE)
+            return
+        if event is not None:
+            await self._send(send, await self._encoded(event))
+
+    async def _encoded(self, event: RequestEvent) -> Pieces:
+        if isinstance(event, StepTaken):
+            return progress_event(event, self._options)
+        if isinstance(event, Held):
+            return held_event(event, self._options)
+        accelerated = self._engine.accelerates(self._params)
+        created = int(time.time())
+        return await self._encoding.run(preview_event, event, self._options, accelerated=accelerated, created=created)
+
+    async def _fail(self, send: Send, error: RequestError) -> None:
+        """The last event of a stream that ends with an error. Its form is what makes the SDK raise."""
+        self._request.state.error_code = error.code
+        try:
+            status = settled_status(error.status, retryable=error.retryable)
+            await self._send(send, server_sent("error", error_envelope(error, status)), more=False)
+        except ClientGone:
+            log.debug("nobody reads the error of this stream any more")
+
+    async def _send(self, send: Send, content: Pieces, *, more: bool = True) -> None:
+        """Send all of it, each part in time; raises ClientGone."""
+        try:
+            if not self._begun:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._begun = True
+            for piece in content:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send_piece(send, piece)
+            if not more:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):
+            raise ClientGone from None

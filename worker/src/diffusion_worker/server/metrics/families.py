@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics from values that are counted elsewhere, for collectors: every name with the worker's prefix."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from diffusion_worker.engine.state.histogram import Durations
+
+PREFIX = "diffusion_worker_"
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """A value that goes up and down."""
+    return GaugeMetricFamily(PREFIX + name, text, value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """A value that only grows; `_total` is added to its name."""
+    return CounterMetricFamily(PREFIX + name, text, value)
+
+
+def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """A counter for each value of a label."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([str(value)], count)
+    return family
+
+
+def histogram(name: str, text: str, durations: Mapping[str, Durations], *, label: str | None = None) -> Metric:
+    """A histogram for each value of a label; without one the key is empty."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
+    for value, each in durations.items():
+        buckets = [("+Inf" if math.isinf(bound) else str(bound), float(count)) for bound, count in each.cumulative()]
+        family.add_metric([value] if label else [], buckets, each.total_s)
+    return family
+
+
+def by_state(name: str, text: str, states: Iterable[str], counts: Mapping[str, int], *, label: str = "state") -> Metric:
+    """A gauge for each state, 0 where nothing is in it."""
+    family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
+    for state in states:
+        family.add_metric([str(state)], counts.get(state, 0))
+    return family

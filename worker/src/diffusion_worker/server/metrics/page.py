@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `/metrics` shows: counters of the HTTP edge, what the engine counts, and the server process itself.
+
+Labels are bounded: codes, routes, states and phases come from closed lists, ranks from the configuration. No adapter's name,
+no request's id. `docs/metrics.md` has them all, and a test holds it to that.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.state.histogram import BOUNDS_S
+from diffusion_worker.engine.state.request_events import Generation, Timings
+from diffusion_worker.errors import ErrorCode
+from diffusion_worker.server.encoding.threads import EncodingThreads
+from diffusion_worker.server.metrics.engine import OK, EngineCollector
+from diffusion_worker.server.metrics.families import PREFIX, gauge, histogram
+
+# The routes that make images, by the path that a client asks for.
+ROUTES = {"/v1/images/generations": "generations", "/v1/images/edits": "edits"}
+CLIENT_GONE = "ClientGone"
+CODES = (OK, CLIENT_GONE, *ErrorCode)
+# The fields of `Timings` that are one after the other; `total` has what lies between them as well.
+PHASES = tuple(name for name in Timings.__struct_fields__ if name != "total")
+# From a small model on a GPU to a large image on a CPU.
+REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+# 16 MiB to 256 GiB.
+MEMORY_BUCKETS = tuple(float(2**power) for power in range(24, 39, 2))
+
+
+class Metrics:
+    """The registry of one server process."""
+
+    def __init__(self, engine: Engine, encoding: EncodingThreads) -> None:
+        # A second series beside each counter that says when it was made: all are made here, at the start of the process.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        counters, histograms = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
+        requests = counters(PREFIX + "requests", "Requests for images answered, by error code or OK.", ["code", "route"])
+        seconds = histograms(PREFIX + "request_seconds", "Time from a request to its answer.", ["route"], buckets=REQUEST_BUCKETS)
+        phases = histograms(PREFIX + "phase_seconds", "Time of an image's phases.", ["phase"], buckets=BOUNDS_S)
+        # Made here, so that they are 0 before the first event, and found without a search in every request.
+        self._requests = {(code, path): requests.labels(code, route) for code in CODES for path, route in ROUTES.items()}
+        self._seconds = {path: seconds.labels(route) for path, route in ROUTES.items()}
+        self._phases = {phase: phases.labels(phase) for phase in PHASES}
+        self._peak_bytes = histograms(PREFIX + "image_peak_bytes", "Memory of an image's steps.", buckets=MEMORY_BUCKETS)
+        self._with_adapter = counters(PREFIX + "adapter_images", "Images made with an adapter and answered.")
+        by_adapters = counters(
+            PREFIX + "requests_with_adapters", "Requests answered with images, by how many adapters they had.", ["adapters"]
+        )
+        self._by_adapters = [by_adapters.labels(str(count)) for count in range(engine.config.max_loras_per_request + 1)]
+        info = Gauge(PREFIX + "info", "Always 1; tells the worker's version.", ["version"], registry=self.registry)
+        info.labels(engine.version).set(1)
+        self.registry.register(EncodingCollector(encoding))
+        self.registry.register(EngineCollector(engine))
+        # Memory, CPU time and open files of the server process, read from /proc.
+        ProcessCollector(registry=self.registry)
+
+    def observe_request(self, path: str, code: str, seconds: float) -> None:
+        """Count one answered request of a path in `ROUTES`; only images go into the histogram, refusals would hide them."""
+        self._requests[code, path].inc()
+        if code == OK:
+            self._seconds[path].observe(seconds)
+
+    def observe_generation(self, made: Generation) -> None:
+        """The phases of every image of an answered request, its memory, and how many adapters it has."""
+        self._by_adapters[len(made.provenance.adapters)].inc()
+        for image in made.images:
+            for phase, seconds in self._phases.items():
+                seconds.observe(getattr(image.timings, phase))
+            if image.peak_bytes:
+                self._peak_bytes.observe(image.peak_bytes)
+        if made.provenance.adapters:
+            self._with_adapter.inc(len(made.images))
+
+    async def exposition(self) -> tuple[bytes, str]:
+        """The text of all metrics and its media type.
+
+        Values are read on the event loop, which owns them. Writing them takes longer: that is done in a thread, but not in
+        one of those that encode, so that nobody who watches waits behind images.
+        """
+        return await asyncio.to_thread(generate_latest, Collected(list(self.registry.collect()))), CONTENT_TYPE_LATEST
+
+
+class Collected(Collector):
+    """Metrics that were read before."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        """What was read."""
+        return self._metrics
+
+
+class EncodingCollector(Collector):
+    """What the encoding threads count."""
+
+    def __init__(self, encoding: EncodingThreads) -> None:
+        self._encoding = encoding
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; called by the registry."""
+        encoding = self._encoding
+        yield gauge("encoding_threads", "Threads that encode and decode images.", encoding.threads)
+        yield gauge("encoding_pending", "Pieces of work that encoding threads have or will take.", encoding.pending)
+        yield histogram("encoding_wait_seconds", "Time until an encoding thread took a piece of work.", {"": encoding.waited})
+        yield histogram("encoding_seconds", "Time an encoding thread took for a piece of work.", {"": encoding.worked})

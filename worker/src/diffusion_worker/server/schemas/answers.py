@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished images as the body of an answer: the JSON that the OpenAI SDK reads, a file, or the events of a stream. Pure.
+
+All of it is slow for large images and is called in threads.
+"""
+
+import enum
+import io
+import zipfile
+from collections.abc import Sequence
+
+import msgspec
+
+from diffusion_worker.engine.state.request_events import FinishedImage, Generation, Held, PreviewMade, StepTaken
+from diffusion_worker.server.encoding.chunked import Pieces, cut, json_with_file
+from diffusion_worker.server.encoding.images import OutputFormat, encode, metadata_of
+
+ZIP_MEDIA_TYPE = "application/zip"
+
+
+class Quality(enum.StrEnum):
+    """What an answer says of how its images were made, in the SDK's words."""
+
+    # A step cache was allowed to skip work.
+    MEDIUM = "medium"
+    # Every step was computed.
+    HIGH = "high"
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client wants its images. `output_compression` is 0 to 100; `events` is the first part of its events' names."""
+
+    output_format: OutputFormat = OutputFormat.PNG
+    output_compression: int | None = None
+    # The image itself in place of JSON; several are in a ZIP.
+    as_file: bool = False
+    stream: bool = False
+    # What each stage of each image took goes into the answer.
+    timings: bool = False
+    events: str = "image_generation"
+
+
+def image_file(made: Generation, image: FinishedImage, options: AnswerOptions) -> bytes:
+    """One image as the file that was asked for, with its provenance in it."""
+    return encode(
+        image.pixels,
+        image.height,
+        image.width,
+        output_format=options.output_format,
+        compression=options.output_compression,
+        metadata=metadata_of(made.provenance, image),
+    )
+
+
+def image_json(made: Generation, image: FinishedImage, options: AnswerOptions) -> Pieces:
+    """One image as `schemas.ImageData`."""
+    return json_with_file(image_file(made, image, options), _described(made, image, options))
+
+
+def json_answer(made: Generation, images: Sequence[Pieces], options: AnswerOptions, *, created: int) -> Pieces:
+    """The body of `schemas.ImagesAnswer`; past pydantic, which would copy and check megabytes of base64."""
+    first = made.images[0]
+    form = _form(first.height, first.width, made.provenance.accelerated, options)
+    body = [msgspec.json.encode({"created": created} | form)[:-1] + b',"data":[']
+    for image in images:
+        body += [*image, b","]
+    return [*body[:-1], b"]}"]
+
+
+def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces, str]:
+    """One file as it is, several as a ZIP; and the media type."""
+    if len(files) == 1:
+        return cut(files[0]), f"image/{options.output_format}"
+    out = io.BytesIO()
+    # Images do not compress a second time.
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for index, file in enumerate(files):
+            archive.writestr(f"{index}.{options.output_format}", file)
+    return cut(out.getvalue()), ZIP_MEDIA_TYPE
+
+
+def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
+    """A step that an image has taken; an event of ours, which the SDK hands on with its `type`."""
+    return server_sent(f"{options.events}.progress", {"index": step.index, "attempt": step.attempt, "step": step.step, "steps": step.steps})
+
+
+def held_event(held: Held, options: AnswerOptions) -> Pieces:
+    """The request waits for the model; an event of ours."""
+    return server_sent(f"{options.events}.held", {"state": held.state, "ahead": held.ahead})
+
+
+def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: bool, created: int) -> Pieces:
+    """What an image looks like on its way. It has no provenance: it is not yet what the request makes."""
+    height, width, compression = preview.height, preview.width, options.output_compression
+    file = encode(preview.pixels, height, width, output_format=options.output_format, compression=compression)
+    content = {"partial_image_index": preview.number, "index": preview.index, "attempt": preview.attempt, "created_at": created}
+    return server_sent(f"{options.events}.partial_image", content | _form(height, width, accelerated, options), file)
+
+
+def completed_event(made: Generation, index: int, options: AnswerOptions, *, created: int) -> Pieces:
+    """A finished image."""
+    image = made.images[index]
+    # The SDK's type has `usage`; tokens are not what a diffusion model counts.
+    content: dict[str, object] = {"index": index, "created_at": created, "usage": None}
+    content |= _form(image.height, image.width, made.provenance.accelerated, options) | _described(made, image, options)
+    return server_sent(f"{options.events}.completed", content, image_file(made, image, options))
+
+
+def server_sent(kind: str, content: dict[str, object], file: bytes | None = None) -> Pieces:
+    """One server-sent event; its type is in its data too, as the SDK looks there."""
+    head, data = b"event: " + kind.encode() + b"\ndata: ", {"type": kind} | content
+    if file is None:
+        return [head + msgspec.json.encode(data) + b"\n\n"]
+    return [head, *json_with_file(file, data), b"\n\n"]
+
+
+def _form(height: int, width: int, accelerated: bool, options: AnswerOptions) -> dict[str, object]:
+    """What an answer and its events say of an image's form, in the SDK's words. `quality` is what ran, not what was asked."""
+    quality = Quality.MEDIUM if accelerated else Quality.HIGH
+    return {"background": "opaque", "output_format": options.output_format, "quality": quality, "size": f"{width}x{height}"}
+
+
+def _described(made: Generation, image: FinishedImage, options: AnswerOptions) -> dict[str, object]:
+    """What an image was made by, and what it took where that was asked for."""
+    described: dict[str, object] = {"seed": image.seed, "provenance": metadata_of(made.provenance, image)}
+    if options.timings:
+        described |= {"timings": image.timings, "peak_memory_bytes": image.peak_bytes or None}
+    return described

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests and answers as pydantic models, so that `/openapi.json` is right and unknown fields are refused.
+
+Pydantic stays in this package: each body turns itself into the struct that the engine takes. Only the form is checked here;
+what depends on the model, on limits or on the engine's state is the engine's to judge.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from diffusion_worker.engine.requests.admission import MAX_LORA_SCALE
+from diffusion_worker.engine.state.state_document import (
+    AdapterCall,
+    OperationCall,
+    PauseCall,
+    ProfileCall,
+    Residency,
+    SleepCall,
+    SleepMode,
+    SleepPolicy,
+    WakeCall,
+)
+from diffusion_worker.messages import MemoryTag, SleepLevel
+from diffusion_worker.server.schemas.images import Finite
+from diffusion_worker.server.schemas.sources import ControlBody, SourceBody
+
+# An operation that takes longer than a day is a mistake of the caller.
+MAX_DEADLINE_S = 86_400.0
+
+ADAPTER_NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
+COMPONENT_PATTERN = r"^[a-z][a-z0-9_]*$"
+MAX_RANK = 4096
+
+Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
+OperationId = Annotated[str, Field(min_length=1, max_length=128)]
+BootId = Annotated[str, Field(min_length=1, max_length=128)]
+AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
+Tag = Literal["weights", "adapters", "caches"]
+# From now on, as the operator's file says it too, only later.
+Policy = Literal["AlwaysAwake", "Asleep", "OnIdle"]
+ComponentName = Annotated[str, Field(pattern=COMPONENT_PATTERN, max_length=64)]
+
+
+class ErrorBody(BaseModel):
+    """Every answer of the control port that is an error."""
+
+    code: str
+    message: str
+    retryable: bool
+    retryAfterSeconds: float | None
+    details: dict[str, object]
+
+
+# For `responses` of every route of that port: one form for all errors, and no mention of the framework's own.
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Any error."}}
+
+
+class WakeBody(ControlBody):
+    """Body of `POST /v1/wake`. Without `bootId` the call is for whatever runs."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+    tags: Annotated[
+        list[Tag] | None, Field(min_length=1, max_length=8, description="Only these; nothing is served before all are awake.")
+    ] = None
+    policy: Policy | None = None
+
+    def call(self) -> WakeCall:
+        """The body as the engine takes it."""
+        return WakeCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            tags=None if self.tags is None else [MemoryTag(tag) for tag in self.tags],
+            policy=None if self.policy is None else SleepPolicy(self.policy),
+        )
+
+
+class SleepBody(ControlBody):
+    """Body of `POST /v1/sleep`. The deadline bounds the drain; after it running requests end as by `Abort`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 300.0
+    level: Literal["HostMemory", "Discard"] = "HostMemory"
+    mode: Literal["Wait", "Abort"] = "Wait"
+    if_idle_since: Annotated[
+        float | None,
+        Field(ge=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="Refused with Busy if a request came within so many seconds."),
+    ] = None
+    policy: Policy | None = None
+
+    def call(self) -> SleepCall:
+        """The body as the engine takes it."""
+        return SleepCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            level=SleepLevel(self.level),
+            mode=SleepMode(self.mode),
+            if_idle_since=self.if_idle_since,
+            policy=None if self.policy is None else SleepPolicy(self.policy),
+        )
+
+
+class ResumeBody(ControlBody):
+    """Body of `POST /v1/resume`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+
+    def call(self) -> OperationCall:
+        """The body as the engine takes it."""
+        return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id)
+
+
+class PauseBody(ControlBody):
+    """Body of `POST /v1/pause`. One that does not end in time changes nothing."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 60.0
+
+    def call(self) -> PauseCall:
+        """The body as the engine takes it."""
+        return PauseCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
+
+
+class ProbeBody(ControlBody):
+    """Body of `POST /v1/probe`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+
+    def call(self) -> OperationCall:
+        """The body as the engine takes it."""
+        return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
+
+
+class AdapterBody(ControlBody):
+    """Body of `PUT /v1/adapters/{name}`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+    source: SourceBody
+    digest: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
+    scale: Annotated[Finite, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE)] = 1.0
+    components: Annotated[
+        list[ComponentName], Field(default_factory=list, max_length=8, description="Only these of the file; all that it has if empty.")
+    ]
+    format: Annotated[Literal["peft", "diffusers", "kohya"] | None, Field(description="How the file must be written.")] = None
+    expected_rank: Annotated[int | None, Field(ge=1, le=MAX_RANK, description="The rank that it must have.")] = None
+    residency: Literal["Resident", "Cached", "OnDemand"] = "Cached"
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Of those that may be evicted the lowest goes first.")] = 0
+
+    def call(self) -> AdapterCall:
+        """The body as the engine takes it."""
+        return AdapterCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            source=self.source.source(),
+            digest=self.digest,
+            scale=self.scale,
+            components=self.components,
+            format=self.format,
+            expected_rank=self.expected_rank,
+            residency=Residency(self.residency),
+            priority=self.priority,
+        )
+
+
+class ProfileBody(ControlBody):
+    """Body of `POST /v1/profile`: begin a trace on every rank, or end it."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 120.0
+    action: Literal["Start", "Stop"]
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] = "trace"
+
+    def call(self) -> ProfileCall:
+        """The body as the engine takes it."""
+        return ProfileCall(
+            operation_id=self.operation_id,
+            boot_id=self.boot_id,
+            deadline_seconds=self.deadline_seconds,
+            start=self.action == "Start",
+            prefix=self.prefix,
+        )
+
+
+class AdapterRemoval(BaseModel):
+    """Query of `DELETE /v1/adapters/{name}`: requests that use the adapter have `drainSeconds` to finish."""
+
+    # Not strict: a query has only strings.
+    model_config = ConfigDict(extra="forbid", alias_generator=to_camel)
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    drain_seconds: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S, allow_inf_nan=False)] = 60.0
+
+
+class OperationAnswer(BaseModel):
+    """What became of a sleep or wake call; its outcome is in `/v1/state`."""
+
+    operationId: str
+    state: str
+
+
+class PauseAnswer(BaseModel):
+    """Whether steps are made now."""
+
+    operationId: str
+    paused: bool
+
+
+class FingerprintAnswer(BaseModel):
+    """One rank: checksums of its weights, of each of its adapters after its digest, and of what a step from a fixed seed makes."""
+
+    rank: int
+    weights: str
+    adapters: list[str]
+    probe: str | None
+
+
+class ProbeAnswer(BaseModel):
+    """The ranks, in their order."""
+
+    operationId: str
+    ranks: list[FingerprintAnswer]
+
+
+class ProfileAnswer(BaseModel):
+    """Whether a trace is being taken now, and the files that were written, as paths on the worker."""
+
+    running: bool
+    files: list[str]
+
+
+class RemovedAdapter(BaseModel):
+    """The adapter that is gone."""
+
+    name: str

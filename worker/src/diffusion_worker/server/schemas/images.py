@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the data port reads and answers, as pydantic models: OpenAI's fields, all of them, and those that diffusion adds.
+
+A field of OpenAI's is used, or accepted where it asks for nothing that could be missed, or refused by its name; none is
+dropped. Null stands for a field that is absent. Only the form is checked here; what depends on the model, on limits or on the
+engine's state is the engine's to judge.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diffusion_worker.engine.requests.admission import MAX_LORA_SCALE, MAX_SEED, GenerationParams
+from diffusion_worker.errors import refused
+from diffusion_worker.messages import Task
+from diffusion_worker.server.encoding.images import OutputFormat
+from diffusion_worker.server.schemas.answers import ZIP_MEDIA_TYPE, AnswerOptions
+from diffusion_worker.server.schemas.lora import AskedAdapter, LoRAObjects, asked_adapters
+
+MAX_PARTIAL_IMAGES = 3
+
+SIZE_PATTERN = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
+
+# Values of `quality` that let the worker's step cache skip work, and those that want every step computed.
+ACCELERATED_QUALITIES = ("low", "medium")
+COMPUTED_QUALITIES = ("high", "hd")
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Without a bound pydantic lets texts through that are no Unicode (a half of a surrogate pair), which nothing behind it can send.
+# Prompts have a limit of their own; this one is no smaller.
+Text = Annotated[str, Field(max_length=1_000_000)]
+ModelName = Annotated[str, Field(max_length=256)]
+
+# Why a field, or a value of it, is refused, and what is possible in its place.
+REFUSED = {
+    "style": "there are no styles; say it in the prompt",
+    "complexity": "no image is planned here; use num_inference_steps or quality",
+    "svg": "images are of pixels; use output_format png, jpeg or webp",
+    "frame_count": "no animated images are made",
+    "frame_duration_ms": "no animated images are made",
+    "response_format": "answers hold their images, none is kept to be fetched by a url",
+    "background": "images have no transparency",
+    "image": "images to start from are for /v1/images/edits",
+    "mask": "images to start from are for /v1/images/edits",
+    "strength": "images to start from are for /v1/images/edits",
+    "input_fidelity": "how close an edit stays to its image is said by strength, at /v1/images/edits",
+}
+
+
+class ImageRequest(BaseModel):
+    """The fields that every route has which makes images."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: Annotated[str, Field(min_length=1, description="What the image shows; not only spaces.")]
+    model: Annotated[ModelName | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
+    n: Annotated[int | None, Field(ge=1, description="How many images, one if absent. Their seeds follow each other.")] = None
+    size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first image; random if absent.")] = None
+    num_inference_steps: Annotated[int | None, Field(ge=1)] = None
+    guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
+    negative_prompt: Annotated[Text | None, Field(description="What the image does not show.")] = None
+    lora: LoRAObjects = None
+    lora_scale: Annotated[
+        Finite | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; else its own.")
+    ] = None
+    exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits under any load.")] = None
+    quality: Annotated[
+        Literal["auto", "standard", "low", "medium", "high", "hd"] | None,
+        Field(description="high and hd compute every step; with the others the worker's step cache may skip work, where it has one."),
+    ] = None
+    response_format: Annotated[
+        Literal["b64_json", "file"] | None, Field(description="file answers with the image itself, several in a ZIP.")
+    ] = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int | None, Field(ge=0, le=100, description="Quality of jpeg and webp; 90 if absent.")] = None
+    stream: Annotated[bool | None, Field(description="Answer with server-sent events: each step, previews, the images.")] = None
+    partial_images: Annotated[
+        int | None, Field(ge=0, le=MAX_PARTIAL_IMAGES, description="Previews of each image while it is made; with stream.")
+    ] = None
+    timings: Annotated[bool | None, Field(description="Answer with the seconds of each stage and the peak of memory.")] = None
+    background: Annotated[Literal["auto", "opaque"] | None, Field(description="All images are opaque.")] = None
+    moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted; nothing is moderated.")] = None
+    user: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
+    safety_identifier: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
+    complexity: Annotated[None, Field(description="Refused: " + REFUSED["complexity"])] = None
+    svg: Annotated[None, Field(description="Refused: " + REFUSED["svg"])] = None
+    frame_count: Annotated[None, Field(description="Refused: " + REFUSED["frame_count"])] = None
+    frame_duration_ms: Annotated[None, Field(description="Refused: " + REFUSED["frame_duration_ms"])] = None
+
+    def adapters(self) -> list[AskedAdapter]:
+        """The adapters of `lora`; raises RequestError (InvalidRequest) for an object that names none."""
+        return asked_adapters(self.lora)
+
+    def params(self) -> GenerationParams:
+        """The request as the engine takes it.
+
+        Raises:
+            RequestError: previews were asked for without a stream to send them in, or an adapter without its name.
+        """
+        if self.partial_images and not self.stream:
+            raise refused("partial_images", "0 without stream", self.partial_images)
+        width, height = (None, None) if self.size in (None, "auto") else map(int, self.size.split("x"))
+        return GenerationParams(
+            prompt=self.prompt,
+            model=self.model,
+            negative_prompt=self.negative_prompt,
+            n=1 if self.n is None else self.n,
+            seed=self.seed,
+            height=height,
+            width=width,
+            steps=self.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            loras=[asked.choice for asked in self.adapters()],
+            lora_scale=self.lora_scale,
+            exact=bool(self.exact),
+            accelerated=_accelerated(self.quality),
+            previews=self.partial_images or 0,
+        )
+
+    def options(self) -> AnswerOptions:
+        """How the images are to be answered.
+
+        Raises:
+            RequestError: a compression of what has none, or a file and a stream at once.
+        """
+        output_format = OutputFormat(self.output_format or OutputFormat.PNG)
+        if self.output_compression is not None and output_format is OutputFormat.PNG:
+            raise refused("output_compression", "output_format jpeg or webp with it, as png is lossless", "png")
+        if self.response_format == "file" and self.stream:
+            raise refused("response_format", "b64_json with stream", "file")
+        return AnswerOptions(
+            output_format=output_format,
+            output_compression=self.output_compression,
+            as_file=self.response_format == "file",
+            stream=bool(self.stream),
+            timings=bool(self.timings),
+        )
+
+
+class ImagesRequest(ImageRequest):
+    """What `client.images.generate(...)` of the OpenAI SDK sends, and the fields that diffusion adds to it."""
+
+    style: Annotated[None, Field(description="Refused: " + REFUSED["style"])] = None
+
+
+class TimingsBody(BaseModel):
+    """Seconds of one image; calls that it shared with others count in full."""
+
+    queue: float
+    encode: float
+    denoise: float
+    decode: float
+    post: float
+    total: float
+
+
+class AdapterUse(BaseModel):
+    """An adapter that an image was made with."""
+
+    name: str
+    digest: str
+    scale: float
+
+
+class ProvenanceBody(BaseModel):
+    """What made an image; the same is in the image's own metadata."""
+
+    model: str
+    pipeline: str
+    revision: str | None
+    digest: str | None
+    task: Task
+    strength: float | None
+    adapters: list[AdapterUse]
+    steps: int | None
+    guidance_scale: float | None
+    sigmas: list[float] | None
+    shift: float | None
+    accelerated: bool
+    exact: bool
+    engine: str
+    seed: int
+    width: int
+    height: int
+
+
+class ImageData(BaseModel):
+    """One image. `timings` and `peak_memory_bytes` are there if asked for; the latter is null where it is not known."""
+
+    b64_json: str
+    seed: int
+    provenance: ProvenanceBody
+    timings: TimingsBody | None = None
+    peak_memory_bytes: int | None = None
+
+
+class ImagesAnswer(BaseModel):
+    """The images in base64. `quality` says what ran: high is every step computed, medium is with the step cache."""
+
+    created: int
+    background: Literal["opaque"]
+    output_format: OutputFormat
+    quality: Literal["medium", "high"]
+    size: str
+    data: list[ImageData]
+
+
+ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+
+
+class ErrorObject(BaseModel):
+    """An error in OpenAI's fields and some of this worker. `param` is the field of the request that is at fault, if one is."""
+
+    message: str
+    type: ErrorType
+    param: str | None
+    code: str
+    retryable: Annotated[bool, Field(description="The same request may succeed later; x-should-retry says the same.")]
+    retry_after_seconds: float | None
+    details: dict[str, object]
+
+
+class ErrorEnvelope(BaseModel):
+    """Every answer of the data port that is an error, and the data of an event `error`."""
+
+    error: ErrorObject
+
+
+# For `responses` of every route of the data port.
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorEnvelope, "description": "Any error."}}
+
+# With `stream`: one of the events. OpenAPI 3.1 has no way to say that there are many.
+EVENT = {
+    "type": "object",
+    "description": "A server-sent event. The data is a JSON object with its type: a step, a preview, an image, or an error.",
+    "required": ["event", "data"],
+    "properties": {
+        "event": {"type": "string", "pattern": r"^(image_(generation|edit)\.(progress|partial_image|completed)|error)$"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
+# For `responses` of the routes that make images: the forms of an answer by media type.
+IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ImagesAnswer,
+        "content": {
+            "text/event-stream": {"schema": EVENT},
+            **{f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in OutputFormat},
+            ZIP_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+
+
+def _accelerated(quality: str | None) -> bool | None:
+    if quality in ACCELERATED_QUALITIES:
+        return True
+    return False if quality in COMPUTED_QUALITIES else None

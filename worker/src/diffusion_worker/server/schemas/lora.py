@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters that a request for images asks for, in all forms of the reference's `lora` object.
+
+What counts is the name, which the worker must know. A path is only compared with the adapter's own: no client of the data port
+makes the worker read one. An integer id is accepted and means nothing here, as an adapter's identity is its content.
+"""
+
+import posixpath
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from diffusion_worker.engine.engine import Engine
+from diffusion_worker.engine.requests.admission import MAX_LORA_SCALE, AdapterChoice
+from diffusion_worker.errors import ConfigError, refused
+from diffusion_worker.sources.parsing import parse_source
+from diffusion_worker.sources.source import Source
+
+NAMES = ("name", "lora_name", "adapter")
+SCALES = ("scale", "lora_scale")
+PATHS = ("path", "local_path", "lora_path", "lora_local_path")
+IDS = ("int_id", "lora_int_id")
+# More than any worker takes; how many one takes is its own to say.
+MAX_OBJECTS = 64
+MAX_ID = 2**63 - 1
+# Of a path in a message.
+SHOWN_CHARS = 200
+
+Name = Annotated[str | None, Field(min_length=1, max_length=256)]
+Scale = Annotated[float | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, allow_inf_nan=False)]
+Path = Annotated[str | None, Field(min_length=1, max_length=4096)]
+Id = Annotated[int | None, Field(ge=1, le=MAX_ID)]
+
+
+class LoRAObject(BaseModel):
+    """One adapter and its strength. A name is required; of several names for one thing only one is allowed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[Name, Field(description="The adapter's name here, as in /v1/models.")] = None
+    lora_name: Annotated[Name, Field(description="The same as name.")] = None
+    adapter: Annotated[Name, Field(description="The same as name.")] = None
+    scale: Annotated[Scale, Field(description="Its strength; else its own.")] = None
+    lora_scale: Annotated[Scale, Field(description="The same as scale.")] = None
+    path: Annotated[Path, Field(description="Not read: if given, it must be where the adapter came from.")] = None
+    local_path: Annotated[Path, Field(description="The same as path.")] = None
+    lora_path: Annotated[Path, Field(description="The same as path.")] = None
+    lora_local_path: Annotated[Path, Field(description="The same as path.")] = None
+    int_id: Annotated[Id, Field(description="Accepted; an adapter's identity is its content.")] = None
+    lora_int_id: Annotated[Id, Field(description="The same as int_id.")] = None
+
+
+class AskedAdapter(NamedTuple):
+    """One object of a request: what it asks for, and a path that must be the adapter's own. `field` is its place."""
+
+    field: str
+    choice: AdapterChoice
+    path: str | None
+
+
+def _listed(value: Any) -> Any:
+    """One object is a list of it."""
+    if isinstance(value, dict):
+        return [value]
+    if value is None or isinstance(value, list):
+        return value
+    raise PydanticCustomError("no_lora", "expected an object with the name of an adapter, or a list of them")
+
+
+def _listed_of_text(value: Any) -> Any:
+    """The same in a form, which has texts only."""
+    try:
+        return _listed(msgspec.json.decode(value) if isinstance(value, str) else value)
+    except (msgspec.DecodeError, UnicodeError):
+        raise PydanticCustomError("no_lora", "expected JSON: an object with the name of an adapter, or a list of them") from None
+
+
+_OBJECT = LoRAObject.model_json_schema()
+_DESCRIPTION = "An adapter to use, or several: each an object with its name and, if not its own, its scale."
+_SCHEMA = {"anyOf": [_OBJECT, {"type": "array", "items": _OBJECT, "maxItems": MAX_OBJECTS}, {"type": "null"}], "description": _DESCRIPTION}
+_TEXT_SCHEMA = {"type": "string", "contentMediaType": "application/json", "description": _DESCRIPTION + " As JSON."}
+_Objects = Annotated[list[LoRAObject], Field(max_length=MAX_OBJECTS)] | None
+
+LoRAObjects = Annotated[_Objects, BeforeValidator(_listed), WithJsonSchema(_SCHEMA)]
+LoRAText = Annotated[_Objects, BeforeValidator(_listed_of_text), WithJsonSchema(_TEXT_SCHEMA)]
+
+
+def asked_adapters(objects: Sequence[LoRAObject] | None) -> list[AskedAdapter]:
+    """What the objects ask for.
+
+    Raises:
+        RequestError: InvalidRequest, one has no name, or two names for one thing.
+    """
+    return [_asked(f"lora[{index}]", each) for index, each in enumerate(objects or [])]
+
+
+def _asked(field: str, asked: LoRAObject) -> AskedAdapter:
+    name = _only(field, asked, NAMES)
+    _only(field, asked, IDS)
+    if name is None:
+        raise refused(f"{field}.name", "the name of an adapter", "none")
+    return AskedAdapter(field, AdapterChoice(name, _only(field, asked, SCALES)), _only(field, asked, PATHS))
+
+
+def _only(field: str, asked: LoRAObject, names: Sequence[str]) -> Any:
+    given = [name for name in names if getattr(asked, name) is not None]
+    if len(given) > 1:
+        raise refused(f"{field}.{given[1]}", f"only one of {' and '.join(given)}", "both" if len(given) == 2 else "all of them")
+    return getattr(asked, given[0]) if given else None
+
+
+def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
+    """Whether every path in a request is where its adapter came from; an unknown name is the engine's to refuse.
+
+    Raises:
+        RequestError: InvalidRequest that names the field and the path that was given.
+    """
+    for field, choice, path in asked:
+        own = engine.adapter_source(choice.name) if path is not None else None
+        if path is None or own is None or place_of_text(path) == place_of(own):
+            continue
+        # Where it came from is not for clients of the data port.
+        raise refused(f"{field}.path", f"none, or where adapter {choice.name!r} came from", repr(path.partition("?")[0][:SHOWN_CHARS]))
+
+
+def place_of_text(text: str) -> str:
+    """The place that a client names, in the form of `place_of`; what is no source is left as it is."""
+    try:
+        return place_of(parse_source(text))
+    except ConfigError:
+        return text
+
+
+def place_of(source: Source) -> str:
+    """Where a source is, as one text without what it takes to get there."""
+    if source.hugging_face is not None:
+        hub = source.hugging_face
+        return "/".join(filter(None, [f"hf://{hub.repo}@{hub.revision}", hub.file or hub.subfolder]))
+    if source.s3 is not None:
+        return source.s3.uri
+    if source.pvc is not None:
+        return f"pvc://{source.pvc.claim_name}/{posixpath.normpath(source.pvc.path)}"
+    return source.http.url if source.http is not None else posixpath.normpath(str(source.path))
