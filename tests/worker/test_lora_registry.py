@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.call_rows import Uses
+from diffusion_worker.lora.model_manager import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
 from diffusion_worker.lora.pipeline_layers import HostAdapter, SlotUse
-from diffusion_worker.lora.registry import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
 
 
 class FakeSlots:

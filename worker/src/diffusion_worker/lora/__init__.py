@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
-    from diffusion_worker.lora.registry import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
+    from diffusion_worker.lora.model_manager import LoRAModel, LoRAModelManager, LRUCacheLoRAModelManager
     from diffusion_worker.lora.request import LoRARequest
 
 __all__ = ["DiffusionLoRAManager", "LRUCacheLoRAModelManager", "LoRAModel", "LoRAModelManager", "LoRARequest"]
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     """A public name, from its module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'registry')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'model_manager')}"), name)
 
 
 def __dir__() -> list[str]:

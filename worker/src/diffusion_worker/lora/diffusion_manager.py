@@ -18,9 +18,9 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.model_layers import can_be_wrapped
+from diffusion_worker.lora.model_manager import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.naming import Model
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, Delta, HostAdapter
-from diffusion_worker.lora.registry import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
