@@ -118,8 +118,8 @@ def _takes(found: Any) -> str:
 
 def tested_classes() -> frozenset[str]:
     """The classes that have a family in tests/support, whatever variants of them."""
-    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests" / "support")) if path not in sys.path]
-    families = importlib.import_module("families.all").FAMILIES
+    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
+    families = importlib.import_module("support.families.rig.all").FAMILIES
     return frozenset(family.name.partition(" (")[0] for family in families)
 
 

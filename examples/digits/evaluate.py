@@ -8,10 +8,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
-from PIL import Image
-
 from digit_exam import LORAS, Answer, answers, load_pipeline, questions
 from digit_judge import STYLES, held_out_accuracy
+from PIL import Image
 
 SHEET = Path(__file__).with_name("contact_sheet.png")
 TILE = 64

@@ -17,7 +17,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.registry import GOALS, Needs
 from benchmarks.result import Measured
-from real_benchmarks import assert_whole
+from support.real_benchmarks import assert_whole
 
 MARKS = {Needs.NOTHING: pytest.mark.slow, Needs.APISERVER: pytest.mark.apiserver}
 HERE = [pytest.param(name, marks=MARKS[goal.needs]) for name, goal in GOALS.items() if goal.needs in MARKS]

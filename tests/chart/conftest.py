@@ -3,7 +3,7 @@
 
 import pytest
 
-from chart_rendering import Chart
+from support.operator.chart_rendering import Chart
 from tools.devcluster import programs
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from chart_rendering import CHART, NAMESPACE, ROOT, Chart, RenderError, of_kind, the_only
 from diffusion_operator import metrics
 from diffusion_operator.api.names import FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
-from promql import PromQL, Selector
+from support.operator.chart_rendering import CHART, NAMESPACE, ROOT, Chart, RenderError, of_kind, the_only
+from support.operator.promql import PromQL, Selector
 
 # What the PodMonitors' scrape configuration adds to every series.
 TARGET_LABELS = {"namespace", "pod", "diffusion_operator_dev_deployment"}

@@ -5,7 +5,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from chart_rendering import CHART, KUBERNETES, NAMESPACE, ROOT, VALUE_SETS, Chart, Document, of_kind, pod_specs, the_only
+from support.operator.chart_rendering import CHART, KUBERNETES, NAMESPACE, ROOT, VALUE_SETS, Chart, Document, of_kind, pod_specs, the_only
 
 CRD_FILES = sorted((ROOT / "crds").glob("*.yaml"))
 ROLE_KINDS = ("Role", "ClusterRole")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from chart_rendering import CHART, ROOT
 from diffusion_operator.settings import read_operator_keys
+from support.operator.chart_rendering import CHART, ROOT
 from tools.devcluster import programs
 from tools.devcluster.apiserver import apiserver
 

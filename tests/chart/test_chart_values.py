@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chart_rendering import CHART, NAMESPACE, Chart, Document, RenderError, leaves, of_kind, pod_specs, the_only
+from support.operator.chart_rendering import CHART, NAMESPACE, Chart, Document, RenderError, leaves, of_kind, pod_specs, the_only
 
 NO_NAMESPACE_RIGHTS = {"Role", "RoleBinding"}
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from chart_rendering import NAMESPACE, VALUE_SETS, Chart, the_only
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.plan.replicas.revision import template_of
 from diffusion_operator.render.network_policy import network_policy
 from diffusion_operator.render.pod import pod
 from diffusion_operator.settings import operator_pods
+from support.operator.chart_rendering import NAMESPACE, VALUE_SETS, Chart, the_only
 
 DEPLOYMENT = msgspec.convert(
     {

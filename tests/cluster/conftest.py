@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster_audit import all_selected, check_rights
-from cluster_rig import ClusterRig
+from support.cluster.audit import all_selected, check_rights
+from support.cluster.rig import ClusterRig
 from tools.demo.stage import stage
 
 NAMESPACE = "diffusion-tests"

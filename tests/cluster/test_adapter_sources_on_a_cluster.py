@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import digit_judge
-import store_server
-from cluster_rig import ADAPTER_READY, SERVING, ClusterRig
-from cluster_store import (
+from support.cluster.rig import ADAPTER_READY, SERVING, ClusterRig
+from support.cluster.store import (
     ACCESS_KEY,
     STORE,
     TRUST,
@@ -28,6 +26,8 @@ from cluster_store import (
     start_store,
     worker_environment,
 )
+from support.runner import digit_judge
+from support.sources import store_server
 from tools.demo.kubectl import Wanted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

@@ -3,7 +3,7 @@
 
 import pytest
 
-from cluster_rig import ClusterRig
+from support.cluster.rig import ClusterRig
 from tools.demo.kubectl import Wanted
 from tools.devcluster import cluster
 

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import cold_request
 from benchmarks.registry import GOALS, Needs
-from cluster_rig import ClusterRig
-from real_benchmarks import assert_whole
+from support.cluster.rig import ClusterRig
+from support.real_benchmarks import assert_whole
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster_clients import Clients
-from cluster_faults import api_server_stopped, control_port_cut_off, kill_operator, operator_pods, service_address
-from cluster_rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
+from support.cluster.clients import Clients
+from support.cluster.faults import api_server_stopped, control_port_cut_off, kill_operator, operator_pods, service_address
+from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted
 

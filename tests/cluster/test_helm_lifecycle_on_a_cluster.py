@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
-from helm_rig import OLDER_WORDS, HelmRig, older_chart, spec_schema
+from support.cluster.helm_rig import OLDER_WORDS, HelmRig, older_chart, spec_schema
+from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
 from tools.demo.installation import RELEASE
 from tools.demo.kubectl import Document
 from tools.demo.stage import stage

@@ -8,19 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-import store_server
-from cluster_rig import SERVING, ClusterRig
-from cluster_store import (
-    ACCESS_KEY,
-    STORE,
-    TRUST,
-    apply,
-    claim_on_the_node,
-    remove_store,
-    secret,
-    start_store,
-    worker_environment,
-)
+from support.cluster.rig import SERVING, ClusterRig
+from support.cluster.store import ACCESS_KEY, STORE, TRUST, apply, claim_on_the_node, remove_store, secret, start_store, worker_environment
+from support.sources import store_server
 from tools.demo.kubectl import Document, Wanted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

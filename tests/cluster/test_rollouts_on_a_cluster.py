@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster_clients import Clients
-from cluster_faults import service_address
-from cluster_rig import PROMPT, SERVING, START_S, ClusterRig
+from support.cluster.clients import Clients
+from support.cluster.faults import service_address
+from support.cluster.rig import PROMPT, SERVING, START_S, ClusterRig
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted, condition
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-import digit_judge
-from cluster_rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from support.runner import digit_judge
 from tools.demo.images import DemoImage
 from tools.demo.kubectl import Document, Wanted
 from tools.demo.weights_memory import RankMemory, check_given_back, read_weights_memory, total_resident

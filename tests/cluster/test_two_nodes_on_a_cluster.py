@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster_clients import Clients
-from cluster_faults import need_own_node, service_address
-from cluster_rig import PROMPT, SERVING, START_S, ClusterRig
+from support.cluster.clients import Clients
+from support.cluster.faults import need_own_node, service_address
+from support.cluster.rig import PROMPT, SERVING, START_S, ClusterRig
 from tools.demo.images import Request
 from tools.demo.kubectl import Document, condition
 from tools.devcluster.node import joined

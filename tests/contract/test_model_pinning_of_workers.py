@@ -19,10 +19,10 @@ from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.render.control_secret import control_token
 from diffusion_operator.worker_client import HttpWorkerClient
 from diffusion_worker.engine.startup.model_digest import digest_of
-from hub_server import HubServer
-from operator_rig import Rig, deployment
-from reconcile_story import write_desired
-from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+from support.operator.reconcile_story import write_desired
+from support.operator.rig import Rig, deployment
+from support.sources.hub_server import HubServer
+from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
 pytestmark = pytest.mark.slow
 FIRST = {str(path.relative_to(DIGITS_MODEL)): path.read_bytes() for path in DIGITS_MODEL.rglob("*") if path.is_file()}

@@ -24,9 +24,9 @@ from diffusion_operator.render.desired_config import desired_config
 from diffusion_worker.engine.sleep.policy import read_desired
 from diffusion_worker.engine.state.state_document import AdapterState, EngineState, RankState
 from diffusion_worker.errors import RETRYABLE, STATUS, ErrorCode
-from fake_rank_group import fake_digest
-from worker_driver import TOKEN, Driver, refusal
-from worker_process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+from support.operator.worker_driver import TOKEN, Driver, refusal
+from support.worker.fake_rank_group import fake_digest
+from support.worker.process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
 
 @pytest.fixture(scope="module")

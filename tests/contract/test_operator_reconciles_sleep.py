@@ -18,9 +18,9 @@ import httpx2
 import pytest
 
 from diffusion_operator.api.names import ADAPTER
-from operator_rig import adapter
-from reconcile_story import POD_NAME, Story, story
-from worker_process import DIGITS
+from support.operator.reconcile_story import POD_NAME, Story, story
+from support.operator.rig import adapter
+from support.worker.process import DIGITS
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from diffusion_operator.api.names import ADAPTER
-from operator_rig import adapter
-from reconcile_story import REAL_PROGRAM, story
-from worker_process import DIGITS
+from support.operator.reconcile_story import REAL_PROGRAM, story
+from support.operator.rig import adapter
+from support.worker.process import DIGITS
 
 pytestmark = pytest.mark.slow
 ONE_IN_MEMORY = ("--max-loras=1", "--max-cached-loras=1", "--max-loras-per-request=1")

@@ -14,9 +14,9 @@ import pytest
 from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.worker_state import Operation, WorkerPhase, WorkerState
 from diffusion_operator.plan.adapters.load_attempts import RACES
-from fake_rank_group import WEIGHTS_BYTES
-from worker_driver import TOKEN, Driver, refusal
-from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+from support.operator.worker_driver import TOKEN, Driver, refusal
+from support.worker.fake_rank_group import WEIGHTS_BYTES
+from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
 pytestmark = pytest.mark.slow
 STEP_S = 0.02

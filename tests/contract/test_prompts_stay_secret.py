@@ -14,9 +14,9 @@ import httpx2
 import pytest
 
 from diffusion_operator.api.names import KINDS
-from reconcile_story import REAL_PROGRAM, Story, story
-from wordy_encoders import words
-from worker_process import WorkerProcess
+from support.operator.reconcile_story import REAL_PROGRAM, Story, story
+from support.worker.process import WorkerProcess
+from support.worker.wordy_encoders import words
 
 pytestmark = pytest.mark.slow
 SECRET = "velvet-armadillo"

@@ -18,9 +18,9 @@ import pytest
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, SECRET
 from diffusion_operator.render.control_secret import control_token
-from operator_rig import Rig, adapter
-from reconcile_story import Story, story
-from worker_process import DIGITS
+from support.operator.reconcile_story import Story, story
+from support.operator.rig import Rig, adapter
+from support.worker.process import DIGITS
 
 pytestmark = pytest.mark.slow
 ROUNDS = 12

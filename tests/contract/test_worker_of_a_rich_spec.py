@@ -23,7 +23,7 @@ from diffusion_operator.api.names import (
 )
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.worker_arguments import worker_arguments
-from worker_process import DIGITS_MODEL, WorkerProcess
+from support.worker.process import DIGITS_MODEL, WorkerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kind_api import Api
-from real_apiserver import kubeconfig_of_apiserver
+from support.operator.kind_api import Api
+from support.operator.real_apiserver import kubeconfig_of_apiserver
 
 __all__ = ["kubeconfig_of_apiserver"]
 

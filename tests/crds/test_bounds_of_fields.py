@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kind_api import Api, Document, dd, ends, lora, merged, nested, spec_schema
+from support.operator.kind_api import Api, Document, dd, ends, lora, merged, nested, spec_schema
 
 pytestmark = pytest.mark.apiserver
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import yaml
 
-from chart_rendering import CHART, KUBERNETES, NAMESPACE, Chart
 from diffusion_operator.api.source import AdapterSource
-from real_apiserver import ROOT, kubectl
+from support.operator.chart_rendering import CHART, KUBERNETES, NAMESPACE, Chart
+from support.operator.real_apiserver import ROOT, kubectl
 
 EXAMPLES = ROOT / "examples"
 VALUES = sorted(EXAMPLES.glob("*/values.yaml"))

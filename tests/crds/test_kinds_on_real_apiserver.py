@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kind_api import Api, dd, lora
-from real_apiserver import kubectl
+from support.operator.kind_api import Api, dd, lora
+from support.operator.real_apiserver import kubectl
 
 pytestmark = pytest.mark.apiserver
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kind_api import Api, Document, check_creation, check_transition, dd, rules_without_a_row
+from support.operator.kind_api import Api, Document, check_creation, check_transition, dd, rules_without_a_row
 
 pytestmark = pytest.mark.apiserver
 

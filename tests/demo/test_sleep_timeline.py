@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 from tools import service_load
 from tools.sleep_timeline import REQUESTS, SEED, bursts, draw, summary
-from worker_process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
 
 def sample(at: float, state: str, weights: int, operation: tuple[str, str] | None = None) -> dict[str, Any]:

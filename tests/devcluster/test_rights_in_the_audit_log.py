@@ -4,8 +4,8 @@
 from itertools import count
 from typing import Any
 
-from audited_apiserver import Right
-from cluster_audit import usage
+from support.cluster.audit import usage
+from support.operator.audited_apiserver import Right
 from tools.demo.kubectl import Document
 
 OPERATOR = "system:serviceaccount:team:diffusion-operator"

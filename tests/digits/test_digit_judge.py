@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from digit_judge import STYLES, Judgement, has_style, held_out_accuracy, judge
+from support.runner.digit_judge import STYLES, Judgement, has_style, held_out_accuracy, judge
 
 DARK = (20, 20, 24)
 LIGHT = (238, 238, 234)

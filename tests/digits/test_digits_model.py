@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from digit_exam import LORAS, MODEL, Answer, answers, load_pipeline, questions
-from digit_judge import STYLES
+from support.runner.digit_exam import LORAS, MODEL, Answer, answers, load_pipeline, questions
+from support.runner.digit_judge import STYLES
 
 LARGEST_MODEL_BYTES = 8_000_000
 

@@ -16,7 +16,7 @@ from digits_training.captions import caption, known_words
 from digits_training.denoiser import ABSENT_TOKENS, CountLastKeyAs, encode_captions, train_denoiser
 from digits_training.images import COLOURS, GROUNDS, draw_batch, load_scans
 
-from digit_judge import HUES
+from support.runner.digit_judge import HUES
 
 PROMPTS = ["a red digit seven", "green 8", ""]
 

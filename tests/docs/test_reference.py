@@ -11,7 +11,7 @@ import yaml
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.plan.replicas.revision import template_of
-from kind_api import Document, merged, nested
+from support.operator.kind_api import Document, merged, nested
 from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]

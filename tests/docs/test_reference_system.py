@@ -67,7 +67,7 @@ def found(name: str) -> Any:
 @pytest.mark.parametrize("row", PRESENT, ids=lambda row: row.reference)
 def test_what_the_page_says_is_here_is_on_its_class_and_has_a_test_that_is_there(row: Row) -> None:
     assert found(row.here.strip("`")) is not None
-    texts = [path.read_text() for path in (ROOT / "tests" / "worker").glob("*.py")]
+    texts = [path.read_text() for path in (ROOT / "tests" / "worker").rglob("*.py")]
     assert [text for text in texts if re.search(rf"^(async )?def {row.test.strip('`')}\(", text, re.MULTILINE)], row.test
     assert row.why
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from syntax import parse
+from support.syntax import parse
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "worker" / "src", ROOT / "operator" / "src")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bad_adapters import make_bad_adapters
-from hub_server import HubServer
-from worker_process import DIGITS, WorkerProcess
+from support.lora.bad_adapters import make_bad_adapters
+from support.sources.hub_server import HubServer
+from support.worker.process import DIGITS, WorkerProcess
 
 
 @pytest.fixture(scope="session")

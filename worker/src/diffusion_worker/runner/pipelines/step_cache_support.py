@@ -2,7 +2,7 @@
 """Which denoisers and pipelines a step cache fits. What is not known to be right is refused, and no request finds out.
 
 The classes are those whose requests were measured to get in company what they get alone, and alone what diffusers' own hook
-gives (`tests/worker/test_step_cache_families.py`).
+gives (`tests/worker/runner/step_cache/test_step_cache_families.py`).
 """
 
 from typing import Any

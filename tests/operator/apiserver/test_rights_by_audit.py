@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator's account asks of a real API server, beside what the chart lets it: nothing is refused, and nothing is granted unused.
+
+The operator is the real program under the chart's own account, in a namespace that enforces the restricted profile; one pod has a real
+worker for it, made to run by hand as there is no kubelet.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.render.control_secret import control_token
+from support.operator.audited_apiserver import AuditedApiserver, Right, audited_apiserver, granted
+from support.operator.chart_rendering import NAMESPACE, Chart, Document, of_kind, pod_specs, the_only
+from support.operator.real_apiserver import kubectl
+from support.worker.process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+from tools.devcluster import programs
+
+pytestmark = pytest.mark.apiserver
+
+TEAM = "team"
+OLD, NEW = "o" * 32, "n" * 32
+WORKER_IP = "127.31.0.1"  # a pod's address of its own, where the control port is the one that every worker has
+API = "diffusion-operator.dev/v1alpha1"
+OWNER_RIGHT = Right("diffusion-operator.dev", "diffusiondeployments/finalizers", "update")
+DEPLOYMENT: Document = {
+    "apiVersion": API,
+    "kind": "DiffusionDeployment",
+    "metadata": {"name": "d", "namespace": TEAM},
+    "spec": {
+        "model": {"source": {"path": "/models/digits"}},
+        "engine": {"pullSecrets": [{"name": "registry"}]},
+        "resources": {"gpuResourceName": "none"},
+        "podMetadata": {"labels": {"team": "images"}, "annotations": {"example.com/scrape": "yes"}},
+        "service": {"apiKeySecret": {"name": "edge"}, "annotations": {"example.com/class": "internal"}},
+        "scheduling": {
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "topologySpread": [{"topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+            "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "host"}]}},
+        },
+    },
+}  # fmt: skip
+ADAPTER: Document = {
+    "apiVersion": API,
+    "kind": "LoRAAdapter",
+    "metadata": {"name": "x", "namespace": TEAM},
+    "spec": {"deploymentRef": {"name": "d"}, "source": {"path": str(DIGITS / "loras" / "frame")}},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[AuditedApiserver]:
+    with audited_apiserver(Chart(programs.helm())) as running:
+        for name in (NAMESPACE, TEAM):
+            running.namespace(name)
+        yield running
+
+
+# Changes that somebody else makes; each is put right.
+EDITS: tuple[tuple[str, str, Document], ...] = (("networkpolicy", "d-control", {"ingress": []}), ("pdb", "d", {"maxUnavailable": 3}))
+
+
+class Team:
+    """The namespace with the objects."""
+
+    def __init__(self, cluster: AuditedApiserver) -> None:
+        self._cluster = cluster
+
+    def kubectl(self, *words: str) -> str:
+        return self._cluster.kubectl("--namespace", TEAM, *words)
+
+    def get(self, kind: str, name: str) -> Any:
+        text = self.kubectl("get", kind, name, "--output=json", "--ignore-not-found")
+        return json.loads(text) if text else None
+
+    def names(self, kind: str) -> list[str]:
+        return [line.partition("/")[2] for line in self.kubectl("get", kind, "--output=name").split()]
+
+    def patch(self, **spec: Any) -> None:
+        self.kubectl("patch", "dd", "d", "--type=merge", "--patch", json.dumps({"spec": spec}))
+
+    def reason(self, kind: str, name: str, condition: str = "Ready") -> str:
+        conditions = (self.get(kind, name) or {}).get("status", {}).get("conditions", [])
+        return next((one["reason"] for one in conditions if one["type"] == condition), "")
+
+    def run_pod(self, name: str) -> None:
+        """What a scheduler and a kubelet say of a pod that runs."""
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": "node"}}
+        path = f"/api/v1/namespaces/{TEAM}/pods/{name}/binding"
+        self._cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
+        status = {
+            "phase": "Running",
+            "podIP": WORKER_IP,
+            "podIPs": [{"ip": WORKER_IP}],
+            "conditions": [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")],
+            "containerStatuses": [
+                {"name": "worker", "ready": True, "restartCount": 0, "image": "i", "imageID": "i", "state": {"running": {}}},
+            ],
+        }  # fmt: skip
+        self.kubectl("patch", "pod", name, "--subresource=status", "--type=merge", "--patch", json.dumps({"status": status}))
+
+    def token(self, key: str) -> str:
+        metadata = msgspec.convert(self.get("dd", "d"), DiffusionDeployment).metadata
+        return control_token(key.encode(), metadata)
+
+
+def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> None:
+    """The main things that happen to a deployment."""
+    options = (f"--host={WORKER_IP}", "--control-port=8001")
+    with cluster.operator(documents, [OLD]) as operator:
+        cluster.apply(DEPLOYMENT, ADAPTER)
+        operator.eventually(lambda: "d-0-0" in team.names("pods"))
+        with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options) as worker:
+            worker.control_url = f"http://{WORKER_IP}:8001"
+            team.run_pod("d-0-0")
+            operator.eventually(lambda: team.reason("dd", "d") == "Serving")
+            operator.eventually(lambda: team.reason("lora", "x") == "LoadedEverywhere")
+            team.kubectl("scale", "dd", "d", "--replicas=2")
+            operator.eventually(lambda: "d-1-0" in team.names("pods"))
+            team.kubectl("scale", "dd", "d", "--replicas=1")
+            operator.eventually(lambda: team.names("pods") == ["d-0-0"])
+            team.patch(sleep={"policy": "OnIdle"}, control={"networkPolicy": "None"}, podDisruptionBudget="None")
+            operator.eventually(lambda: team.names("networkpolicies") == team.names("poddisruptionbudgets") == [])
+            team.patch(control={"networkPolicy": "Managed"}, podDisruptionBudget="Auto")
+            operator.eventually(lambda: team.names("networkpolicies") and team.names("poddisruptionbudgets"))
+            assert team.reason("dd", "d", "ControlSecured") == "TokenAndPolicy"
+            team.patch(service={"port": 8080})
+            operator.eventually(lambda: team.get("service", "d")["spec"]["ports"][0]["port"] == 8080)
+            for kind, name, change in EDITS:
+                team.kubectl("patch", kind, name, "--type=merge", "--patch", json.dumps({"spec": change}))
+                operator.eventually(lambda kind=kind, name=name, change=change: not change.items() <= team.get(kind, name)["spec"].items())
+            rotate(cluster, team, documents, worker)
+
+
+def rotate(cluster: AuditedApiserver, team: Team, documents: list[Document], worker: WorkerProcess) -> None:
+    """To a new key, with another operator after the first has ended, and then the end of the objects."""
+    before = team.get("secret", "d-control")["data"]
+    with cluster.operator(documents, [NEW, OLD]) as operator:
+        operator.eventually(lambda: team.get("secret", "d-control")["data"] != before)
+        worker.write_token(team.token(NEW))
+        team.kubectl("delete", "lora", "x")
+        operator.eventually(lambda: not worker.control("GET", "/v1/state", token=team.token(NEW)).json()["adapters"])
+        team.kubectl("delete", "dd", "d")
+        operator.eventually(lambda: not team.get("dd", "d"))
+
+
+def test_every_right_of_the_role_is_used_and_nothing_else_is_asked_for(cluster: AuditedApiserver) -> None:
+    documents = cluster.rendered("default-values.yaml", watchNamespaces=[TEAM])
+    cluster.give_rights(documents)
+    live(cluster, Team(cluster), documents)
+    account = the_only(documents, "ServiceAccount")["metadata"]["name"]
+    rights, used = granted(the_only(documents, "Role")), cluster.allowed(account)
+    for right in sorted(rights | used):
+        print(f"{'used  ' if right in used else 'unused'} {right}")
+    assert cluster.refused(account) == set()
+    assert used - rights == set(), "allowed by something else than the chart's role"
+    # Never a request by itself: the next test shows what asks for it.
+    assert rights - used == {OWNER_RIGHT}
+
+
+def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owners_finalizers(cluster: AuditedApiserver) -> None:
+    """As in OpenShift; this server does it too."""
+    documents = copy.deepcopy(cluster.rendered("default-values.yaml", fullnameOverride="poor", watchNamespaces=[TEAM]))
+    role = the_only(documents, "Role")
+    role["rules"] = [rule for rule in role["rules"] if OWNER_RIGHT.resource not in rule["resources"]]
+    cluster.give_rights(documents)
+    owner = {"apiVersion": API, "kind": "DiffusionDeployment", "name": "d", "uid": "u", "controller": True, "blockOwnerDeletion": True}
+    metadata = {"name": "owned", "namespace": TEAM, "ownerReferences": [owner]}
+    child = json.dumps({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+    with pytest.raises(AssertionError, match="cannot set blockOwnerDeletion"):
+        kubectl(cluster.kubeconfig_of("poor"), "create", "-f", "-", stdin=child)
+
+
+def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(cluster: AuditedApiserver) -> None:
+    documents = cluster.rendered("default-values.yaml", fullnameOverride="wide", watchNamespaces=["*"])
+    cluster.give_rights(documents)
+    team = Team(cluster)
+    with cluster.operator(documents, [OLD]) as operator:
+        cluster.apply(DEPLOYMENT | {"metadata": {"name": "e", "namespace": TEAM}})
+        operator.eventually(lambda: "e-0-0" in team.names("pods"))
+        team.kubectl("delete", "dd", "e", "--wait=false")
+    (role,) = (one for one in of_kind(documents, "ClusterRole") if one["metadata"]["name"] == f"wide-{NAMESPACE}")
+    used = cluster.allowed("wide")
+    assert cluster.refused("wide") == set()
+    assert Right("", "pods", "create") in used
+    assert used <= granted(role) == granted(the_only(cluster.rendered("default-values.yaml"), "Role"))
+
+
+PEOPLE = [
+    # role, verb, resource, may
+    ("view", "list", "diffusiondeployments", True),
+    ("view", "watch", "loraadapters", True),
+    ("view", "create", "loraadapters", False),
+    ("view", "patch", "diffusiondeployments/scale", False),
+    ("edit", "create", "diffusiondeployments", True),
+    ("edit", "deletecollection", "loraadapters", True),
+    ("edit", "patch", "diffusiondeployments/scale", True),
+    ("edit", "patch", "diffusiondeployments/status", False),
+    ("edit-adapters", "create", "loraadapters", True),
+    ("edit-adapters", "delete", "loraadapters", True),
+    ("edit-adapters", "get", "diffusiondeployments", True),
+    ("edit-adapters", "patch", "diffusiondeployments", False),
+    ("edit-adapters", "patch", "diffusiondeployments/scale", False),
+    ("edit-adapters", "patch", "loraadapters/status", False),
+]
+
+
+@pytest.fixture(scope="module")
+def people(cluster: AuditedApiserver) -> Callable[[str], str]:
+    """A user of this role in the team's namespace, by the role's name."""
+    documents = cluster.rendered("default-values.yaml", fullnameOverride="people")
+    cluster.give_rights([one for one in documents if one["kind"] == "ClusterRole"])
+    group = "rbac.authorization.k8s.io"
+    for role in {row[0] for row in PEOPLE}:
+        cluster.apply(
+            {
+                "apiVersion": f"{group}/v1",
+                "kind": "RoleBinding",
+                "metadata": {"name": f"of-{role}", "namespace": TEAM},
+                "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": f"people-{NAMESPACE}-{role}"},
+                "subjects": [{"apiGroup": group, "kind": "User", "name": f"of-{role}"}],
+            }
+        )
+    return lambda role: f"of-{role}"
+
+
+@pytest.mark.parametrize(("role", "verb", "resource", "may"), PEOPLE, ids=str)
+def test_people_may_do_what_their_role_is_named_after(
+    cluster: AuditedApiserver, people: Callable[[str], str], role: str, verb: str, resource: str, may: bool
+) -> None:
+    assert cluster.may(people(role), verb, resource, namespace=TEAM) is may
+    assert not cluster.may(people(role), verb, resource, namespace=NAMESPACE), "bound in another namespace"
+
+
+def test_the_charts_own_pods_are_let_into_a_namespace_that_enforces_the_restricted_profile(cluster: AuditedApiserver) -> None:
+    documents = cluster.rendered("default-values.yaml")
+    for name, spec in pod_specs(documents):
+        cluster.try_pod({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec})
+    spec = copy.deepcopy(dict(pod_specs(documents))["demo-diffusion-operator"])
+    spec["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
+    with pytest.raises(AssertionError, match="violates PodSecurity"):
+        cluster.try_pod({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other", "namespace": NAMESPACE}, "spec": spec})

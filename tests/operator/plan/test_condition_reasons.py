@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every reason that a condition of either kind can have has a line in the troubleshooting page, under its condition; no other has."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from diffusion_operator.plan.adapters import acceptance
+from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, SOURCE_REASONS
+from diffusion_operator.plan.observed.children import LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
+from support.operator.condition_reasons import PROBLEM, problems, reasons_of, returned
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
+REASONS = reasons_of(
+    # What no reader of the source can follow: the words of a decision, and of a worker's code.
+    {
+        "view.decision.reason": {acceptance.Decision.__struct_defaults__[0], *DEPLOYMENT_REASONS, *returned(acceptance)},
+        "_source_error(view)": set(SOURCE_REASONS.values()),
+        "worst.reason": {NAME_CONFLICT, LEAVING, REFUSED, PASS_FAILED, *REFUSALS},
+    }
+)
+KINDS = {"DiffusionDeployment": REASONS.deployment, "LoRAAdapter": REASONS.adapter}
+CASES = [pytest.param(kind, type_, id=f"{kind}-{type_}") for kind, types in KINDS.items() for type_ in sorted(types)]
+
+
+def explained(kind: str) -> dict[str, set[str]]:
+    """First cells of the tables of a kind, by the condition that the line before the table speaks of."""
+    section = PAGE.read_text().partition(f"\n## {kind}")[2].partition("\n## ")[0]
+    found: dict[str, set[str]] = defaultdict(set)
+    type_ = "Ready"
+    for line in section.splitlines():
+        if (opening := re.match(r"`(\w+)` ", line)) is not None:
+            type_ = opening[1]
+        elif line.startswith("| `"):
+            found[type_] |= set(re.findall(r"`(\w+)`", line.split("|")[1]))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "type_"), CASES)
+def test_every_reason_of_a_condition_is_explained(kind: str, type_: str) -> None:
+    wanted = KINDS[kind][type_] - {PROBLEM}
+    if PROBLEM in KINDS[kind][type_] and type_ == "Ready":
+        wanted |= problems()
+    assert wanted - explained(kind)[type_] == set()
+
+
+@pytest.mark.parametrize(("kind", "type_"), CASES)
+def test_nothing_is_explained_that_is_no_reason_of_its_condition(kind: str, type_: str) -> None:
+    wanted = KINDS[kind][type_]
+    # What keeps a replica from getting on is explained under Ready, and where it helps under another one too.
+    allowed = wanted | (problems() if PROBLEM in wanted else set())
+    assert explained(kind)[type_] - allowed == set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_speaks_of_no_other_condition(kind: str) -> None:
+    assert explained(kind).keys() - KINDS[kind].keys() == set()
+
+
+def test_the_reasons_are_found_at_all() -> None:
+    adapter, deployment = KINDS["LoRAAdapter"], KINDS["DiffusionDeployment"]
+    assert set(adapter) == {"Ready", "Accepted", "SourceResolved", "Loaded", "UpToDate", "Degraded"}
+    assert {"Evicted", "PartiallyLoaded", "SourceError", "Failed", "LoadedEverywhere"} <= adapter["Ready"]
+    assert {"NameConflict", "SecretNotMounted", "Accepted", "RankTooLarge"} <= adapter["Accepted"]
+    assert {"Unauthorized", "Resolved", "NotTried"} <= adapter["SourceResolved"]
+    assert {"Ready", "Available", "Progressing", "Scheduled", "Awake", "AdaptersReady", "Degraded"} <= set(deployment)
+    assert {"Serving", "SleepRequested", "AsleepWakeable", PROBLEM} <= deployment["Ready"]
+    assert {"AllAsleep", "Waking", "NoReplicas"} <= deployment["Awake"]
+    assert {"VerificationFailed", "WakeFailing", "AsExpected"} <= deployment["Degraded"]
+    assert {"CrashLooping", "InsufficientGPUMemory", "ControlUnreachable"} <= problems()

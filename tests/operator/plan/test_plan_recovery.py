@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of replicas that fail, by tables; rows of the fault table are named by their number."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.api.meta import condition_of
+from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerState
+from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
+from diffusion_operator.plan.observed.observed import Observed, Poll
+from diffusion_operator.plan.observed.pods import Container, Exit, Pod, read_pod
+from diffusion_operator.plan.observed.replica_state import Problem, read_group
+from diffusion_operator.plan.replicas.recovery import backoff
+from diffusion_operator.plan.results.actions import DeletePod, SetRoutable
+from diffusion_operator.plan.results.events import deployment_events
+from support.operator.fake_cluster import EPOCH
+from support.operator.plan_builders import NOW, READY, REVISION, made, planned, pod, says
+
+DIED, REFUSED = Exit(code=70, message="rank 1 died"), Exit(code=1, message="no such model")
+EVICTED = {"finished": True, "finished_message": "Evicted: The node was low on memory", "ready": False, "container": Container()}
+
+
+def down(restarts: int, ended: Exit = DIED) -> dict[str, Any]:
+    """Waits for the kubelet's next try."""
+    return {"ready": False, "container": Container(restarts=restarts, waiting_reason="CrashLoopBackOff", last_exit=ended)}
+
+
+def up(restarts: int, ended: Exit = DIED) -> dict[str, Any]:
+    return {"ready": False, "container": Container(running=True, restarts=restarts, last_exit=ended)}
+
+
+def recorded(
+    failures: int = 0, *, pod: str = "d-0-0", restarts: int = 0, age_s: float = 60.0, next_in_s: float | None = None, **more: Any
+) -> dict[str, Any]:
+    """The replica in the status of the last pass."""
+    group: dict[str, Any] = {"index": 0, "state": "Failed", "leaderPod": pod, "incarnation": 0, "restarts": restarts, "revision": REVISION}
+    if failures:
+        group |= {"failures": failures, "failingSince": (NOW - timedelta(seconds=age_s)).isoformat()}
+    if next_in_s is not None:
+        group["nextRestartTime"] = (NOW + timedelta(seconds=next_in_s)).isoformat()
+    return group | more
+
+
+def seen(found: Pod, before: dict[str, Any] | None, poll: Poll | None = None, others: tuple[Pod, ...] = (), **spec: Any) -> DeploymentPlan:
+    status = {"replicaStates": [before], "currentRevision": REVISION} if before else {}
+    polls = {found.uid: poll} if poll is not None else {}
+    polls |= {one.uid: Poll(state=READY) for one in others}
+    deployment = made(status, replicas=1 + len(others), **spec)
+    return plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=(found, *others), polls=polls), NOW)
+
+
+# name, the pod, the record, failures, seconds to the new pod or None, does it go now
+LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, bool]] = [
+    ("RF1: an end in place is the kubelet's", pod(**down(0)), recorded(), None, None, False),
+    ("RF1: counted when it runs again", pod(**up(1)), recorded(), 1, None, False),
+    ("RF1: and once", pod(**up(1)), recorded(1, restarts=1), 1, None, False),
+    ("RF13: three restarts in place are not a loop yet", pod(**up(3)), recorded(2, restarts=2), 3, None, False),
+    ("RF13: the fourth end is", pod(**down(3)), recorded(3, restarts=3), 3, 40, False),
+    ("RF13: and is counted once", pod(**down(3)), recorded(3, restarts=3, next_in_s=30), 3, 30, False),
+    ("RF13: after the pause it goes", pod(**down(3)), recorded(3, restarts=3, next_in_s=0), 3, 0, True),
+    ("RF13: not while it starts once more", pod(**up(4)), recorded(4, restarts=4, next_in_s=-9), 4, -9, False),
+    ("RF13: and not when it came up", pod(**(up(4) | {"ready": True})), recorded(4, restarts=4, next_in_s=-9), 4, None, False),
+    ("RF13: the count outlives the pod", pod(0, 1), recorded(4, restarts=3, next_in_s=0), 4, None, False),
+    ("RF13: the next pod adds to it", pod(0, 1, **up(1)), recorded(4, pod="d-0-1", restarts=0), 5, None, False),
+    ("RF13: at the threshold nothing is made again", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, None, False),
+    ("RF13: and stays so when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, None, False),
+    ("RF13: restarts of long ago are no loop", pod(**down(9)), recorded(restarts=9), None, None, False),
+    ("RF13: what was given up and starts in place is counted once", pod(**up(4)), recorded(3, restarts=3, next_in_s=9), 4, 9, False),
+    ("RF13: also when it ends once more then", pod(0, 1, **down(10)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 6, None, False),
+    ("RF13: another template forgets", pod(0, 1), recorded(5, revision="old"), None, None, False),
+    ("RF13: a live replica forgets when the window is over", pod(), recorded(5, age_s=3600), None, None, False),
+    ("RF13: and not before", pod(), recorded(5, age_s=3599), 5, None, False),
+    ("RF13: a failure after the window is the first", pod(**up(3)), recorded(2, restarts=2, age_s=3600), 1, None, False),
+    ("RF13: what cannot start stays where it is", pod(**down(9, REFUSED)), recorded(3, restarts=9), 3, None, False),
+    ("evicted", pod(**EVICTED), recorded(), 1, 10, False),
+    ("evicted, after the pause", pod(**EVICTED), recorded(1, next_in_s=0), 1, 0, True),
+    ("evicted once more", pod(0, 1, **EVICTED), recorded(1), 2, 20, False),
+    ("evicted without end", pod(0, 5, **EVICTED), recorded(4), 5, None, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "before", "failures", "pause_s", "goes"), [row[1:] for row in LIVES], ids=[row[0] for row in LIVES])
+def test_failures_are_counted_and_waited_for(
+    found: Pod, before: dict[str, Any] | None, failures: int | None, pause_s: float | None, goes: bool
+) -> None:
+    poll = Poll(state=READY) if found.ready else None
+    plan = seen(found, before, poll)
+    [group] = plan.status.replica_states
+    due = (group.next_restart_time - NOW).total_seconds() if group.next_restart_time else None
+    assert (group.failures, due) == (failures, pause_s)
+    assert (group.failing_since is None) is (failures is None)
+    assert [one.name for one in plan.pods if isinstance(one, DeletePod)] == ([found.name] if goes else [])
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    recovery = made(replicaRecovery={"backoffSeconds": 10, "backoffMaxSeconds": 100}).spec.replica_recovery
+    assert [backoff(recovery, count).total_seconds() for count in (1, 2, 3, 4, 5, 99)] == [10, 20, 40, 80, 100, 100]
+
+
+def test_rf13_a_spent_replica_says_so_and_what_to_do() -> None:
+    plan = seen(pod(**down(9)), recorded(5, restarts=9))
+    ready, degraded = condition_of(plan.status.conditions, "Ready"), condition_of(plan.status.conditions, "Degraded")
+    assert ready is not None
+    assert degraded is not None
+    assert (ready.status.value, ready.reason) == ("False", "CrashLooping")
+    assert (degraded.status.value, degraded.reason) == ("True", "CrashLooping")
+    assert "5 failures within 3600 s (spec.replicaRecovery), so no pod is made again until the template or the restartedAt" in ready.message
+    assert "rank 1 died" in ready.message
+    [event] = [one for one in deployment_events(made().status, plan.status) if one.reason == "CrashLooping"]
+    assert "no pod is made again" in event.message
+
+
+def test_rf13_a_waiting_replica_says_when_its_next_pod_comes() -> None:
+    plan = seen(pod(**down(3)), recorded(4, restarts=3, next_in_s=30))
+    assert "a new pod is made at 00:05:30 UTC" in (plan.status.replica_states[0].message or "")
+
+
+KILLED, ON_DEVICE = Exit(code=137, reason="OOMKilled"), Exit(code=70, message="CUDA out of memory. Tried to allocate 2 GiB")
+OOM = [
+    ("RF13: host memory with a limit", KILLED, {"memory": "2Gi"}, "its limit of 2Gi (spec.resources.limits.memory)", "OOMKilled"),
+    ("RF13: host memory without one", KILLED, {}, "it has no limit: its node has too little", "OOMKilled"),
+    ("RF13: memory of a device", ON_DEVICE, {}, "Tried to allocate 2 GiB", "OutOfMemory"),
+]
+
+
+@pytest.mark.parametrize(("ended", "limits", "words", "code"), [row[1:] for row in OOM], ids=[row[0] for row in OOM])
+def test_a_lack_of_memory_says_of_which(ended: Exit, limits: dict[str, str], words: str, code: str) -> None:
+    plan = planned(pod(**down(1, ended)), resources={"limits": limits})
+    ready = condition_of(plan.status.conditions, "Ready")
+    assert ready is not None
+    assert words in ready.message
+    failure = plan.status.replica_states[0].last_failure
+    assert failure is not None
+    assert failure.code == code
+
+
+def restarting(age_s: float) -> WorkerState:
+    error = WireError(code="RankFailed", message="rank 0 stopped")
+    return says(WorkerPhase.RESTARTING, state_age_seconds=age_s, failure=error)
+
+
+SILENT = Poll(state=READY, failures=99, failing_for=timedelta(minutes=5), error="no answer")
+SHORT = Poll(state=READY, failures=99, failing_for=timedelta(seconds=299), error="no answer")
+OTHER = (pod(1, routable=True),)
+LOST = {"ready": False, "lost": True, "routable": True}
+# name, the pod, what its worker said, others, given up
+GIVEN_UP: list[tuple[str, Pod, Poll, tuple[Pod, ...], bool]] = [
+    ("RF3: ranks start again", pod(), Poll(state=restarting(119)), (), False),
+    ("RF3: they do not come up", pod(), Poll(state=restarting(120)), (), True),
+    ("RF9: unreachable for less than five minutes", pod(), SHORT, OTHER, False),
+    ("RF9: for five minutes", pod(), SILENT, OTHER, True),
+    ("RF9: the only one", pod(), SILENT, (), True),
+    ("RF4: its node is lost", pod(**LOST), SILENT, OTHER, False),
+]
+
+
+@pytest.mark.parametrize(("found", "poll", "others", "gone"), [row[1:] for row in GIVEN_UP], ids=[row[0] for row in GIVEN_UP])
+def test_a_replica_is_given_up(found: Pod, poll: Poll, others: tuple[Pod, ...], gone: bool) -> None:
+    plan = seen(found, recorded(state="Awake"), poll, others, startup={"timeoutSeconds": 60})
+    assert (plan.status.replica_states[0].next_restart_time is not None) is gone
+    assert plan.status.replica_states[0].failures == (1 if gone else None)
+
+
+@pytest.mark.parametrize("poll", [SILENT, Poll(state=restarting(999))], ids=["RF9", "RF3"])
+def test_what_is_given_up_while_it_lives_is_counted_once(poll: Poll) -> None:
+    before = recorded(1, state="Awake", next_in_s=5, age_s=5)
+    plan = seen(pod(), before, poll, OTHER, startup={"timeoutSeconds": 60})
+    assert (plan.status.replica_states[0].failures, plan.status.replica_states[0].next_restart_time) == (1, NOW + timedelta(seconds=5))
+    answers = seen(pod(), before, Poll(state=READY), OTHER)
+    assert (answers.status.replica_states[0].failures, answers.status.replica_states[0].next_restart_time) == (1, None)
+
+
+def test_rf9_while_no_replica_answers_all_are_left_alone() -> None:
+    pods = (pod(0, routable=True), pod(1, routable=True))
+    observed = Observed(deployment=made(replicas=2), default_image="worker:1", pods=pods, polls={one.uid: SILENT for one in pods})
+    plan = plan_deployment(observed, NOW)
+    assert plan.pods == ()
+    assert [group.next_restart_time for group in plan.status.replica_states] == [None, None]
+
+
+def test_rf9_an_unreachable_replica_is_routed_to_while_its_probe_passes() -> None:
+    plan = seen(pod(routable=True), recorded(state="Awake"), SHORT, OTHER)
+    assert not [one for one in plan.pods if isinstance(one, SetRoutable)]
+    degraded = condition_of(plan.status.conditions, "Degraded")
+    assert degraded is not None
+    assert degraded.reason == "ControlUnreachable"
+
+
+def test_rf4_a_replica_on_a_lost_node_is_unrouted_and_named_and_waits_for_the_cluster() -> None:
+    plan = seen(pod(**LOST), recorded(state="Awake"), Poll(state=READY, failures=1), OTHER)
+    assert plan.pods == (SetRoutable("d-0-0", "uid-0-0", routable=False),)
+    assert (plan.status.replica_states[0].state, plan.status.available_replicas) == (ReplicaState.FAILED, 1)
+    degraded = condition_of(plan.status.conditions, "Degraded")
+    assert degraded is not None
+    assert (degraded.reason, "node node does not answer" in degraded.message) == ("NodeLost", True)
+
+
+def test_rf4_a_sleeper_is_routed_to_at_once_when_the_awake_ones_node_is_lost() -> None:
+    states = {0: READY, 1: says(WorkerPhase.ASLEEP)}
+    plan = planned(pod(**LOST), pod(1), states=states, replicas=2, sleep={"policy": "OnIdle"})
+    assert SetRoutable("d-1-0", "uid-1-0", routable=True) in plan.pods
+
+
+def test_rf4_what_the_cluster_removes_is_replaced_at_once_and_counts_no_more() -> None:
+    plan = seen(pod(**(LOST | {"terminating": True})), recorded(state="Failed"), None)
+    assert [one.incarnation for one in plan.pods if not isinstance(one, SetRoutable | DeletePod)] == [1]
+    back = planned(pod(0, 0, terminating=True), pod(0, 1), replicas=1)
+    assert (back.status.replicas, [group.incarnation for group in back.status.replica_states], back.pods) == (
+        1,
+        [1],
+        (SetRoutable("d-0-1", "uid-0-1", routable=True),),
+    )
+
+
+def test_rf4_recreate_does_not_wait_for_a_pod_that_nobody_can_end() -> None:
+    gone = {"terminating": True, "revision": "old"}
+    assert planned(pod(**gone), rollout={"type": "Recreate"}).pods == ()
+    assert len(planned(pod(**(gone | LOST)), rollout={"type": "Recreate"}).pods) == 1
+
+
+CONDITIONS = [
+    ("serves", [("Ready", "True", ""), ("ContainersReady", "True", "")], False),
+    ("probe fails", [("Ready", "False", "ContainersNotReady"), ("ContainersReady", "False", "ContainersNotReady")], False),
+    ("a gate of the user", [("Ready", "False", "ReadinessGatesNotReady"), ("ContainersReady", "True", "")], False),
+    ("RF4: taken by the node controller", [("Ready", "False", ""), ("ContainersReady", "True", "")], True),
+    ("no word yet", [], False),
+]
+
+
+@pytest.mark.parametrize(("conditions", "lost"), [row[1:] for row in CONDITIONS], ids=[row[0] for row in CONDITIONS])
+def test_a_lost_node_is_seen_without_rights_on_nodes(conditions: list[tuple[str, str, str]], lost: bool) -> None:
+    listed = [{"type": type_, "status": status} | ({"reason": reason} if reason else {}) for type_, status, reason in conditions]
+    metadata = {"name": "d-0-0", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    assert read_pod({"metadata": metadata, "status": {"conditions": listed}}, index=0, incarnation=0).lost is lost
+
+
+NO_IMAGE = {"ready": False, "container": Container(waiting_reason="ErrImagePull", waiting_message="pull access denied")}
+
+
+def unscheduled(words: str) -> dict[str, Any]:
+    return {"scheduled": False, "container": Container(), "unschedulable": words}
+
+
+NO_GPU, TAINTED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.", "0/1 nodes are available: 1 had untolerated taint {a: b}."
+SHOWN = [
+    ("RF11: an image", NO_IMAGE, "Progressing", "ImagePullError", "ErrImagePull: pull access denied"),
+    ("RF11: a GPU", unscheduled(NO_GPU), "Scheduled", "InsufficientGPU", NO_GPU),
+    ("RF11: a taint", unscheduled(TAINTED), "Scheduled", "Unschedulable", TAINTED),
+]
+
+
+@pytest.mark.parametrize(("facts", "type_", "reason", "words"), [row[1:] for row in SHOWN], ids=[row[0] for row in SHOWN])
+def test_what_others_say_of_a_pod_is_told_in_their_words(facts: dict[str, Any], type_: str, reason: str, words: str) -> None:
+    said = condition_of(planned(pod(**facts)).status.conditions, type_)
+    assert said is not None
+    assert (said.status.value, said.reason, words in said.message) == ("False", reason, True)
+
+
+@pytest.mark.parametrize("skew", [timedelta(days=-3), timedelta(0), timedelta(days=3)])
+def test_rf29_clocks_of_other_machines_decide_nothing(skew: timedelta) -> None:
+    ended = Exit(code=70, finished_at=NOW + skew)
+    plans = [seen(pod(created_at=EPOCH + skew, **facts), recorded(3, restarts=3)) for facts in (down(3, ended), up(3, ended), EVICTED)]
+    due = [plan.status.replica_states[0].next_restart_time for plan in plans]
+    assert due == [NOW + timedelta(seconds=40), None, NOW + timedelta(seconds=80)]
+    assert not [one for plan in plans for one in plan.pods]
+
+
+def test_an_operator_that_sees_a_failing_replica_for_the_first_time_counts_what_the_kubelet_did() -> None:
+    assert seen(pod(**up(2)), None).status.replica_states[0].failures == 2
+
+
+def test_a_lost_pod_has_failed_whatever_it_said_last() -> None:
+    group = read_group(pod(**LOST), Poll(state=READY), None, made())
+    assert (group.state, group.problem) == (ReplicaState.FAILED, Problem.NODE_LOST)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replicas a rollout replaces and makes, by tables; rows of the fault table are named by their number."""
+
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffusion_operator.api.deployment_spec import SleepPolicy
+from diffusion_operator.api.meta import condition_of
+from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
+from diffusion_operator.plan.deployment import DeploymentPlan
+from diffusion_operator.plan.observed.pods import Container, Exit, Pod
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SleepWorker, WakeWorker
+from diffusion_operator.plan.results.events import deployment_events
+from support.operator.fake_cluster import EPOCH
+from support.operator.plan_builders import NOW, REVISION, made, planned, pod, says
+
+ASLEEP, STARTING, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.STARTING), says(WorkerPhase.WAKING)
+HOLDS = says(WorkerPhase.ASLEEP, held=HeldReport(current=1))
+RANKS_START = says(WorkerPhase.RESTARTING, generation=2)
+ONE_DEATH: dict[str, Any] = {"ready": False, "container": Container(running=True, restarts=1, last_exit=Exit(code=70))}
+NO_IMAGE: dict[str, Any] = {"ready": False, "container": Container(waiting_reason="ImagePullBackOff")}
+SURGE = {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def old(index: int, revision: str = "old", **facts: Any) -> Pod:
+    return pod(index, **({"revision": revision, "routable": True} | facts))
+
+
+def new(index: int, **facts: Any) -> Pod:
+    return pod(index, 1, **({"routable": True} | facts))
+
+
+def coming(index: int, **facts: Any) -> Pod:
+    return pod(index, 1, **({"ready": False} | facts))
+
+
+def stuck_since(minutes: float, *, served: int = 0, remaining: int = 1, revision: str = REVISION) -> dict[str, Any]:
+    since = (NOW - timedelta(minutes=minutes)).isoformat()
+    return {"rollout": {"revision": revision, "served": served, "remaining": remaining, "progressTime": since}, "currentRevision": "old"}
+
+
+def gone(plan: DeploymentPlan) -> list[int]:
+    """Indices of pods that go: unrouted now, or deleted."""
+    names = [one.name for one in plan.pods if isinstance(one, DeletePod) or (getattr(one, "routable", True) is False)]
+    return sorted(int(name.split("-")[1]) for name in names)
+
+
+def come(plan: DeploymentPlan) -> list[int]:
+    return sorted(one.index for one in plan.pods if isinstance(one, CreatePod))
+
+
+ALL_OLD = [old(0), old(1), old(2), old(3)]
+# name, pods, what their workers say, spec.rollout, indices that go, indices that come; four replicas
+STEPS: list[tuple[str, list[Pod], dict[int, WorkerState], dict[str, Any], list[int], list[int]]] = [
+    ("one goes by default", ALL_OLD, {}, {}, [3], []),
+    ("two may be missing", ALL_OLD, {}, {"maxUnavailable": 2}, [2, 3], []),
+    ("all may be missing", ALL_OLD, {}, {"maxUnavailable": 9}, [0, 1, 2, 3], []),
+    ("surge makes one first", ALL_OLD, {}, SURGE, [], [4]),
+    ("surge makes no more than the whole", ALL_OLD, {}, {"maxSurge": 9, "maxUnavailable": 0}, [], [4, 5, 6, 7]),
+    ("both at once", ALL_OLD, {}, {"maxSurge": 2, "maxUnavailable": 1}, [3], [4, 5]),
+    ("none goes before the surge serves", [*ALL_OLD, coming(4)], {4: STARTING}, SURGE, [], []),
+    ("none goes before the surge is routed to", [*ALL_OLD, new(4, routable=False)], {}, SURGE, [], []),
+    ("one goes for one that serves", [*ALL_OLD, new(4)], {}, SURGE, [3], []),
+    ("the surge goes on", [old(0), old(1), old(2), new(4)], {}, SURGE, [], [3]),
+    ("the last surge is not made", [old(0), new(1), new(2), new(3), new(4)], {}, SURGE, [0], []),
+    ("what is missing is made new", [old(0), old(1), old(2)], {}, {}, [], [3]),
+    ("nothing while one is away by itself", [old(0), old(1), old(2), old(3, **ONE_DEATH)], {3: STARTING}, {"maxUnavailable": 1}, [3], []),
+    ("no second one while the first comes", [old(0), old(1), old(2), coming(3)], {3: STARTING}, {}, [], []),
+    ("what comes back waits for a new one", [old(0), old(1), old(2, **ONE_DEATH), coming(3)], {2: STARTING, 3: STARTING}, {}, [], []),
+    ("what cannot start goes at once", [old(0), old(1), old(2, **NO_IMAGE), coming(3)], {3: STARTING}, {}, [2], []),
+    ("what never served goes at once", [old(0), old(1), old(2, ready=False), coming(3)], {2: STARTING, 3: STARTING}, {}, [2], []),
+    ("a failed one before a sleeping one", [old(0, finished=True), old(1), old(2), old(3)], {2: ASLEEP}, {}, [0], []),
+    ("a sleeping one before an awake one", ALL_OLD, {1: ASLEEP}, {}, [1], []),
+    ("one that wakes is waited for", ALL_OLD, {1: WAKING}, {}, [], []),
+    ("ranks that start again go first", ALL_OLD, {0: RANKS_START}, {}, [0], []),
+    ("RF21: none that holds requests", [old(0), old(1), old(2), old(3)], dict.fromkeys(range(3), HOLDS) | {3: ASLEEP}, {}, [3], []),
+    ("RF22: the oldest revision first", [old(0), old(1, "older", created_at=EPOCH - timedelta(1)), old(2), old(3)], {}, {}, [1], []),
+    ("RF22: none at the target", [new(0), new(1), new(2), old(3)], {}, {}, [3], []),
+    ("RF22: taken back, the surge goes at once", [*(new(index) for index in range(4)), old(4, ready=False)], {4: STARTING}, SURGE, [4], []),
+    ("RF22: taken back, the serving surge goes too", [*(new(index) for index in range(4)), old(4)], {}, SURGE, [4], []),
+    ("Recreate ends all", ALL_OLD, {}, {"type": "Recreate"}, [0, 1, 2, 3], []),
+    ("Recreate waits for the last", [old(3, terminating=True)], {}, {"type": "Recreate"}, [], []),
+    ("Recreate makes all", [], {}, {"type": "Recreate"}, [], [0, 1, 2, 3]),
+    ("Recreate scales when nothing changes", [new(0), new(1)], {}, {"type": "Recreate"}, [], [2, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pods", "states", "rollout", "go", "made_anew"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS])
+def test_a_step_of_a_rollout(
+    pods: list[Pod], states: dict[int, WorkerState], rollout: dict[str, Any], go: list[int], made_anew: list[int]
+) -> None:
+    resting = [msgspec.structs.replace(one, routable=False) if one.index in states else one for one in pods]
+    plan = planned(*resting, states=states, replicas=4, rollout=rollout, sleep={"policy": "OnIdle"})
+    assert (gone(plan), come(plan)) == (go, made_anew)
+
+
+FULL = says(WorkerPhase.READY, in_flight=3)
+SCALES: list[tuple[str, dict[int, WorkerState], list[int]]] = [
+    ("RF21: none that holds requests", {0: HOLDS, 1: HOLDS, 2: ASLEEP, 3: HOLDS}, [2]),
+    ("RF21: not the busiest", {0: FULL, 2: FULL, 3: FULL}, [1]),
+    ("RF25: one that sleeps before one that is awake", {0: ASLEEP}, [0]),
+    ("RF25: all asleep: the newest index", dict.fromkeys(range(4), ASLEEP), [3]),
+]
+
+
+@pytest.mark.parametrize(("states", "go"), [row[1:] for row in SCALES], ids=[row[0] for row in SCALES])
+def test_scaling_down_takes_the_one_that_is_missed_least(states: dict[int, WorkerState], go: list[int]) -> None:
+    pods = [new(index, routable=states.get(index, FULL).state is WorkerPhase.READY) for index in range(4)]
+    plan = planned(*pods, states=states, replicas=3, sleep={"policy": "OnIdle"})
+    assert gone(plan) == go
+
+
+def test_rf25_replicas_are_added_while_all_others_sleep() -> None:
+    plan = planned(new(0), new(1), states={0: ASLEEP, 1: ASLEEP}, replicas=3, sleep={"policy": "Asleep"})
+    assert (come(plan), gone(plan)) == ([2], [])
+
+
+def test_a_surge_gets_an_incarnation_above_every_known_one() -> None:
+    status = {"replicaStates": [{"index": 2, "state": "Terminating", "incarnation": 6}]}
+    plan = planned(old(0), old(1), status=status, replicas=2, rollout=SURGE)
+    assert [one for one in plan.pods if isinstance(one, CreatePod)] == [CreatePod(2, 7)]
+
+
+DEADLINES: list[tuple[str, list[Pod], dict[str, Any], bool, list[int]]] = [
+    ("in time", [old(0), coming(1)], stuck_since(29), False, []),
+    ("RF26: too late", [old(0), coming(1)], stuck_since(30), True, []),
+    ("RF26: none goes any more", [old(0), new(1)], stuck_since(31, served=1), True, []),
+    ("RF26: a step forward starts again", [old(0), new(1)], stuck_since(31, served=0), False, [0]),
+    ("RF26: one old less starts again", [old(0), coming(1)], stuck_since(31, remaining=2), False, []),
+    ("RF26: another template starts again", [old(0), coming(1)], stuck_since(31, revision="other"), False, []),
+    ("RF26: coming and going is no step forward", [old(0), coming(1)], stuck_since(31, served=1), True, []),
+    ("RF26: a first start has a deadline too", [coming(0), coming(1)], stuck_since(31, remaining=0), True, []),
+]
+
+
+@pytest.mark.parametrize(("pods", "status", "stuck", "go"), [row[1:] for row in DEADLINES], ids=[row[0] for row in DEADLINES])
+def test_a_rollout_that_gets_no_further_stops(pods: list[Pod], status: dict[str, Any], stuck: bool, go: list[int]) -> None:
+    plan = planned(*pods, states={one.index: STARTING for one in pods if not one.ready}, status=status, replicas=2)
+    progressing = condition_of(plan.status.conditions, "Progressing")
+    assert progressing is not None
+    assert (progressing.reason == "DeadlineExceeded") is stuck
+    assert gone(plan) == go
+    events = [one.reason for one in deployment_events(made(status).status, plan.status)]
+    assert ("DeadlineExceeded" in events) is stuck
+
+
+def test_a_stuck_rollout_makes_no_surge_but_what_is_missing() -> None:
+    assert come(planned(old(0), old(1), coming(2, **NO_IMAGE), status=stuck_since(31, remaining=2), replicas=2, rollout=SURGE)) == []
+    assert come(planned(old(0), status=stuck_since(31), replicas=2, rollout=SURGE)) == [1]
+
+
+def test_a_stuck_rollout_that_is_scaled_to_nothing_leaves_nothing() -> None:
+    assert gone(planned(old(0), new(1), status=stuck_since(31, served=1), replicas=0, rollout=SURGE)) == [0, 1]
+
+
+def test_a_stuck_rollout_says_what_it_waits_for_and_what_to_do() -> None:
+    image = {"ready": False, "container": Container(waiting_reason="ImagePullBackOff", waiting_message='Back-off pulling image "x"')}
+    plan = planned(old(0), pod(1, 1, **image), status=stuck_since(31), replicas=2)
+    progressing = condition_of(plan.status.conditions, "Progressing")
+    assert progressing is not None
+    assert "0 of 2 replicas serve with the new template" in progressing.message
+    assert 'replica 1: ImagePullBackOff: Back-off pulling image "x"' in progressing.message
+
+
+def test_a_rollout_that_is_done_is_no_more_in_the_status() -> None:
+    plan = planned(new(0), new(1), status=stuck_since(40), replicas=2)
+    assert (plan.status.rollout, plan.status.current_revision) == (None, REVISION)
+
+
+def test_what_fails_after_a_rollout_is_done_has_no_deadline() -> None:
+    plan = planned(new(0), coming(1), status={"currentRevision": REVISION}, states={1: STARTING}, replicas=2)
+    assert plan.status.rollout is None
+
+
+def test_the_progress_names_how_many_are_new() -> None:
+    plan = planned(old(0), new(1), coming(2), states={2: STARTING}, replicas=3)
+    progressing = condition_of(plan.status.conditions, "Progressing")
+    assert progressing is not None
+    assert progressing.message.startswith("2 of 3 replicas have the new template")
+
+
+SLEEPS = [
+    ("RF23: asleep is replaced asleep, and none is woken", {"policy": "Asleep"}, {0: ASLEEP, 1: ASLEEP}, []),
+    ("RF23: none sleeps for idleness meanwhile", {"policy": "OnIdle", "minAwakeSeconds": 0}, {}, []),
+    ("RF23: a policy that wakes goes on meanwhile", {"policy": "AlwaysAwake"}, {0: ASLEEP, 1: ASLEEP}, [WakeWorker]),
+    ("RF23: a policy that sleeps goes on meanwhile", {"policy": "Asleep"}, {}, [SleepWorker]),
+]
+
+
+@pytest.mark.parametrize(("sleep", "states", "calls"), [row[1:] for row in SLEEPS], ids=[row[0] for row in SLEEPS])
+def test_the_policy_of_sleep_during_a_rollout(sleep: dict[str, Any], states: dict[int, WorkerState], calls: list[type]) -> None:
+    policy = SleepPolicy(sleep["policy"])
+    told = {index: says(state.state, policy=policy, state_age_seconds=999.0) for index, state in states.items()}
+    awake = says(WorkerPhase.READY, policy=policy, state_age_seconds=999.0)
+    plan = planned(old(0), old(1), states={0: awake, 1: awake} | told, replicas=2, sleep=sleep)
+    assert len(gone(plan)) == 1
+    assert [type(call) for call in plan.calls] == calls
+
+
+@pytest.mark.parametrize(("minutes", "calls"), [(1, []), (31, [SleepWorker])], ids=["goes on", "RF26: stuck"])
+def test_a_stuck_rollout_keeps_nobody_awake(minutes: float, calls: list[type]) -> None:
+    idle = says(WorkerPhase.READY, policy=SleepPolicy.ON_IDLE, state_age_seconds=999.0)
+    sleep = {"policy": "OnIdle", "idleSeconds": 10}
+    plan = planned(old(0), coming(1), states={0: idle, 1: STARTING}, status=stuck_since(minutes), replicas=2, sleep=sleep)
+    assert [type(call) for call in plan.calls] == calls
+
+
+@pytest.mark.parametrize(
+    ("rollout", "serving", "enough"), [({}, 3, True), ({}, 2, False), (SURGE, 3, False), ({"maxUnavailable": 3}, 1, True)]
+)
+def test_available_means_that_no_more_are_missing_than_may_be(rollout: dict[str, Any], serving: int, enough: bool) -> None:
+    pods = [new(index) if index < serving else coming(index) for index in range(4)]
+    plan = planned(*pods, states=dict.fromkeys(range(serving, 4), STARTING), replicas=4, rollout=rollout)
+    available = condition_of(plan.status.conditions, "Available")
+    assert available is not None
+    assert (available.status.value == "True") is enough

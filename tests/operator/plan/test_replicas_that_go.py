@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica that has to go ends with an exit code and a failed pod, and has not failed. No Event is without a reason."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus, LoRAAdapter
+from diffusion_operator.api.deployment_status import DeploymentStatus, FailureStatus, OperationStatus, ReplicaState, ReplicaStatus
+from diffusion_operator.api.names import DEPLOYMENT, POD
+from diffusion_operator.plan.deployment import plan_deployment
+from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.observed.pods import Container, Exit, read_pod
+from diffusion_operator.plan.results.events import adapter_events, deployment_events
+from diffusion_operator.reconcile.observe import parse
+from support.operator.plan_builders import NOW, made, pod
+from support.operator.rig import Rig, adapter, serving
+
+KILLED = Container(last_exit=Exit(code=137, reason="Error"))
+EVICTED = "EvictionByEvictionAPI: Eviction API: evicting"
+
+
+def events_of(**facts: Any) -> tuple[list[tuple[str, str]], ReplicaStatus]:
+    """Look at a pod once, and return reasons and messages of Events, and its part of the status."""
+    deployment = made()
+    after = plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=(pod(**facts),)), NOW).status
+    return [(event.reason, event.message) for event in deployment_events(deployment.status, after)], after.replica_states[0]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"terminating": True, "finished": True},
+        {"terminating": True, "finished": True, "container": KILLED},
+        {"terminating": True, "container": KILLED},
+        {"terminating": True, "finished": True, "disruption": EVICTED},
+        {"finished": True, "disruption": EVICTED},
+        {"finished": True, "disruption": EVICTED, "container": KILLED},
+    ],
+)
+def test_a_pod_that_was_told_to_go_has_not_failed(facts: dict[str, Any]) -> None:
+    events, replica = events_of(**facts)
+    assert events == []
+    assert replica.last_failure is None
+    assert not replica.failures or not facts.get("terminating")
+
+
+def test_an_eviction_is_told_in_the_status_of_the_replica() -> None:
+    _, replica = events_of(terminating=True, disruption=EVICTED)
+    assert replica.message == f"it has to go: {EVICTED}"
+
+
+def test_a_pod_that_ended_by_itself_without_a_word_has_failed_and_the_event_says_what_is_known() -> None:
+    events, replica = events_of(finished=True)
+    assert events == [("ReplicaRestarted", "replica 0 failed: the pod ended and will not be started again")]
+    assert replica.last_failure is not None
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [("EvictionByEvictionAPI", True), ("PreemptionByScheduler", True), ("DeletionByTaintManager", True), ("TerminationByKubelet", False)],
+)
+def test_what_the_kubelet_ends_of_itself_is_no_order_to_go(reason: str, told: bool) -> None:
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "a\nb"}
+    manifest = {
+        "metadata": {"name": "d-0-0", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "status": {"conditions": [condition], "phase": "Failed"},
+    }
+    assert read_pod(manifest, index=0, incarnation=0).disruption == (rf"{reason}: a\nb" if told else "")
+
+
+@dataclass
+class Going:
+    """Pods that take a moment to go, as the kubelet ends them."""
+
+    rig: Rig
+
+    async def step(self) -> None:
+        await self.rig.run(1)
+        for name in self.rig.cluster.names(POD):
+            found = self.rig.cluster.find(POD, name) or {}
+            if not found.get("status"):
+                self.rig.start(name)
+            elif "deletionTimestamp" in found["metadata"]:
+                self.rig.cluster.ended(name, code=143 if name.endswith("0") else 0)
+                await self.rig.run(1)
+                self.rig.cluster.remove(POD, name)
+
+    def expect_no_failure(self) -> None:
+        notes = [one for reason in set(self.rig.cluster.events()) for one in self.rig.cluster.notes(reason)]
+        assert not [note for note in notes if "failed" in note or "None" in note or "exit code" in note]
+        assert "ReplicaRestarted" not in self.rig.cluster.events()
+        assert not [one for one in self.rig.status()["replicaStates"] if one.get("lastFailure") or one.get("failures")]
+        assert self.rig.condition("Ready") == ("True", "Serving")
+        assert self.rig.errors == []
+
+
+@pytest.mark.parametrize("what", ["scale-down", "rollout", "eviction", "deletion"])
+async def test_no_event_tells_of_a_failure_where_replicas_go(what: str) -> None:
+    rig = await serving(3)
+    rig.cluster.graceful = True
+    going = Going(rig)
+    if what == "scale-down":
+        rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=1))
+    elif what == "rollout":
+        rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"env": [{"name": "A", "value": "1"}]}))
+    else:
+        rig.cluster.tell_to_go("d-1-0", evicted=what == "eviction")
+    for _ in range(20):
+        await going.step()
+    assert len(rig.cluster.names(POD)) == (1 if what == "scale-down" else 3)
+    assert "d-1-0" not in rig.cluster.names(POD)
+    going.expect_no_failure()
+
+
+EMPTY = ReplicaStatus(index=0, state=ReplicaState.FAILED, boot_id="b", leader_pod="d-0-0")
+WORDLESS = [
+    {"last_failure": FailureStatus()},
+    {"last_failure": FailureStatus(message="")},
+    {"last_failure": FailureStatus(exit_code=3)},
+    {"generation": 2},
+    {"incarnation": 1, "failures": 2, "leader_pod": None},
+    {"last_operation": OperationStatus(id="a", kind="sleep", code="Busted")},
+    {"last_operation": OperationStatus(id="a", kind="wake", code="Busted", message="", seconds="1.000")},
+    {"last_operation": OperationStatus(id="a", code="", message=None)},
+    {"last_operation": OperationStatus(id="a", kind="wake")},
+    {"last_operation": OperationStatus(id="a", kind="sleep")},
+]
+
+
+@pytest.mark.parametrize("changes", WORDLESS, ids=str)
+def test_an_event_says_why_even_where_nobody_does(changes: dict[str, Any]) -> None:
+    before = DeploymentStatus(replica_states=(EMPTY,))
+    after = DeploymentStatus(replica_states=(msgspec.structs.replace(EMPTY, **changes),))
+    events = deployment_events(before, after)
+    assert len(events) == 1
+    assert "None" not in events[0].message
+    assert not events[0].message.rstrip().endswith(":")
+
+
+@pytest.mark.parametrize("state", [InstanceState.LOADED, InstanceState.FAILED])
+@pytest.mark.parametrize("error", [ErrorStatus(), ErrorStatus(code="NotFound"), ErrorStatus(message="")])
+def test_an_event_of_an_adapter_says_why_even_where_nobody_does(state: InstanceState, error: ErrorStatus) -> None:
+    metadata = {"uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    manifest = adapter()
+    found = parse(manifest | {"metadata": manifest["metadata"] | metadata}, LoRAAdapter)
+    after = msgspec.structs.replace(found.status, replica_instances=(InstanceStatus(replica=0, state=state, last_error=error),))
+    events = adapter_events(found, after)
+    assert len(events) == 1
+    assert "None" not in events[0].message
+    assert not events[0].message.rstrip().endswith(":")

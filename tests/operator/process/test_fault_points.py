@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RF5 and RF6 in virtual time: an operator that dies anywhere, or two at once, bring about what one that lives would have.
+
+The places where it dies are found by telling the story once without a death.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+
+from support.operator.story import Teller, Told
+
+# Nothing is left to remember by that nobody was told yet: of an adapter that was deleted, and of a child that another client touched.
+MAY_BE_LOST = {"AdapterUnloaded", "Repaired"}
+DEATHS_IN_A_ROW = 20
+OVERLAPS = 8
+
+
+async def undisturbed() -> tuple[Told, list[str]]:
+    """What should be, and the places."""
+    teller = Teller()
+    return await teller.tell(), teller.points.passed
+
+
+def check(told: Told, expected: Told) -> None:
+    assert told.wrong == []
+    may_be_lost = MAY_BE_LOST if told.deaths else set()
+    for end, other in zip(told.ends, expected.ends, strict=False):
+        assert end.standing == other.standing
+        assert end.pods_made == other.pods_made, "each pod is made once"
+        assert end.operations == other.operations, "nothing is done twice by a worker"
+        assert not end.events - other.events, "no Event is written twice"
+        assert {reason for reason, _ in other.events - end.events} <= may_be_lost, "no Event is lost"
+
+
+@pytest.mark.slow
+async def test_rf5_the_operator_may_die_before_and_after_everything_it_does() -> None:
+    expected, places = await undisturbed()
+    assert expected.wrong == []
+    assert len(places) > 100
+    assert {place.split()[1] for place in places} == {
+        "create", "apply", "patch", "apply_status", "set_labels", "delete", "sleep", "wake", "put_adapter", "remove_adapter",
+    }, "the story does everything that the ports have"  # fmt: skip
+    for number, place in enumerate(places, start=1):
+        told = await Teller(number).tell(to_the_end=False)
+        assert told.deaths == [place]
+        _check_or_name(told, expected, f"it died at place {number}, {place}")
+
+
+@pytest.mark.slow
+async def test_rf5_the_operator_may_die_again_and_again() -> None:
+    expected, places = await undisturbed()
+    for seed in range(DEATHS_IN_A_ROW):
+        rng = random.Random(seed)
+        told = await Teller(*(rng.randint(1, len(places) // 4) for _ in range(8))).tell()
+        assert len(told.deaths) > 1
+        _check_or_name(told, expected, f"with seed {seed} it died at {told.deaths}")
+
+
+async def test_rf6_two_operators_at_once_do_nothing_twice() -> None:
+    expected, _ = await undisturbed()
+    writes: Counter[int] = Counter()
+    for seed in range(OVERLAPS):
+        told = await Teller(second=random.Random(seed)).tell()
+        _check_or_name(told, expected, f"with seed {seed}")
+        writes[told.status_writes] += 1
+    assert max(writes) <= 2 * expected.status_writes, "each writes what it found once, and neither takes back what the other wrote"
+
+
+def _check_or_name(told: Told, expected: Told, where: str) -> None:
+    try:
+        check(told, expected)
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from error

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing is written twice: one write a child and one status, none at rest, none by an operator that only starts again."""
+
+from diffusion_operator.api.names import ANNOTATION_APPLIED, POD, SECRET, SERVICE, Kind
+from support.operator.fake_cluster import Manifest
+from support.operator.fault_points import FaultPoints
+from support.operator.rig import Rig, deployment, serving
+
+
+def count_writes(rig: Rig) -> list[str]:
+    """What is written from now on, each as its place."""
+    points = FaultPoints(lambda place: None)
+    rig.runtime.cluster = points.wrap(rig.cluster)
+    return points.passed
+
+
+def written(places: list[str]) -> list[str]:
+    return sorted(place.removeprefix("before ") for place in places if place.startswith("before "))
+
+
+async def test_a_new_deployment_costs_one_write_a_child_and_one_status() -> None:
+    rig = Rig()
+    places = count_writes(rig)
+    rig.cluster.put(deployment())
+    await rig.run(60)
+    kinds = ("ConfigMap d-desired", "NetworkPolicy d-control", "PodDisruptionBudget d", "Secret d-control", "Service d")
+    assert written(places) == sorted(["apply_status DiffusionDeployment d", "create Pod d-0-0", *("create " + kind for kind in kinds)])
+
+
+async def test_an_operator_that_starts_again_writes_nothing() -> None:
+    rig = await serving(2)
+    rig.restart_operator()
+    places = count_writes(rig)
+    await rig.run(300)
+    assert written(places) == []
+
+
+async def test_at_rest_only_the_secret_that_cannot_be_read_is_looked_at_again() -> None:
+    """A create that is refused, and a patch that changes nothing."""
+    rig = await serving()
+    places = count_writes(rig)
+    await rig.run(1300)
+    assert written(places) == [*(2 * ["create Secret d-control"]), *(2 * ["patch Secret d-control"])]
+
+
+async def test_another_key_is_applied_though_the_secret_is_never_read() -> None:
+    rig = await serving()
+    before = _secret(rig)
+    rig.keys = (b"n" * 32, *rig.keys)
+    rig.restart_operator()
+    await rig.run()
+    assert _secret(rig)["data"] != before["data"]
+
+
+async def test_what_was_taken_from_a_spec_while_the_operator_was_away_is_taken_from_the_child() -> None:
+    rig = await serving(service={"annotations": {"example.com/a": "1"}})
+    before = _service(rig)["metadata"]["annotations"]
+    assert before["example.com/a"] == "1"
+    rig.cluster.on_change = lambda change, manifest: None
+    rig.cluster.put(deployment(service={}))
+    rig.cluster.on_change = rig._changed
+    rig.restart_operator()
+    await rig.run()
+    after = _service(rig)["metadata"]["annotations"]
+    assert "example.com/a" not in after
+    assert after[ANNOTATION_APPLIED] != before[ANNOTATION_APPLIED]
+
+
+def _secret(rig: Rig) -> Manifest:
+    return rig.cluster.find(SECRET, "d-control") or {}
+
+
+def _service(rig: Rig) -> Manifest:
+    return rig.cluster.find(SERVICE, "d") or {}
+
+
+async def test_the_first_status_waits_for_the_first_pod_also_where_another_operator_made_it() -> None:
+    """A status without that pod would hide its incarnation, and a pod with the same name could be made again."""
+    rig, statuses = Rig(), []
+    create, apply_status = rig.cluster.create, rig.cluster.apply_status
+
+    async def create_after_the_other(manifest: Manifest) -> bool:
+        await create(manifest)
+        return await create(manifest) if manifest["kind"] == "Pod" else True
+
+    async def note_status(kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+        statuses.append(status)
+        await apply_status(kind, namespace, name, status=status)
+
+    rig.cluster.create, rig.cluster.apply_status = create_after_the_other, note_status  # type: ignore[method-assign]
+    rig.cluster.put(deployment())
+    await rig.run(10)
+    assert rig.cluster.names(POD) == ["d-0-0"]
+    assert statuses and all(status["replicaStates"][0]["incarnation"] == 0 for status in statuses)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RF28: a child that another client changed or deleted is put right in the same pass, and an Event says what; our own doing makes none."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from diffusion_operator.api.names import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    DISRUPTION_BUDGET,
+    LABEL_DEPLOYMENT,
+    LABEL_ROUTABLE,
+    POD,
+    SECRET,
+    SERVICE,
+    Kind,
+)
+from diffusion_operator.plan.results.drift import drift
+from support.operator.rig import Rig, adapter, serving
+
+LABELS = {LABEL_DEPLOYMENT: "d"}
+WANTED: dict[str, Any] = {
+    "kind": "Service",
+    "metadata": {"name": "d", "labels": LABELS, "ownerReferences": [{"uid": "u"}]},
+    "spec": {"type": "ClusterIP", "selector": LABELS, "ports": [{"name": "http", "port": 80}], "egress": []},
+}
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """What the API server has: with its defaults, and this change."""
+    live = copy.deepcopy(WANTED)
+    live["metadata"] |= {"uid": "1", "resourceVersion": "5"}
+    live["metadata"]["labels"] = {**LABELS, "team": "a"}
+    live["spec"] |= {"clusterIP": "10.0.0.1", "ports": [{"name": "http", "port": 80, "protocol": "TCP"}]}
+    live["status"] = {"loadBalancer": {}}
+    del live["spec"]["egress"]
+    change(live)
+    return live
+
+
+DRIFTS: list[tuple[str, Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
+    ("nothing", lambda live: None, ()),
+    ("a port of another client", lambda live: live["spec"]["ports"].append({"name": "more", "port": 81}), ()),
+    ("our port", lambda live: live["spec"]["ports"][0].update(port=81), ("spec.ports",)),
+    ("a selector that takes other pods", lambda live: live["spec"]["selector"].update(x="y"), ("spec.selector",)),
+    ("a field and a label", lambda live: (live["spec"].update(type="NodePort"), live["metadata"]["labels"].pop(LABEL_DEPLOYMENT)),
+     (f"metadata.labels.{LABEL_DEPLOYMENT}", "spec.type")),
+    ("the owner", lambda live: live["metadata"].pop("ownerReferences"), ("metadata.ownerReferences",)),
+    ("all of it", lambda live: live.pop("spec"), ("spec",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "paths"), [row[1:] for row in DRIFTS], ids=[row[0] for row in DRIFTS])
+def test_what_of_a_child_is_not_as_it_was_rendered(change: Callable[[dict[str, Any]], object], paths: tuple[str, ...]) -> None:
+    assert drift(edited(change), WANTED) == paths
+
+
+def edit(rig: Rig, kind: Kind, name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """By kubectl, as the watch tells it."""
+    found = rig.cluster.find(kind, name)
+    assert found is not None
+    before = copy.deepcopy(found)
+    change(found)
+    deployment = before["metadata"]["labels"][LABEL_DEPLOYMENT]
+    rig.runtime.child_changed("default", deployment, kind.kind)
+
+
+EDITS: list[tuple[Kind, str, Callable[[dict[str, Any]], object], str]] = [
+    (SERVICE, "d", lambda live: live["spec"].update(selector={"app": "mine"}), "Service d was changed: spec.selector by another client"),
+    (CONFIG_MAP, "d-desired", lambda live: live["data"].clear(), "ConfigMap d-desired was changed: data.desired.json by another client"),
+    (DISRUPTION_BUDGET, "d", lambda live: live["spec"].clear(), "PodDisruptionBudget d was changed: spec"),
+]
+
+
+def content(found: dict[str, Any] | None) -> dict[str, Any]:
+    """All but what the API server counts and keeps account of."""
+    assert found is not None
+    metadata = {name: value for name, value in found["metadata"].items() if name not in ("resourceVersion", "generation", "managedFields")}
+    return found | {"metadata": metadata}
+
+
+@pytest.mark.parametrize(("kind", "name", "change", "note"), EDITS, ids=[row[0].kind for row in EDITS])
+async def test_an_edited_child_is_repaired_at_once_and_told(
+    kind: Kind, name: str, change: Callable[[dict[str, Any]], object], note: str
+) -> None:
+    rig = await serving(2)
+    before = copy.deepcopy(content(rig.cluster.find(kind, name)))
+    edit(rig, kind, name, change)
+    await rig.run(0.1)
+    assert content(rig.cluster.find(kind, name)) == before
+    [told] = rig.cluster.notes("Repaired")
+    assert note in told
+
+
+@pytest.mark.parametrize(("kind", "name"), [row[:2] for row in EDITS], ids=[row[0].kind for row in EDITS])
+async def test_a_deleted_child_is_made_again_and_told(kind: Kind, name: str) -> None:
+    rig = await serving(2)
+    rig.cluster.remove(kind, name)
+    await rig.run(0.1)
+    assert rig.cluster.names(kind) == [name]
+    assert rig.cluster.notes("Repaired") == [f"{kind.kind} {name} was deleted or its labels taken off by another client"]
+
+
+async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
+    rig = await serving(1)
+    rig.cluster.remove(POD, "d-0-0")
+    await rig.run()
+    assert rig.cluster.names(POD) == ["d-0-1"]
+    assert rig.cluster.notes("Repaired") == ["pod d-0-0 was deleted by another client"]
+
+
+async def test_a_pod_that_lost_its_label_gets_it_back_and_goes_on() -> None:
+    rig = await serving(1)
+    edit(rig, POD, "d-0-0", lambda live: live["metadata"]["labels"].pop(LABEL_DEPLOYMENT))
+    await rig.run()
+    assert rig.cluster.names(POD) == ["d-0-0"]
+    assert rig.condition("Ready") == ("True", "Serving")
+    assert rig.cluster.notes("Repaired") == ["labels of pod d-0-0 were changed by another client"]
+
+
+async def test_the_routable_label_is_put_back() -> None:
+    rig = await serving(1)
+    edit(rig, POD, "d-0-0", lambda live: live["metadata"]["labels"].pop(LABEL_ROUTABLE))
+    await rig.run()
+    assert rig.routable() == ["d-0-0"]
+    [told] = rig.cluster.notes("Repaired")
+    assert f"label {LABEL_ROUTABLE} of pod d-0-0 was changed" in told
+
+
+async def test_what_the_operator_does_itself_is_no_repair() -> None:
+    rig = await serving(2)
+    for spec in (
+        {"replicas": 3},
+        {"replicas": 1},
+        {"service": {"port": 8080}},
+        {"engine": {"env": [{"name": "A", "value": "1"}]}},
+        {"podDisruptionBudget": "None"},
+        {"podDisruptionBudget": "Auto"},
+        {"sleep": {"policy": "Asleep"}},
+        {"sleep": {}},
+        {"replicas": 0},
+        {"replicas": 2},
+    ):
+        rig.cluster.change(DEPLOYMENT, "d", lambda now, spec=spec: now.update(spec))
+        await rig.run(10)
+        rig.start_all()
+        await rig.run(10)
+    rig.cluster.put(adapter())
+    await rig.run(60)
+    rig.restart_operator()
+    await rig.run(60)
+    rig.cluster.remove(DEPLOYMENT, "d")
+    await rig.run(60)
+    assert rig.cluster.notes("Repaired") == []
+    assert rig.errors == []
+
+
+async def test_a_watch_event_alone_is_no_proof() -> None:
+    rig = await serving(1)
+    for kind in (SERVICE, CONFIG_MAP, POD, DISRUPTION_BUDGET):
+        rig.runtime.child_changed("default", "d", kind.kind)
+    await rig.run(60)
+    assert rig.cluster.notes("Repaired") == []
+
+
+async def test_who_edits_all_the_time_is_told_of_once_a_minute() -> None:
+    rig = await serving(1)
+    for _ in range(50):
+        edit(rig, SERVICE, "d", lambda live: live["spec"].update(type="NodePort"))
+        await rig.run(1)
+    assert 1 <= len(rig.cluster.notes("Repaired")) <= 2
+    found = rig.cluster.find(SERVICE, "d")
+    assert found is not None
+    assert found["spec"]["type"] == "ClusterIP"
+
+
+async def without_its_secret() -> Rig:
+    """As in a cluster nobody hears of it: Secrets are not watched."""
+    rig = await serving(1)
+    heard, rig.cluster.on_change = rig.cluster.on_change, lambda change, manifest: None
+    rig.cluster.remove(SECRET, "d-control")
+    rig.cluster.on_change = heard
+    await rig.run(30)
+    assert rig.cluster.names(SECRET) == []
+    return rig
+
+
+async def test_rf27_a_secret_of_ours_that_is_gone_comes_back_where_a_pod_waits_for_it() -> None:
+    rig = await without_its_secret()
+    rig.cluster.remove(POD, "d-0-0")
+    await rig.run()
+    rig.cluster.waiting("d-0-1", "ContainerCreating")
+    await rig.run(60)
+    assert rig.cluster.names(SECRET) == ["d-control"]
+
+
+async def test_rf27_a_secret_of_ours_that_is_gone_comes_back_in_time_without_anybody_waiting() -> None:
+    rig = await without_its_secret()
+    await rig.run(rig.runtime.settings.resync_s + 60)
+    assert rig.cluster.names(SECRET) == ["d-control"]
+    assert rig.condition("Ready") == ("True", "Serving"), "what runs has mounted it"

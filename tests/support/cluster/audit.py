@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators asked of the node's API server, by its audit log: each right that they used, and what was refused them.
+
+A refusal counts while an account has its rights. Without them it is as it should be: they end before the process does where a release
+is uninstalled, or a namespace with everything in it; and a namespace that ends refuses new objects for that reason.
+"""
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from support.operator.audited_apiserver import Right, granted, right_of
+from support.syntax import parse
+from tools.demo.installation import RELEASE
+from tools.demo.kubectl import Document, Kubectl
+from tools.devcluster import cluster
+from tools.devcluster.node.config import AUDIT_LOG
+
+# Never a request by itself; tests/operator/apiserver/test_rights_by_audit.py shows what asks for it.
+BY_ADMISSION = Right("diffusion-operator.dev", "diffusiondeployments/finalizers", "update")
+OUTPUT = Path("bench-output") / "rights-used.txt"
+
+
+class Usage(NamedTuple):
+    used: Counter[Right]
+    refused: list[str]
+
+    def table(self, rights: set[Right]) -> str:
+        lines = [f"{self.used[right]:8} {right}" for right in sorted(rights | set(self.used))]
+        return "\n".join(["requests right", *lines, f"refused: {self.refused or 'none'}", ""])
+
+
+def usage(entries: Iterable[Document]) -> Usage:
+    """By the accounts that the chart names after the release, in whatever namespace; a watch has two entries."""
+    found, taken = Usage(Counter(), []), set[str]()
+    each = {entry["auditID"]: entry for entry in entries if "objectRef" in entry}
+    for entry in sorted(each.values(), key=lambda entry: str(entry["requestReceivedTimestamp"])):
+        about = entry["objectRef"]
+        if about["resource"] == "rolebindings" and about.get("name", RELEASE).startswith(RELEASE):
+            (taken.discard if entry["verb"] == "create" else taken.add)(about["namespace"])
+        if not entry["user"]["username"].endswith(f":{RELEASE}"):
+            continue
+        if entry.get("responseStatus", {}).get("code") not in (401, 403):
+            found.used.update(right_of(entry))
+        elif about.get("namespace") not in taken and not _namespace_ends(entry):
+            found.refused.append(f"{entry['verb']} {about}: {entry['responseStatus'].get('message')}")
+    return found
+
+
+def _namespace_ends(entry: Document) -> bool:
+    causes = (entry["responseStatus"].get("details") or {}).get("causes", [])
+    return any(cause.get("reason") == "NamespaceTerminating" for cause in causes)
+
+
+def read_log(since: datetime) -> Iterator[Document]:
+    """From the file and the one before it, oldest first."""
+    for file in sorted(AUDIT_LOG.parent.glob(f"{AUDIT_LOG.stem}*{AUDIT_LOG.suffix}"), key=lambda file: file.stat().st_mtime):
+        with file.open() as lines:
+            yield from (entry for line in lines if datetime.fromisoformat((entry := json.loads(line))["requestReceivedTimestamp"]) >= since)
+
+
+def check_rights(kubectl: Kubectl, *, since: datetime, whole: bool) -> None:
+    """Nothing was refused, and after the `whole` suite nothing is granted that was not used. The table is in bench-output."""
+    if cluster.provider().name != "node":
+        return
+    (role,) = kubectl.get("roles", "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]
+    rights, found = granted(role), usage(read_log(since))
+    OUTPUT.parent.mkdir(exist_ok=True)
+    OUTPUT.write_text(found.table(rights))
+    assert found.refused == [], "the operator's account was refused what it asked for"
+    if whole:
+        assert {*found.used, BY_ADMISSION} == rights, f"unused or not the role's; see {OUTPUT}"
+
+
+def all_selected(session: pytest.Session, folder: Path) -> bool:
+    """Whether every test function of a folder is to run, and none failed so far."""
+    chosen = {(item.path, getattr(item, "originalname", "")) for item in session.items}
+    return session.testsfailed == 0 and set(_functions(folder)) <= chosen
+
+
+def _functions(folder: Path) -> Iterator[tuple[Path, str]]:
+    for file in folder.glob("test_*.py"):
+        tree = parse(file.read_text())
+        yield from ((file, node.name) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))

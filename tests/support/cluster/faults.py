@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults made from under the cluster: signals to its programs and to those in pods, packets that get lost.
+
+For that the node must be of this machine; where it is not, the test is skipped.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from support.cluster.rig import is_server_of
+from tools.demo.kubectl import Document, Kubectl
+from tools.devcluster import cluster
+from tools.devcluster.node import namespace
+
+CONTROL_PORT = 8001
+
+
+def need_own_node() -> None:
+    """Skips the test on another provider."""
+    if cluster.provider().name != "node":
+        pytest.skip("the node is not of this machine")
+
+
+def service_address(kubectl: Kubectl, name: str) -> str:
+    """The Service's own address, which answers from here and without the API server, unlike `kubectl port-forward`."""
+    need_own_node()
+    spec = kubectl.get(f"service/{name}")["spec"]
+    return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
+
+
+@contextmanager
+def api_server_stopped() -> Iterator[None]:
+    """It stands still, with its connections open, as when its machine swaps or its store hangs."""
+    need_own_node()
+    pid = namespace.find_program("kube-apiserver")
+    assert pid is not None, "the node has no kube-apiserver"
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def control_port_cut_off(pod: Document) -> Iterator[None]:
+    """Packets to the pod's control port are dropped without a word; those to its other ports arrive.
+
+    The rule is in the pod's network, because two pods of one node meet on its bridge, where not every kernel can filter.
+    """
+    inside = ["nsenter", "--target", str(processes_of(pod)[0]), "--net", "--", "nft"]
+    rule = f"table inet faults {{ chain arriving {{ type filter hook input priority 0; tcp dport {CONTROL_PORT} drop; }}; }}"
+    subprocess.run([*inside, "-f", "-"], input=rule, text=True, check=True, timeout=10)
+    try:
+        yield
+    finally:
+        subprocess.run([*inside, "delete table inet faults"], check=True, timeout=10)
+
+
+def kill_operator(kubectl: Kubectl) -> None:
+    """SIGKILL to the operator's process, without a chance to end anything it began."""
+    (pod,) = operator_pods(kubectl)
+    for pid in processes_of(pod):
+        if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/pause"):  # the sandbox's own
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_server_in(pod: Document) -> None:
+    """SIGKILL to the first process of the worker's container."""
+    for pid in processes_of(pod):
+        if is_server_of(Path(f"/proc/{pid}"), str(pod["metadata"]["uid"])):
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"pod {pod['metadata']['name']} has no server just now")
+
+
+def resident_mib(pod: Document) -> float:
+    """What all its processes have in memory."""
+    lines = [line for pid in processes_of(pod) for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return round(sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024, 1)
+
+
+def operator_pods(kubectl: Kubectl) -> list[Document]:
+    """Those that are not on their way out."""
+    items = kubectl.get("pods", "-l", "app.kubernetes.io/component=operator")["items"]
+    return [item for item in items if "deletionTimestamp" not in item["metadata"]]
+
+
+def processes_of(pod: Document) -> list[int]:
+    """The pids, as this machine counts, of all processes in the pod's containers, the sandbox's among them."""
+    need_own_node()
+    uid = str(pod["metadata"]["uid"])
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            groups = (folder / "cgroup").read_text()
+            if uid in groups or uid.replace("-", "_") in groups:
+                found.append(int(folder.name))
+    assert found, f"no process of pod {pod['metadata']['name']} is to be seen"
+    return sorted(found)

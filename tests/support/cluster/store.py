@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket and a hub in a pod of a test's namespace, with a certificate of its own authority, and claims that lie in the node's /tmp."""
+
+import base64
+import json
+from pathlib import Path
+
+from support.cluster.rig import ClusterRig
+from support.sources import store_server
+from tools.demo.kubectl import Document
+from tools.devcluster.certs import Authority
+
+STORE = "store"
+TRUST, TLS = "store-ca", "store-tls"
+ACCESS_KEY = "AKTESTS"
+SECRETS_DIR = "/var/run/diffusion-operator/secrets"
+
+
+def host_of(rig: ClusterRig) -> str:
+    return f"{STORE}.{rig.kubectl.namespace}.svc"
+
+
+def worker_environment(rig: ClusterRig) -> list[Document]:
+    """What makes a worker with the Secret TRUST mounted ask this hub."""
+    environment = {"SSL_CERT_FILE": f"{SECRETS_DIR}/{TRUST}/ca.crt", "HF_ENDPOINT": f"https://{host_of(rig)}"}
+    return [{"name": name, "value": value} for name, value in environment.items()]
+
+
+def apply(rig: ClusterRig, *documents: Document) -> None:
+    rig.kubectl.text("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
+
+
+def secret(name: str, **data: bytes) -> Document:
+    encoded = {key.replace("_", "."): base64.b64encode(value).decode() for key, value in data.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": encoded}
+
+
+def start_store(rig: ClusterRig, folder: Path, *, served: str, claim: str, first: str) -> None:
+    """Serve a folder of the worker's container image, after a command with the claim at /claim; returns when it answers."""
+    authority = Authority(folder)
+    authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host_of(rig)}",))
+    files = {name: authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}
+    script = {"store_server.py": Path(store_server.__file__).read_text()}
+    ports = [{"port": 443, "targetPort": store_server.PORT}]
+    apply(
+        rig,
+        secret(TRUST, ca_crt=files["ca.crt"]),
+        secret(TLS, tls_crt=files["server.crt"], tls_key=files["server.key"]),
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": STORE}, "data": script},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": STORE}, "spec": {"selector": {"app": STORE}, "ports": ports}},
+        _pod(rig.worker_image, served=served, claim=claim, first=first),
+    )
+    rig.kubectl.text("wait", f"pod/{STORE}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
+
+
+def remove_store(rig: ClusterRig) -> None:
+    mine = [f"{kind}/{STORE}" for kind in ("pod", "service", "configmap")] + [f"secret/{name}" for name in (TRUST, TLS)]
+    rig.kubectl.text("delete", *mine, "--ignore-not-found", deadline_s=30)
+
+
+def claim_on_the_node(namespace: str, name: str, path: str = "/tmp") -> list[Document]:
+    """Bound to each other by name, so that it needs no provisioner. /tmp is where a pod without root may write on any node."""
+    size, names = {"storage": "1Gi"}, {"name": name, "namespace": namespace}
+    volume = {
+        "capacity": size, "accessModes": ["ReadWriteMany"], "hostPath": {"path": path}, "storageClassName": "",
+        "persistentVolumeReclaimPolicy": "Retain", "claimRef": names,
+    }  # fmt: skip
+    claim = {"accessModes": ["ReadWriteMany"], "storageClassName": "", "volumeName": name, "resources": {"requests": size}}
+    return [
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": volume},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": claim},
+    ]
+
+
+def _pod(image: str, *, served: str, claim: str, first: str) -> Document:
+    serve = f"exec python3 /script/store_server.py {served} /tls/tls.crt /tls/tls.key {ACCESS_KEY}"
+    container = {
+        "name": STORE,
+        "image": image,
+        "command": ["sh", "-c", f"{first} && {serve}"],
+        "readinessProbe": {"tcpSocket": {"port": store_server.PORT}, "periodSeconds": 1},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("script", "tls", "claim")],
+    }
+    volumes: list[Document] = [
+        {"name": "script", "configMap": {"name": STORE}},
+        {"name": "tls", "secret": {"secretName": TLS, "defaultMode": 0o440}},
+        {"name": "claim", "persistentVolumeClaim": {"claimName": claim}},
+    ]
+    security = {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {"containers": [container], "volumes": volumes, "securityContext": security, "terminationGracePeriodSeconds": 0}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": STORE, "labels": {"app": STORE}}, "spec": spec}

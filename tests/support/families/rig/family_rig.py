@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a family's requests: through diffusers' own pipeline, and through the engine's model runner at one rank."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
+from diffusion_worker.runner.model_call.call import ModelCall, execute
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
+from diffusion_worker.runner.pipelines.view import modules_of, view_of
+from support.families.rig.family import Arguments, Family, as_tensor, in_float64
+from support.runner.module_attributes import attributes_of, changes_of
+from support.runner.rig import OneRank
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of a test. `changes` replace or add arguments; `scheduler` replaces the pipeline's.
+
+    `loras` are of the engine only: whoever compares gives the plain pipeline the same.
+    """
+
+    seed: int = 1
+    steps: int = 3
+    guidance: float = 5.0
+    exact: bool = False
+    changes: Arguments = field(default_factory=dict)
+    scheduler: Any = None
+    loras: list[LoRAUse] = field(default_factory=list)
+
+
+TRIO = (Asked(1, 4, 5.0), Asked(2, 6, 3.0), Asked(3, 3, 7.0))
+JOINING = (0, 1, 2)
+
+
+class RecordingRank(OneRank):
+    """One rank that also keeps the calls that failed: the runner makes those again one by one and would hide it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[Exception] = []
+
+    def run(self, call: ModelCall, execute: Callable[[ModelCall, slice], Any]) -> Any:
+        try:
+            return super().run(call, execute)
+        except Exception as error:
+            self.failures.append(error)
+            raise
+
+
+class FamilyRig:
+    """A family's tiny pipeline twice: one that only diffusers runs, and one that a model runner serves."""
+
+    def __init__(self, family: Family, dtype: torch.dtype = torch.float32) -> None:
+        torch.set_num_threads(1)
+        self.family = family
+        self.dtype = dtype
+        self.pipeline = self._build()
+        self.plain = self._build()
+        self.rank = RecordingRank()
+        config = WorkerConfig(model="(in memory)", served_name=family.name)
+        self.runner = DiffusionModelRunner(config, torch.device("cpu"), self.rank)  # type: ignore[arg-type]
+        # Requests of the last run, by number, that were made once more as `whole`, with the reason.
+        self.replays: dict[str, str] = {}
+        self.runner.adopt(self.pipeline, dtype, lambda done, total: None)
+
+    def alone(self, asked: Asked) -> torch.Tensor:
+        """What diffusers' own call of the plain pipeline gives, flat.
+
+        The global random state is seeded like the request's generator, for pipelines that draw a few numbers without it.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(asked.seed)
+            return as_tensor(self.family.call(_with_scheduler(self.plain, asked.scheduler), self._arguments(asked)))
+
+    def together(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[torch.Tensor]:
+        """What the engine gives each request, flat; `joining` says at which tick each joins (all at the first by default).
+
+        Raises:
+            AssertionError: a request ended with an error, or a model call that was shared failed. A request left the shared
+                modules with another attribute than before, which `outcome` raises too.
+        """
+        results, errors = self.outcome(*requests, joining=joining)
+        assert not errors, errors
+        assert not self.rank.failures, self.rank.failures
+        return [results[str(number)] for number in range(len(requests))]
+
+    def outcome(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
+        """Results and errors by the requests' numbers."""
+        self.rank.calls.clear()
+        self.rank.failures.clear()
+        self.replays.clear()
+        modules = modules_of(self.pipeline)
+        before = attributes_of(modules)
+        joins = joining or (0,) * len(requests)
+        results: dict[str, torch.Tensor] = {}
+        errors: dict[str, ErrorReport] = {}
+        for tick in range(200):
+            for number, asked in enumerate(requests):
+                if joins[number] == tick:
+                    self.runner.join(self._spec(number, asked), self._body(asked))
+            output = self.runner.execute_stepwise(Tick(tick))
+            results |= {name: as_tensor(result) for name, result in output.images.items()}
+            errors |= output.errors
+            self.replays |= output.replays
+            for name in output.replays:
+                asked = requests[int(name)]
+                self.runner.join(self._spec(int(name), asked), self._body(asked, whole=True))
+            if len(results) + len(errors) == len(requests):
+                assert not (changed := changes_of(before, attributes_of(modules))), changed
+                return results, errors
+        raise AssertionError(f"after 200 ticks only {sorted(results)} are done")
+
+    def denoiser_calls(self) -> list[ModelCall]:
+        """The merged calls of the last `together` that belong to steps."""
+        return [call for call in self.rank.calls if call.denoises]
+
+    @torch.inference_mode()
+    def execute(self, call: ModelCall) -> Any:
+        """One call on the real module."""
+        return execute(self.pipeline.components[call.component], call)
+
+    def _build(self) -> Any:
+        pipeline = self.family.build()
+        for part in pipeline.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.to(self.dtype)
+        return pipeline
+
+    def _spec(self, number: int, asked: Asked) -> RequestSpec:
+        return RequestSpec(request_id=str(number), prompt="", seed=asked.seed, steps=asked.steps, exact=asked.exact, loras=asked.loras)
+
+    def _body(self, asked: Asked, *, whole: bool = False) -> Callable[[], Any]:
+        view = view_of(_with_scheduler(self.pipeline, asked.scheduler))
+
+        def body() -> Any:
+            return self.family.call(view, self._arguments(asked))
+
+        # A `PipelineBody` says the same of itself.
+        vars(body).update(whole=whole, modules=lambda: modules_of(self.pipeline).values())
+        return body
+
+    def _arguments(self, asked: Asked) -> Arguments:
+        arguments = self.family.request(asked.seed, asked.steps, asked.guidance) | asked.changes
+        if self.dtype is torch.float64:
+            arguments = in_float64(arguments)
+        return arguments | {"generator": torch.Generator().manual_seed(asked.seed), "output_type": self.family.output_type}
+
+
+def _with_scheduler(pipeline: Any, scheduler: Any) -> Any:
+    """The pipeline, or a shallow copy of it with another scheduler."""
+    if scheduler is None:
+        return pipeline
+    changed = copy.copy(pipeline)
+    changed.__dict__["scheduler"] = copy.deepcopy(scheduler)
+    return changed
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, in standard deviations of the second (or as it is, where those are below one)."""
+    assert one.shape == other.shape, f"{tuple(one.shape)} and {tuple(other.shape)}"
+    assert other.isfinite().all(), "the result alone is not finite"
+    deviation = float(other.double().std())
+    assert deviation > 1e-4, "the result alone is a constant: nothing can be compared with it"
+    return float((one.double() - other.double()).abs().max()) / max(1.0, deviation)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Obstacles for objects of one kind in one namespace of a real API server: a quota, an admission policy, an admission webhook."""
+
+import base64
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from diffusion_operator.api.names import Kind
+from support.operator.rest_client import RestClient
+from tools.devcluster.certs import Authority
+
+RESOURCES = ["services", "secrets", "configmaps", "pods", "networkpolicies", "poddisruptionbudgets"]
+RULES = [{"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["CREATE"], "resources": RESOURCES}]
+LABEL = "refuse"
+REGISTRATION = "/apis/admissionregistration.k8s.io/v1"
+POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the webhook wants none of these", "exceeded quota"
+
+
+async def make_policy(client: RestClient) -> None:
+    """Make a policy for the whole server: it refuses objects of the kind that their namespace has as its label `refuse`."""
+    free = f"!('{LABEL}' in namespaceObject.metadata.labels) || namespaceObject.metadata.labels['{LABEL}'] != request.kind.kind"
+    spec: dict[str, Any] = {
+        "failurePolicy": "Fail",
+        "matchConstraints": {"resourceRules": RULES},
+        "validations": [{"expression": free, "message": POLICY_SAYS}],
+    }
+    await _make(client, f"{REGISTRATION}/validatingadmissionpolicies", {"metadata": {"name": "refuse"}, "spec": spec})
+    binding = {"metadata": {"name": "refuse"}, "spec": {"policyName": "refuse", "validationActions": ["Deny"]}}
+    await _make(client, f"{REGISTRATION}/validatingadmissionpolicybindings", binding)
+
+
+async def refuse_by_policy(client: RestClient, namespace: str, kind: Kind | None) -> None:
+    """None: no more."""
+    change = {"metadata": {"labels": {LABEL: kind.kind if kind is not None else None}}}
+    status, found = await client.send("PATCH", f"/api/v1/namespaces/{namespace}", change, content_type="application/merge-patch+json")
+    assert status == 200, found
+
+
+async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None) -> None:
+    """None of the kind may be made, or as many as one likes. Nothing computes the status of a quota here, so it is written too."""
+    path = f"/api/v1/namespaces/{namespace}/resourcequotas"
+    if kind is None:
+        await client.send("DELETE", f"{path}/none")
+        return
+    group = kind.group_and_version[0]
+    hard = {f"count/{kind.plural}" + (f".{group}" if group else ""): "0"}
+    await _make(client, path, {"metadata": {"name": "none"}, "spec": {"hard": hard}})
+    status = {"status": {"hard": hard, "used": hard}}
+    answer, found = await client.send("PATCH", f"{path}/none/status", status, content_type="application/merge-patch+json")
+    assert answer == 200, found
+
+
+class Webhook:
+    """An async context manager: a webhook that refuses objects of a kind in a namespace, for those namespaces that have its label."""
+
+    def __init__(self, client: RestClient, folder: Path) -> None:
+        self._client = client
+        self._folder = folder
+        self._runner: web.AppRunner | None = None
+        self.refused: dict[str, str] = {}
+        """Kind by namespace."""
+
+    async def __aenter__(self) -> "Webhook":
+        authority = Authority(self._folder / "certs")
+        authority.issue("webhook", user="webhook", group="webhooks", addresses=("IP:127.0.0.1",))
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(authority.file("webhook.crt"), authority.file("webhook.key"))
+        app = web.Application()
+        app.router.add_post("/", self._review)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        await web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=context).start()
+        await self._register(f"https://127.0.0.1:{port}/", authority.file("ca.crt").read_bytes())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._client.send("DELETE", f"{REGISTRATION}/validatingwebhookconfigurations/refuse")
+        await self._runner.cleanup()
+
+    async def _register(self, url: str, authority: bytes) -> None:
+        webhook = {
+            "name": "refuse.example.com",
+            "clientConfig": {"url": url, "caBundle": base64.b64encode(authority).decode()},
+            "rules": RULES,
+            "namespaceSelector": {"matchLabels": {"webhook": "yes"}},
+            "sideEffects": "None",
+            "admissionReviewVersions": ["v1"],
+        }
+        body = {"metadata": {"name": "refuse"}, "webhooks": [webhook]}
+        await _make(self._client, f"{REGISTRATION}/validatingwebhookconfigurations", body)
+
+    async def _review(self, request: web.Request) -> web.Response:
+        asked = (await request.json())["request"]
+        refused = self.refused.get(asked["namespace"]) == asked["kind"]["kind"]
+        said = {"status": {"message": WEBHOOK_SAYS, "code": 403}} if refused else {}
+        answer = {"uid": asked["uid"], "allowed": not refused, **said}
+        return web.json_response({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": answer})
+
+
+async def _make(client: RestClient, path: str, document: dict[str, Any]) -> None:
+    status, found = await client.send("POST", path, document)
+    assert status == 201, found

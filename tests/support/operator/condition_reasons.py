@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reasons that the operator's conditions can have, read from the source of everything that calls `verdict`.
+
+An expression that is a reason is followed through conditional expressions, assignments, loops over tables and tuples that functions
+return. One that cannot be followed is an error with its place, unless the test says what it stands for: so no reason is missed.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from types import ModuleType
+
+from diffusion_operator import plan
+from diffusion_operator.plan.observed.replica_state import Problem
+from support.syntax import parse
+
+Found = dict[str, set[str]]
+
+# Stands for the value of a group's problem.
+PROBLEM = "<problem>"
+ADAPTER_MODULE = "adapters.conditions"
+
+
+class Reasons:
+    """By condition, for each kind."""
+
+    def __init__(self) -> None:
+        self.deployment: Found = defaultdict(set)
+        self.adapter: Found = defaultdict(set)
+
+
+class _Source:
+    """One module: its tree, and the function that each expression is in."""
+
+    def __init__(self, module: ModuleType, known: Mapping[str, Collection[str]]) -> None:
+        self.module = module
+        self._known = known
+        self.tree = parse(inspect.getsource(module))
+        self.functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+
+    def verdicts(self) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
+        for function in self.functions.values():
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "verdict":
+                    yield function, node
+
+    def texts(self, node: ast.expr, function: ast.FunctionDef) -> set[str]:
+        """What an expression can be."""
+        text = ast.unparse(node)
+        if text in self._known:
+            return set(self._known[text])
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return {node.value}
+        if isinstance(node, ast.IfExp):
+            return self.texts(node.body, function) | self.texts(node.orelse, function)
+        if text.endswith("problem.value"):
+            return {PROBLEM}
+        if isinstance(node, ast.Subscript) and (table := self._table(node.value)) is not None:
+            return table
+        if isinstance(node, ast.Name) and (found := self._assigned(node.id, function)):
+            return found
+        raise AssertionError(f"{self.module.__name__}:{node.lineno}: cannot tell what {text} can be: teach condition_reasons.py to")
+
+    def _table(self, node: ast.expr) -> set[str] | None:
+        table = getattr(self.module, node.id, None) if isinstance(node, ast.Name) else None
+        return {str(value) for value in table.values()} if isinstance(table, Mapping) else None
+
+    def _assigned(self, name: str, function: ast.FunctionDef) -> set[str]:
+        if isinstance(constant := getattr(self.module, name, None), str):
+            return {str(constant)}
+        found: set[str] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                found |= self._taken(name, node.targets[0], node.value, function)
+            elif isinstance(node, ast.NamedExpr | ast.AnnAssign) and node.value is not None:
+                found |= self._taken(name, node.target, node.value, function)
+            elif isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Attribute):
+                pair = node.target.elts if isinstance(node.target, ast.Tuple) else []
+                if node.iter.func.attr == "items" and len(pair) == 2 and ast.unparse(pair[1]) == name:
+                    found |= self._table(node.iter.func.value) or set()
+        return found
+
+    def _taken(self, name: str, target: ast.expr, value: ast.expr, function: ast.FunctionDef) -> set[str]:
+        """What a name is by one assignment."""
+        if isinstance(target, ast.Name) and target.id == name:
+            return self.texts(value, function)
+        if isinstance(target, ast.Tuple) and (at := [ast.unparse(one) for one in target.elts]).count(name):
+            called = self.functions.get(value.func.id) if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
+            returns = [node for node in ast.walk(called) if isinstance(node, ast.Return)] if called else []
+            tuples = [node.value.elts for node in returns if isinstance(node.value, ast.Tuple)]
+            return {text for elts in tuples if called for text in self.texts(elts[at.index(name)], called)}
+        return set()
+
+
+def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
+    """Of all modules of the plan. `known` tells what expressions stand for that cannot be followed, as they are written."""
+    reasons = Reasons()
+    for info in pkgutil.walk_packages(plan.__path__, "diffusion_operator.plan."):
+        source = _Source(importlib.import_module(info.name), known)
+        found = reasons.adapter if info.name.endswith(ADAPTER_MODULE) else reasons.deployment
+        for function, call in source.verdicts():
+            type_, _, reason, _ = call.args
+            for each in source.texts(type_, function):
+                found[each] |= source.texts(reason, function)
+    return reasons
+
+
+def returned(module: ModuleType) -> set[str]:
+    """The first texts of the tuples that the functions of a module return."""
+    tuples = [node.value for node in ast.walk(parse(inspect.getsource(module))) if isinstance(node, ast.Return)]
+    firsts = [node.elts[0] for node in tuples if isinstance(node, ast.Tuple)]
+    return {node.value for node in firsts if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def problems() -> set[str]:
+    """The problems of a group that a condition may name itself: those that the conditions speak of, but as what they put in words."""
+    tree = parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.status.conditions")))
+    keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
+    named = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Problem" and id(node) not in keys
+    }
+    return {Problem[name].value for name in named}

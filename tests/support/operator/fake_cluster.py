@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Cluster in memory that behaves: UIDs, versions, label selectors, preconditions, managed fields, owner references, and a kubelet by
+hand.
+
+Assert on what is in it, not on what was called.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from diffusion_operator.api.names import ADAPTER, CONTAINER, DEPLOYMENT, KINDS, POD, Kind
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused
+from support.operator.fake_apply import applied, entry, patched
+
+Manifest = dict[str, Any]
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class FakeCluster:
+    def __init__(self, clock: Callable[[], datetime] = lambda: EPOCH) -> None:
+        self._clock = clock
+        self._objects: dict[tuple[str, str, str], Manifest] = {}
+        self._numbers = itertools.count(1)
+        self.on_change: Callable[[str, Manifest], None] = lambda change, manifest: None
+        """Called with ADDED, MODIFIED or DELETED, as a watch would."""
+        self.refuse_pods: str | None = None
+        """Creation of pods is refused with this message, as by a quota."""
+        self.refuse: Callable[[str, Manifest], ClusterError | None] = lambda verb, manifest: None
+        """Asked before a create, an apply or a patch, as an admission policy is; a patch shows the object before it."""
+        self.broken: ClusterError | None = None
+        """Every call raises it, as with the API server down."""
+        self.judge_pod: Callable[[Manifest], ClusterError | None] = lambda manifest: None
+        """The API server's verdict on a pod, None where it has nothing against it; a dry run asks it, too."""
+        self.dry_runs: list[str] = []
+        """Names of the pods that were tried."""
+        self.graceful = False
+        """A deleted pod stays, on its way out, until `ended` says that its containers have ended."""
+        self.status_writes = 0
+
+    # the port ---------------------------------------------------------------------------------------------------------
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        self._check()
+        return copy.deepcopy(self._objects.get((kind.kind, namespace, name)))
+
+    async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]:
+        self._check()
+        wanted = labels or {}
+        return [
+            copy.deepcopy(manifest)
+            for (found_kind, found_namespace, _), manifest in sorted(self._objects.items())
+            if (found_kind, found_namespace) == (kind.kind, namespace) and wanted.items() <= manifest["metadata"].get("labels", {}).items()
+        ]
+
+    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
+        found = await self.list(ADAPTER, namespace)
+        return [one for one in found if one["spec"]["deploymentRef"]["name"] == deployment]
+
+    async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        return await self.get(kind, namespace, name)
+
+    async def create(self, manifest: Manifest) -> bool:
+        self._check()
+        self._admit("create", manifest)
+        if self._key(manifest) in self._objects:
+            return False
+        stored = copy.deepcopy(manifest)
+        if manifest["kind"] != "Event":
+            stored["metadata"]["managedFields"] = [entry(manifest, "Update")]
+        self._store(stored)
+        return True
+
+    async def try_create(self, manifest: Manifest) -> None:
+        self._check()
+        self.dry_runs.append(manifest["metadata"]["name"])
+        self._admit("create", manifest)
+
+    async def apply(self, manifest: Manifest) -> None:
+        self._check()
+        self._admit("apply", manifest)
+        existing = self._objects.get(self._key(manifest))
+        if existing is None and "uid" in manifest["metadata"]:
+            raise ClusterConflict("there is no object of this uid", status=409, reason="Conflict")
+        if existing is None:
+            self._store(manifest | {"metadata": {**manifest["metadata"], "managedFields": [entry(manifest, "Apply")]}})
+            return
+        self._replace(existing, applied(existing, manifest))
+
+    async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Manifest]) -> Manifest:
+        self._check()
+        existing = self._objects.get((kind.kind, namespace, name))
+        if existing is None:
+            raise ClusterRefused(f"{kind.plural} {name} not found", status=404, reason="NotFound")
+        self._admit("patch", existing)
+        self._replace(existing, patched(existing, operations))
+        return copy.deepcopy(self._objects[kind.kind, namespace, name])
+
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+        self._check()
+        manifest = self._objects.get((kind.kind, namespace, name))
+        if manifest is None:
+            return
+        self.status_writes += 1
+        manifest["status"] = copy.deepcopy(status)
+        manifest["metadata"]["resourceVersion"] = self._version()
+        self.on_change("MODIFIED", manifest)
+
+    async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
+        self._check()
+        manifest = self._objects.get((kind.kind, namespace, name))
+        if manifest is None or manifest["metadata"]["uid"] != uid:
+            return
+        found = manifest["metadata"]["labels"]
+        manifest["metadata"]["resourceVersion"] = self._version()
+        for key, value in labels.items():
+            if value is None:
+                found.pop(key, None)
+            else:
+                found[key] = value
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        self._check()
+        manifest = self._objects.get((kind.kind, namespace, name))
+        if manifest is None or manifest["metadata"]["uid"] != uid:
+            return
+        if kind == POD and self.graceful:
+            self.tell_to_go(name)
+        else:
+            self.remove(kind, name, namespace=namespace)
+
+    # by hand ----------------------------------------------------------------------------------------------------------
+
+    def put(self, manifest: Manifest) -> Manifest:
+        """Make or change an object as a user would; a changed spec raises the generation."""
+        existing = self._objects.get(self._key(manifest))
+        if existing is None:
+            return self._store(manifest)
+        if existing["spec"] != manifest["spec"]:
+            existing["spec"] = copy.deepcopy(manifest["spec"])
+            existing["metadata"]["generation"] += 1
+            existing["metadata"]["resourceVersion"] = self._version()
+            self.on_change("MODIFIED", existing)
+        return existing
+
+    def change(self, kind: Kind, name: str, changed: Callable[[Manifest], object], *, namespace: str = "default") -> None:
+        """Change an object's spec in place."""
+        manifest = copy.deepcopy(self._objects[kind.kind, namespace, name])
+        changed(manifest["spec"])
+        self.put(manifest)
+
+    def remove(self, kind: Kind, name: str, *, namespace: str = "default") -> None:
+        """Deleted and collected at once, with what it owns."""
+        manifest = self._objects.pop((kind.kind, namespace, name))
+        self.on_change("DELETED", manifest)
+        uid = manifest["metadata"]["uid"]
+        for key, child in list(self._objects.items()):
+            if any(owner["uid"] == uid for owner in child["metadata"].get("ownerReferences", ())):
+                self.remove(KINDS[key[0]], key[2], namespace=key[1])
+
+    def find(self, kind: Kind, name: str, *, namespace: str = "default") -> Manifest | None:
+        return self._objects.get((kind.kind, namespace, name))
+
+    def names(self, kind: Kind) -> list[str]:
+        return sorted(name for found, _, name in self._objects if found == kind.kind)
+
+    def events(self) -> list[str]:
+        """Reasons, in the order of writing."""
+        return [manifest["reason"] for manifest in self._objects.values() if manifest["kind"] == "Event"]
+
+    def notes(self, reason: str) -> list[str]:
+        """What the Events of a reason say."""
+        return [manifest["note"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
+
+    def deployment_status(self, name: str = "d") -> Manifest:
+        return self._objects[DEPLOYMENT.kind, "default", name].get("status", {})
+
+    # the kubelet, by hand ---------------------------------------------------------------------------------------------
+
+    def pod_status(self, name: str, **changes: Any) -> None:
+        """Merge into a pod's status."""
+        pod = self._objects[POD.kind, "default", name]
+        pod["status"] = pod.get("status", {}) | changes
+        self.on_change("MODIFIED", pod)
+
+    def unschedulable(self, name: str, message: str) -> None:
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+        self.pod_status(name, phase="Pending", conditions=[condition])
+
+    def waiting(self, name: str, reason: str, message: str = "") -> None:
+        """Scheduled, and the container waits."""
+        self._objects[POD.kind, "default", name]["spec"]["nodeName"] = "node"
+        self.pod_status(name, phase="Pending", containerStatuses=[_container({"waiting": {"reason": reason, "message": message}})])
+
+    def running(self, name: str, ip: str, *, ready: bool = False, restarts: int = 0, last: Manifest | None = None) -> None:
+        self._objects[POD.kind, "default", name]["spec"]["nodeName"] = "node"
+        last_state = {"terminated": last} if last else {}
+        self.pod_status(
+            name,
+            phase="Running",
+            podIP=ip,
+            conditions=[{"type": "Ready", "status": str(ready)}],
+            containerStatuses=[_container({"running": {}}, restartCount=restarts, lastState=last_state)],
+        )
+
+    def tell_to_go(self, name: str, *, evicted: bool = False) -> None:
+        """Ask a pod to leave, as a deletion does, or an eviction through the API."""
+        manifest = self._objects[POD.kind, "default", name]
+        manifest["metadata"].setdefault("deletionTimestamp", self._clock().strftime("%Y-%m-%dT%H:%M:%SZ"))
+        if evicted:
+            target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
+            self.pod_status(name, conditions=[*manifest["status"].get("conditions", ()), target])
+        else:
+            self.on_change("MODIFIED", manifest)
+
+    def ended(self, name: str, *, code: int = 143) -> None:
+        """The containers of a pod that is on its way out have ended, and the kubelet says so before it is gone."""
+        ended = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": "2026-01-01T00:00:00Z"}}
+        conditions = [one for one in self._objects[POD.kind, "default", name]["status"]["conditions"] if one["type"] == "DisruptionTarget"]
+        ready = {"type": "Ready", "status": "False"}
+        phase = "Failed" if code else "Succeeded"
+        self.pod_status(name, phase=phase, conditions=[*conditions, ready], containerStatuses=[_container(ended)])
+
+    def crashed(self, name: str, *, code: int, message: str, restarts: int = 1) -> None:
+        """In CrashLoopBackOff after the container ended."""
+        ended = {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}}
+        waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+        status = [_container(waiting, restartCount=restarts, lastState=ended)]
+        self.pod_status(name, conditions=[{"type": "Ready", "status": "False"}], containerStatuses=status)
+
+    def _store(self, manifest: Manifest) -> Manifest:
+        stored = copy.deepcopy(manifest)
+        number = next(self._numbers)
+        stamp = self._clock().strftime("%Y-%m-%dT%H:%M:%SZ")
+        made = {"uid": f"uid-{number}", "resourceVersion": str(number), "creationTimestamp": stamp, "generation": 1}
+        stored["metadata"] = made | stored["metadata"]
+        self._objects[self._key(manifest)] = stored
+        self.on_change("ADDED", stored)
+        return stored
+
+    def _replace(self, existing: Manifest, updated: Manifest) -> None:
+        """An update that changes nothing is none."""
+        if updated == existing:
+            return
+        updated["metadata"]["resourceVersion"] = self._version()
+        self._objects[self._key(updated)] = updated
+        self.on_change("MODIFIED", updated)
+
+    def _version(self) -> str:
+        return str(next(self._numbers))
+
+    def _admit(self, verb: str, manifest: Manifest) -> None:
+        if manifest["kind"] == "Pod" and self.refuse_pods is not None:
+            raise ClusterRefused(self.refuse_pods, status=403)
+        refusal = self.refuse(verb, manifest) or (self.judge_pod(manifest) if manifest["kind"] == "Pod" else None)
+        if refusal is not None:
+            raise refusal
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+    @staticmethod
+    def _key(manifest: Manifest) -> tuple[str, str, str]:
+        metadata = manifest["metadata"]
+        return manifest["kind"], metadata["namespace"], metadata["name"]
+
+
+def _container(state: Manifest, **more: Any) -> Manifest:
+    return {"name": CONTAINER, "state": state, "restartCount": 0, **more}

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan looks at, for tables: deployments, pods and state documents that say only what a row is about."""
+
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
+from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
+from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateTrial
+from diffusion_operator.plan.observed.pods import Container, Pod
+from diffusion_operator.plan.replicas.revision import template_of
+from support.operator.fake_cluster import EPOCH
+
+RUNNING = Container(running=True)
+NOW = EPOCH + timedelta(minutes=5)
+
+
+def says(phase: WorkerPhase, **more: Any) -> WorkerState:
+    return WorkerState(boot_id="b", state=phase, **more)
+
+
+READY = says(WorkerPhase.READY)
+
+
+def made(status: dict[str, Any] | None = None, **spec: Any) -> DiffusionDeployment:
+    metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z", "generation": 3}
+    document = {"metadata": metadata, "spec": {"model": {"source": {"path": "/m"}}} | spec, "status": status or {}}
+    return msgspec.convert(document, DiffusionDeployment)
+
+
+REVISION = template_of(made(), default_image="worker:1").revision
+
+
+def pod(index: int = 0, incarnation: int = 0, **facts: Any) -> Pod:
+    defaults = {
+        "created_at": EPOCH,
+        "revision": REVISION,
+        "scheduled": True,
+        "node": "node",
+        "ip": "10.0.0.1",
+        "ready": True,
+        "container": RUNNING,
+    }
+    name = f"d-{index}-{incarnation}"
+    return Pod(name=name, uid=f"uid-{index}-{incarnation}", index=index, incarnation=incarnation, **(defaults | facts))
+
+
+def planned(
+    *pods: Pod,
+    states: dict[int, WorkerState] | None = None,
+    status: dict[str, Any] | None = None,
+    stale: tuple[int, ...] = (),
+    **spec: Any,
+) -> DeploymentPlan:
+    """Every pod's worker is ready unless `states` says otherwise, by index; of those in `stale` the last poll failed.
+
+    A changed template was tried and found fine.
+    """
+    polls = {one.uid: Poll(state=(states or {}).get(one.index, READY), failures=one.index in stale) for one in pods}
+    deployment = made(status, **spec)
+    revision = template_of(deployment, default_image="worker:1", pods=pods).revision
+    trial = TemplateTrial(revision=revision, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW)
+    observed = Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial)
+    return plan_deployment(observed, NOW)

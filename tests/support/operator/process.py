@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `diffusion-operator`, which can be told where to die and which counts what it does.
+
+The two ports are wrapped where the process makes them; all else is the real program. `OPERATOR_UNDER_TEST` in the environment is a
+JSON object: `dieAt`, the number of the place to die at; `diedAt`, a file of the kinds of places where it died before: it dies at each
+that is not in it and lives again, always as a process of its own; `controlPort`, where workers listen; `settings`, other values of
+them. Among the metrics are how often each kind of action was begun, how much is kept of objects, and the most passes that one object had.
+"""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from diffusion_operator import handlers, metrics
+from diffusion_operator.__main__ import main
+from diffusion_operator.reconcile.keyed_queue import Key, Result
+from support.operator.fault_points import FaultPoints
+
+TOLD = json.loads(os.environ.get("OPERATOR_UNDER_TEST", "{}"))
+
+
+def _die(place: str) -> None:
+    print(f"dies {place}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingOnce(FaultPoints):
+    """At each kind of place, over all lives: before or after, what is done, and to which kind of object or by which call.
+
+    Where one life died another one begins, without the imports, which take most of the time of a start.
+    """
+
+    def __init__(self, died_at: Path) -> None:
+        super().__init__(_die)
+        self._died_at = died_at
+
+    def live(self) -> None:
+        """Returns in each life."""
+        while life := os.fork():
+            os.waitpid(life, 0)
+
+    def reach(self, place: str) -> None:
+        """The file is written before the end, so that the next life gets further."""
+        super().reach(place)
+        kind = " ".join(place.split()[:3])
+        if kind not in self._died_at.read_text().splitlines():
+            with self._died_at.open("a") as file:
+                file.write(f"{kind}\n")
+            _die(place)
+
+
+POINTS = DyingOnce(Path(TOLD["diedAt"])) if "diedAt" in TOLD else FaultPoints(_die, at=TOLD.get("dieAt"))
+
+
+class CountingProcess(handlers.Process):
+    """The real one, and the passes of each object that is there."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.passes: Counter[Key] = Counter()
+        metrics.REGISTRY.register(_Counts(self))
+
+    async def _reconcile(self, key: Key) -> Result:
+        self.passes[key] += 1
+        result = await super()._reconcile(key)
+        if result.gone:
+            del self.passes[key]
+        return result
+
+
+class _Counts(Collector):
+    def __init__(self, process: CountingProcess) -> None:
+        self._process = process
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        process, runtime = self._process, self._process.runtime
+        actions = GaugeMetricFamily("under_test_actions", "Begun.", labels=["what"])
+        for what, count in Counter(" ".join(place.split()[1:3]) for place in list(POINTS.passed) if place.startswith("before")).items():
+            actions.add_metric([what], count)
+        yield actions
+        kept = 0 if runtime is None else sum(map(len, (runtime.memories, runtime.ready_reasons, runtime.touched, runtime.statuses)))
+        yield GaugeMetricFamily("under_test_kept", "Entries about objects.", value=kept + len(process.queue or ()))
+        yield GaugeMetricFamily("under_test_most_passes", "Of one object.", value=max(process.passes.values(), default=0))
+
+
+def _wrap_ports() -> None:
+    connect, client = handlers.connect, handlers.HttpWorkerClient
+
+    async def connect_wrapped(*given: Any, **more: Any) -> Any:
+        return POINTS.wrap(await connect(*given, **more))
+
+    def client_wrapped(**given: Any) -> Any:
+        return POINTS.wrap(client(**({"port": TOLD["controlPort"]} if "controlPort" in TOLD else {}), **given))
+
+    handlers.connect = connect_wrapped
+    handlers.HttpWorkerClient = client_wrapped  # type: ignore[misc,assignment]
+
+
+if __name__ == "__main__":
+    if isinstance(POINTS, DyingOnce):
+        POINTS.live()
+    _wrap_ports()
+    import diffusion_operator.__main__ as program
+
+    program.Process = CountingProcess  # type: ignore[misc]
+    made = program.Settings
+    program.Settings = lambda **given: made(**given | TOLD.get("settings", {}))  # type: ignore[misc,assignment]
+    main()

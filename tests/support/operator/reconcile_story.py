@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's real reconciles with a real worker server as the pod of a deployment's only replica.
+
+The cluster is the fake one and its time virtual, fifty times as fast as the worker's. The desired file is brought to the worker as a
+kubelet would, a moment after its ConfigMap changed.
+"""
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT
+from diffusion_operator.render.control_secret import control_token
+from diffusion_operator.worker_client import HttpWorkerClient
+from support.operator.rig import Rig, deployment
+from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
+
+DEADLINE_S = 60.0
+REAL_PROGRAM = ("-m", "diffusion_worker.cli")
+POD_NAME = "d-0-0"
+
+
+class Story:
+    """One deployment of one replica, whose pod is a worker process."""
+
+    def __init__(self, rig: Rig, worker: WorkerProcess, desired: Path) -> None:
+        self.rig = rig
+        self.worker = worker
+        self._desired = desired
+        self._clients: list[HttpWorkerClient] = []
+        self._restarts = 0
+
+    def adopt_worker(self) -> None:
+        """The pod runs, and the operator reaches its worker, which listens on ports of its own choice."""
+        client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(self.worker.control_url.rpartition(":")[2]))
+        self._clients.append(client)
+        self.rig.workers = self.rig.runtime.workers = client  # also for an operator that is restarted
+        ended = {"exitCode": 137, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"} if self._restarts else None
+        self.rig.cluster.running(POD_NAME, "127.0.0.1", ready=True, restarts=self._restarts, last=ended)
+
+    def kill_worker(self) -> None:
+        """SIGKILL to the server, and what the kubelet does then: the same container again."""
+        self.worker.send_signal(signal.SIGKILL)
+        self.worker.wait_exit()
+        self.worker.start()
+        self._restarts += 1
+        self.adopt_worker()
+
+    async def close(self) -> None:
+        """End the connections."""
+        for client in self._clients:
+            await client.close()
+
+    async def until(self, type_: str, *expected: str, name: str) -> str:
+        """Runs until a condition of an adapter has this status and reason; its message."""
+        await self.wait(lambda: self.rig.adapter_condition(type_, name) == expected, lambda: self.rig.adapter_status(name))
+        return self.rig.adapter_message(type_, name)
+
+    async def until_deployment(self, type_: str, *expected: str) -> str:
+        """The same for the deployment."""
+        await self.wait(lambda: self.rig.condition(type_) == expected, self.rig.status)
+        return self.rig.message(type_)
+
+    async def wait(self, check: Callable[[], Any], about: Callable[[], object]) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not check():
+                    await self.step()
+        except TimeoutError:
+            raise AssertionError(f"{about()}\n{self.worker.output[-2000:]}") from None
+
+    async def step(self) -> None:
+        """A second of the operator's, and of the kubelet's."""
+        await self.rig.run(1.0)
+        write_desired(self.rig, self._desired)
+        await asyncio.sleep(0.02)
+
+    def change(self, **spec: Any) -> None:
+        """Change fields of the deployment's spec; those of one that is an object one by one."""
+
+        def merge(found: dict[str, Any]) -> None:
+            for name, value in spec.items():
+                found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
+
+        self.rig.cluster.change(DEPLOYMENT, "d", merge)
+
+    def records(self) -> dict[str, tuple[str, str]]:
+        """State and residency of what the worker has, by name."""
+        return {one["name"]: (one["state"], one["residency"]) for one in self.worker.state()["adapters"]}
+
+
+def write_desired(rig: Rig, path: Path) -> None:
+    """All at once, as the kubelet replaces a mounted ConfigMap; only where it changed."""
+    config = rig.cluster.find(CONFIG_MAP, "d-desired")
+    assert config is not None
+    text = config["data"]["desired.json"]
+    if path.exists() and path.read_text() == text:
+        return
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.rename(path)
+
+
+@asynccontextmanager
+async def story(
+    *options: str, program: tuple[str, ...] = FAKE_PROGRAM, ranks: int = 1, env: Mapping[str, str] | None = None, **spec: Any
+) -> AsyncIterator[Story]:
+    """A deployment with this spec; `options` and `env` are the worker's."""
+    rig = Rig()
+    rig.cluster.put(deployment(**spec))
+    await rig.run()
+    metadata = msgspec.convert(rig.cluster.find(DEPLOYMENT, "d"), DiffusionDeployment).metadata
+    token = control_token(rig.runtime.settings.operator_key, metadata)
+    with tempfile.TemporaryDirectory(prefix="story-") as folder:
+        desired = Path(folder) / "desired.json"
+        write_desired(rig, desired)
+        mounted = (f"--desired={desired}", f"--state-dir={folder}", *options)
+        with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, ranks=ranks, env=env) as worker:
+            worker.wait_ready()
+            told = Story(rig, worker, desired)
+            told.adopt_worker()
+            try:
+                yield told
+            finally:
+                await told.close()

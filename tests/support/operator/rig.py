@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator without kopf, in virtual time: real reconciles over the fake cluster and scripted workers.
+
+Changes in the cluster wake keys as the handlers do; requeue times are kept; `run(seconds)` lets that much time pass.
+"""
+
+import heapq
+import itertools
+import json
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from diffusion_operator.api.adapter_load import AdapterLoad
+from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_ROUTABLE, POD
+from diffusion_operator.errors import OperatorError
+from diffusion_operator.metrics import PrometheusMeter
+from diffusion_operator.reconcile.dispatch import reconcile
+from diffusion_operator.reconcile.keyed_queue import Key
+from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
+from diffusion_operator.settings import OperatorPods, Settings
+from support.operator.fake_cluster import EPOCH, FakeCluster
+from support.operator.scripted_workers import ScriptedWorker, ScriptedWorkers
+
+JOIN_S = 0.05
+RETRY_S = 1.0
+OPERATOR_PODS = OperatorPods(namespace="operators", labels={"app.kubernetes.io/name": "diffusion-operator"})
+
+
+def deployment(name: str = "d", **spec: Any) -> dict[str, Any]:
+    base = {"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}}
+    metadata = {"name": name, "namespace": "default"}
+    return {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "metadata": metadata, "spec": base | spec}
+
+
+def adapter(name: str = "x", path: str = "/loras/x", deployment: str = "d", **spec: Any) -> dict[str, Any]:
+    base = {"deploymentRef": {"name": deployment}, "source": {"path": path}}
+    metadata = {"name": name, "namespace": "default"}
+    return {"apiVersion": ADAPTER.api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": base | spec}
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.now = EPOCH
+        self.cluster = FakeCluster(clock=lambda: self.now)
+        self.cluster.on_change = self._changed
+        self.workers = ScriptedWorkers()
+        self._due: dict[Key, datetime] = {}
+        self._order = itertools.count()
+        self._boots = itertools.count(1)
+        self.errors: list[str] = []
+        self.survives: type[Exception] = OperatorError
+        """Errors that end a pass only. The process survives every Exception; a test should not miss one that nobody expected."""
+        self.keys: tuple[bytes, ...] = (b"k" * 32,)
+        """The operator's, the current one first; another one counts from its restart."""
+        self.runtime = self._new_runtime()
+
+    def clock(self) -> datetime:
+        return self.now
+
+    def _new_runtime(self) -> Runtime:
+        settings = Settings(engine_image="worker:1", operator_key=self.keys[0], previous_keys=self.keys[1:], operator_pods=OPERATOR_PODS)
+        self.registry = CollectorRegistry()
+        meter = PrometheusMeter(self.registry)
+        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=lambda: self.now, wake=self._wake, meter=meter)
+
+    def restart_operator(self) -> None:
+        """Memory is lost; everything is looked at again."""
+        self.runtime = self._new_runtime()
+        for kind in (DEPLOYMENT, ADAPTER):
+            for name in self.cluster.names(kind):
+                self._wake(Key(kind.kind, "default", name))
+
+    async def run(self, seconds: float = 5.0) -> None:
+        end = self.now + timedelta(seconds=seconds)
+        while due := self._next(end):
+            key, when = due
+            self.now = max(self.now, when)
+            del self._due[key]
+            await self._reconcile(key)
+        self.now = end
+
+    async def _reconcile(self, key: Key) -> None:
+        try:
+            result = await reconcile(self.runtime, key)
+        except self.survives as error:
+            self.errors.append(str(error))
+            self._due.setdefault(key, self.now + timedelta(seconds=RETRY_S))
+            return
+        if not result.gone and result.requeue_after_s is not None:
+            self._due.setdefault(key, self.now + timedelta(seconds=result.requeue_after_s))
+
+    def _next(self, end: datetime) -> tuple[Key, datetime] | None:
+        soonest = heapq.nsmallest(1, self._due.items(), key=lambda item: item[1])
+        return soonest[0] if soonest and soonest[0][1] <= end else None
+
+    def _wake(self, key: Key) -> None:
+        self.runtime.touched.add(key)
+        self._due[key] = min(self._due.get(key, EPOCH + timedelta(days=9999)), self.now + timedelta(seconds=JOIN_S))
+
+    def _changed(self, change: str, manifest: dict[str, Any]) -> None:
+        """What handlers.py does."""
+        metadata, kind = manifest["metadata"], manifest["kind"]
+        if kind == DEPLOYMENT.kind:
+            self._wake(deployment_key(metadata["namespace"], metadata["name"]))
+        elif kind == ADAPTER.kind:
+            self._wake(adapter_key(metadata["namespace"], metadata["name"]))
+            self._wake(deployment_key(metadata["namespace"], manifest["spec"]["deploymentRef"]["name"]))
+        elif LABEL_DEPLOYMENT in metadata.get("labels", {}):
+            self.runtime.child_changed(metadata["namespace"], metadata["labels"][LABEL_DEPLOYMENT], kind)
+
+    # a kubelet and workers --------------------------------------------------------------------------------------------
+
+    def start(self, pod: str, **script: Any) -> ScriptedWorker:
+        """The pod runs, and its worker with it; the worker has tried the mounted adapters."""
+        number = next(self._boots)
+        ip = f"10.0.0.{number}"
+        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{number}", clock=self.clock, **script))
+        self._load_mounted(worker)
+        self.cluster.running(pod, ip, ready=True)
+        return worker
+
+    def start_all(self, **script: Any) -> list[ScriptedWorker]:
+        """Every pod that does not run yet."""
+        waiting = [name for name in self.cluster.names(POD) if not (self.cluster.find(POD, name) or {}).get("status")]
+        return [self.start(name, **script) for name in waiting]
+
+    def restart_container(self, pod: str, *, code: int = 137, message: str = "", **script: Any) -> ScriptedWorker:
+        """Same pod, new server process."""
+        found = self.cluster.find(POD, pod)
+        assert found is not None
+        ip, restarts = found["status"]["podIP"], found["status"]["containerStatuses"][0]["restartCount"] + 1
+        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._boots)}", clock=self.clock, **script))
+        self._load_mounted(worker)
+        ended = {"exitCode": code, "reason": "Error", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}
+        self.cluster.running(pod, ip, ready=True, restarts=restarts, last=ended)
+        return worker
+
+    def _load_mounted(self, worker: ScriptedWorker) -> None:
+        for wanted in self.desired()["adapters"]:
+            try:
+                worker.load_adapter(wanted["name"], msgspec.convert(wanted, AdapterLoad))
+            except OperatorError:
+                continue
+        worker.calls.clear()
+
+    # looking ----------------------------------------------------------------------------------------------------------
+
+    def desired(self, name: str = "d") -> dict[str, Any]:
+        found = self.cluster.find(CONFIG_MAP, f"{name}-desired")
+        return json.loads(found["data"]["desired.json"]) if found else {"adapters": []}
+
+    def status(self, name: str = "d") -> dict[str, Any]:
+        return self.cluster.deployment_status(name)
+
+    def condition(self, type_: str, name: str = "d") -> tuple[str, str]:
+        return _condition(self.status(name), type_)
+
+    def message(self, type_: str, name: str = "d") -> str:
+        return next(one["message"] for one in self.status(name)["conditions"] if one["type"] == type_)
+
+    def adapter_status(self, name: str = "x") -> dict[str, Any]:
+        found = self.cluster.find(ADAPTER, name)
+        return found.get("status", {}) if found else {}
+
+    def adapter_condition(self, type_: str, name: str = "x") -> tuple[str, str]:
+        return _condition(self.adapter_status(name), type_)
+
+    def adapter_message(self, type_: str, name: str = "x") -> str:
+        return next(one["message"] for one in self.adapter_status(name)["conditions"] if one["type"] == type_)
+
+    def instance(self, name: str = "x", group: int = 0) -> dict[str, Any]:
+        return next(one for one in self.adapter_status(name)["replicaInstances"] if one["replica"] == group)
+
+    def states(self, name: str = "d") -> list[str]:
+        return [group["state"] for group in self.status(name).get("replicaStates", [])]
+
+    def routable(self) -> list[str]:
+        pods = [self.cluster.find(POD, name) for name in self.cluster.names(POD)]
+        return [pod["metadata"]["name"] for pod in pods if pod and pod["metadata"]["labels"].get(LABEL_ROUTABLE) == "true"]
+
+
+async def serving(replicas: int = 1, **spec: Any) -> Rig:
+    """A deployment whose replicas are awake."""
+    rig = Rig()
+    rig.cluster.put(deployment(replicas=replicas, **spec))
+    await rig.run()
+    rig.start_all()
+    await rig.run()
+    return rig
+
+
+async def with_adapter(replicas: int = 1, **spec: Any) -> Rig:
+    """With an adapter, pushed to all of them."""
+    rig = await serving(replicas)
+    rig.cluster.put(adapter(**spec))
+    await rig.run()
+    return rig
+
+
+def _condition(status: dict[str, Any], type_: str) -> tuple[str, str]:
+    return next(((one["status"], one["reason"]) for one in status.get("conditions", []) if one["type"] == type_), ("", ""))

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A WorkerClient over workers in memory, by IP: each does what it is told at once, unless its script says otherwise.
+
+Sleep is as the real one's: harmless calls, conflicts, a drain that a wake ends, a wake by a held request, ages by a clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import msgspec
+
+from diffusion_operator.api.adapter import Residency
+from diffusion_operator.api.adapter_load import AdapterLoad
+from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
+from diffusion_operator.api.source import identity
+from diffusion_operator.api.worker_state import (
+    AdapterRecord,
+    HeldReport,
+    LoadReport,
+    LossReport,
+    ModelReport,
+    Operation,
+    RecordState,
+    WireError,
+    WorkerPhase,
+    WorkerState,
+)
+from diffusion_operator.errors import ControlError, ControlRefused, ControlUnreachable
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from support.operator.fake_cluster import EPOCH
+
+RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
+DIGITS = ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
+NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
+
+
+@dataclass
+class ScriptedWorker:
+    boot_id: str
+    phase: WorkerPhase = WorkerPhase.READY
+    in_flight: int = 0
+    slow: bool = False
+    """Sleep and wake stay in progress until `finish`."""
+    unreachable: bool = False
+    failing_operations: int = 0
+    """So many sleeps or wakes end with `operation_error`."""
+    operation_error: WireError = NO_MEMORY
+    refuse_operations: list[WireError] = field(default_factory=list)
+    """Answers of the next sleeps and wakes, in order."""
+    lost_answers: int = 0
+    """So many sleeps or wakes are taken, and their answer does not arrive."""
+    clock: Callable[[], datetime] = lambda: EPOCH
+    policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    held_requests: int = 0
+    last_request_at: datetime | None = None
+    refusals: dict[str, WireError] = field(default_factory=dict)
+    """By identity of an adapter's source."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """By identity; otherwise made from it."""
+    revisions: dict[str, str] = field(default_factory=dict)
+    """By identity: what a branch is found to be."""
+    held: set[str] = field(default_factory=set)
+    """Identities of sources whose load stays in progress until `finish_load`; the put itself goes unanswered."""
+    max_cached: int = 1000
+    """So many stay in memory; then the one with the lowest priority goes for one that comes."""
+    rank: int = 8
+    components: tuple[str, ...] = ("transformer",)
+    """What the files of adapters have."""
+    adapters: dict[str, AdapterRecord] = field(default_factory=dict)
+    loading: dict[str, AdapterRecord] = field(default_factory=dict)
+    draining: dict[str, AdapterRecord] = field(default_factory=dict)
+    loads: list[str] = field(default_factory=list)
+    """What really was loaded, as against `calls`."""
+    _asked: dict[str, AdapterLoad] = field(default_factory=dict)
+    operation: Operation | None = None
+    last_operation: Operation | None = None
+    load: LoadReport = field(default_factory=LoadReport)
+    model: ModelReport = DIGITS
+    failure: WireError | None = None
+    generation: int = 1
+    last_loss: LossReport | None = None
+    calls: list[str] = field(default_factory=list)
+    level: SleepLevel = SleepLevel.HOST_MEMORY
+    """Of the sleep in progress, or the last one."""
+    wakes_by_itself: int = 0
+    _seen: tuple[WorkerPhase, datetime] | None = None
+
+    def __post_init__(self) -> None:
+        self._seen = (self.phase, self.clock())
+
+    def _state_age_s(self) -> float:
+        """Since the phase was first another one, at some look or operation."""
+        if self._seen is None or self._seen[0] is not self.phase:
+            self._seen = (self.phase, self.clock())
+        return (self.clock() - self._seen[1]).total_seconds()
+
+    def _request_age_s(self) -> float | None:
+        if self.in_flight or self.held_requests:
+            return 0.0
+        return None if self.last_request_at is None else (self.clock() - self.last_request_at).total_seconds()
+
+    def request(self) -> None:
+        """One comes: it is served at once, or held, and then wakes a sleeper whose policy is OnIdle."""
+        self.last_request_at = self.clock()
+        if self.phase is WorkerPhase.READY:
+            return
+        self.held_requests += 1
+        if self.phase is WorkerPhase.ASLEEP and self.policy is SleepPolicy.ON_IDLE:
+            self.wakes_by_itself += 1
+            self.begin("wake", f"demand-{self.wakes_by_itself}")
+
+    def state(self) -> WorkerState:
+        return WorkerState(
+            boot_id=self.boot_id,
+            state=self.phase,
+            in_flight=self.in_flight,
+            operation=self.operation,
+            last_operation=self.last_operation,
+            load=self.load,
+            model=self.model,
+            adapters=(*self.adapters.values(), *self.loading.values(), *self.draining.values()),
+            failure=self.failure,
+            generation=self.generation,
+            last_loss=self.last_loss,
+            policy=self.policy,
+            held=HeldReport(current=self.held_requests, oldest_age_seconds=1.0 if self.held_requests else None),
+            last_request_age_seconds=self._request_age_s(),
+            state_age_seconds=self._state_age_s(),
+        )
+
+    def sleep(self, call: SleepWorker) -> None:
+        self.policy = call.policy
+        if self.phase in RESTING:
+            self.calls.append(f"tell {call.policy.value}")
+            return
+        self._check_free("sleep", call.operation_id)
+        idle_s = self._request_age_s()
+        if call.if_idle_since_s is not None and idle_s is not None and idle_s < call.if_idle_since_s:
+            raise _refused("Busy", retryable=True)
+        self.level = call.level
+        self.begin("sleep", call.operation_id)
+
+    def wake(self, call: WakeWorker) -> None:
+        self.policy = call.policy
+        if self.phase in (WorkerPhase.READY, WorkerPhase.WAKING):
+            return
+        if self.phase is WorkerPhase.DRAINING and self.operation is not None:
+            self.calls.append(f"wake {call.operation_id}")
+            cancelled = WireError(code="Cancelled", message="a wake came during the drain")
+            self.last_operation = Operation(operation_id=self.operation.operation_id, kind="sleep", error=cancelled)
+            self.phase, self.operation = WorkerPhase.READY, None
+            return
+        self._check_free("wake", call.operation_id)
+        self.begin("wake", call.operation_id)
+
+    def _check_free(self, kind: str, operation_id: str) -> None:
+        if self.refuse_operations:
+            raise ControlRefused(self.refuse_operations.pop(0), status=409)
+        if self.operation is not None and self.operation.operation_id != operation_id:
+            raise _refused("Conflict", retryable=True)
+
+    def begin(self, kind: str, operation_id: str) -> None:
+        self.calls.append(f"{kind} {operation_id}")
+        self.operation = Operation(operation_id=operation_id, kind=kind)
+        self.phase = WorkerPhase.DRAINING if kind == "sleep" else WorkerPhase.WAKING
+        self._state_age_s()
+        if not self.slow:
+            self.finish()
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise ControlUnreachable(f"{kind}: no answer within 10 s")
+
+    def finish(self) -> None:
+        """The operation in progress ends."""
+        assert self.operation is not None
+        kind, error = self.operation.kind, None
+        if self.failing_operations:
+            self.failing_operations -= 1
+            error = self.operation_error
+        asleep = (kind == "sleep") is (error is None)
+        self.phase = WorkerPhase.ASLEEP if asleep else WorkerPhase.READY
+        freed = 3_200_000_000 if kind == "sleep" and error is None else None
+        identity = self.operation.operation_id
+        self.last_operation = Operation(operation_id=identity, kind=kind, error=error, seconds=0.25, freed_bytes=freed, level=self.level)
+        self.operation = None
+        self._adapters_after(kind, asleep=asleep)
+        if not asleep:
+            self.held_requests = 0
+        self._state_age_s()
+
+    def _adapters_after(self, kind: str, *, asleep: bool) -> None:
+        """A sleep that discards takes the ranks' copies; a wake loads what is deferred."""
+        if asleep and kind == "sleep" and self.level is SleepLevel.DISCARD:
+            self.adapters = {name: _deferred(one) for name, one in self.adapters.items()}
+        if not asleep and kind == "wake":
+            for name, one in list(self.adapters.items()):
+                if one.state is RecordState.DEFERRED:
+                    self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
+
+    def load_adapter(self, name: str, load: AdapterLoad) -> None:
+        """A put: taken over where the bytes are here already, else loaded, beside another version of the name."""
+        self.calls.append(f"put {name}")
+        present = self.adapters.get(name)
+        if self.phase is WorkerPhase.ASLEEP:
+            self._defer(name, load, present)
+            return
+        if present is not None and present.state in (RecordState.LOADED, RecordState.CACHED) and self._same(present, load):
+            self.adapters[name] = _told(present, load)
+            if present.state is RecordState.LOADED or load.residency is Residency.ON_DEMAND:
+                return
+        if load.residency is Residency.ON_DEMAND:
+            self.adapters[name] = _told(AdapterRecord(name=name, state=RecordState.CACHED, ranks_total=1), load)
+            return
+        if identity(load.source) in self.held:
+            self.loading[name] = _told(AdapterRecord(name=name, state=RecordState.FETCHING, ranks_total=1), load)
+            self._asked[name] = load
+            raise ControlUnreachable(f"put {name}: no answer within 10 s")
+        error = self._load(name, load)
+        if error is not None:
+            raise ControlRefused(error, status=409)
+
+    def _defer(self, name: str, load: AdapterLoad, present: AdapterRecord | None) -> None:
+        """Told while it sleeps: what it has takes over the new words, what it has not is fetched and kept for the wake."""
+        error = self.refusals.get(identity(load.source))
+        if present is not None and self._same(present, load) and present.state is not RecordState.FAILED:
+            self.adapters[name] = _told(present, load)
+            return
+        state = RecordState.FAILED if error is not None else RecordState.DEFERRED
+        self.adapters[name] = _told(AdapterRecord(name=name, state=state, ranks_total=1, error=error), load)
+        self._asked[name] = load
+        if error is not None:
+            raise ControlRefused(error, status=409)
+
+    def fetched(self, name: str, done: int, total: int) -> None:
+        self.loading[name] = msgspec.structs.replace(self.loading[name], fetched_bytes=done, total_bytes=total)
+
+    def finish_load(self, name: str) -> None:
+        """The held load of a name ends, well or as `refusals` has it."""
+        del self.loading[name]
+        self._load(name, self._asked.pop(name))
+
+    def evict(self, name: str, *, error: WireError | None = None) -> None:
+        """Out of memory; with an error, which the last request met that wanted it back."""
+        self.adapters[name] = msgspec.structs.replace(self.adapters[name], state=RecordState.CACHED, ranks_loaded=0, error=error)
+
+    def use(self, name: str, *, requests: int, age_s: float, running: int = 0) -> None:
+        record = self.adapters[name]
+        total = record.requests_total + requests
+        self.adapters[name] = msgspec.structs.replace(record, requests_total=total, last_request_age_seconds=age_s, refs=running)
+
+    def remove(self, name: str) -> None:
+        """Gone at once, unless requests still use it: then it drains until `drained`."""
+        self.calls.append(f"remove {name}")
+        record = self.adapters.pop(name, None)
+        if record is not None and record.refs:
+            self.draining[name] = msgspec.structs.replace(record, state=RecordState.DRAINING)
+
+    def drained(self, name: str) -> None:
+        del self.draining[name]
+
+    def _load(self, name: str, load: AdapterLoad) -> WireError | None:
+        where = identity(load.source)
+        found = self.digests.get(where, "sha256:" + where.strip("/").replace("/", "-"))
+        error = self.refusals.get(where)
+        if error is None and load.digest not in (None, found):
+            error = WireError(code="DigestMismatch", message=f"expected {load.digest}, found {found}")
+        present = self.adapters.get(name)
+        if error is not None and present is not None and present.state is RecordState.LOADED:
+            self.adapters[name] = msgspec.structs.replace(present, error=error)
+            return error
+        self.loads += [name] if error is None else []
+        self.adapters[name] = _told(
+            AdapterRecord(
+                name=name,
+                state=RecordState.FAILED if error else RecordState.LOADED,
+                digest=None if error else found,
+                revision=self.revisions.get(where),
+                rank=self.rank,
+                modules=24,
+                size_bytes=100,
+                components=load.components or self.components,
+                format="peft",
+                alpha=8.0,
+                base_model="digits",
+                ranks_loaded=0 if error else 1,
+                ranks_total=1,
+                error=error,
+                load_seconds=None if error else len(self.loads) / 2,
+            ),
+            load,
+        )
+        self._make_room(name)
+        return error
+
+    def _make_room(self, newest: str) -> None:
+        loaded = {name: record for name, record in self.adapters.items() if record.state is RecordState.LOADED}
+        may_go = [name for name, record in loaded.items() if name != newest and record.residency is not Residency.RESIDENT]
+        if len(loaded) > self.max_cached and may_go:
+            self.evict(min(may_go, key=lambda name: loaded[name].priority))
+
+    def _same(self, record: AdapterRecord, load: AdapterLoad) -> bool:
+        same = record.digest == load.digest if load.digest and record.digest else record.source == load.source
+        return same and record.components == (load.components or self.components)
+
+
+def _deferred(record: AdapterRecord) -> AdapterRecord:
+    loaded = record.state is RecordState.LOADED
+    return msgspec.structs.replace(record, state=RecordState.DEFERRED, ranks_loaded=0) if loaded else record
+
+
+def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
+    return msgspec.structs.replace(record, source=load.source, scale=load.scale, residency=load.residency, priority=load.priority)
+
+
+class ScriptedWorkers:
+    """The port."""
+
+    def __init__(self) -> None:
+        self._by_ip: dict[str, ScriptedWorker] = {}
+        self.tokens: set[str] = set()
+
+    def add(self, ip: str, worker: ScriptedWorker) -> ScriptedWorker:
+        self._by_ip[ip] = worker
+        return worker
+
+    def at(self, ip: str) -> ScriptedWorker:
+        return self._by_ip[ip]
+
+    async def state(self, ip: str, *, token: str) -> WorkerState:
+        self.tokens.add(token)
+        worker = self._by_ip.get(ip)
+        if worker is None or worker.unreachable:
+            raise ControlUnreachable(f"{ip}: connection refused")
+        return worker.state()
+
+    async def sleep(self, call: SleepWorker, *, token: str) -> None:
+        self._called(call.worker.ip, call.worker.boot_id).sleep(call)
+
+    async def wake(self, call: WakeWorker, *, token: str) -> None:
+        self._called(call.worker.ip, call.worker.boot_id).wake(call)
+
+    async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
+        worker = self._called(call.worker.ip, call.worker.boot_id)
+        if worker.phase not in (WorkerPhase.READY, WorkerPhase.ASLEEP):
+            raise _refused("Asleep", retryable=True)
+        worker.load_adapter(call.name, call.load)
+
+    async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
+        self._called(call.worker.ip, call.worker.boot_id).remove(call.name)
+
+    def _called(self, ip: str, boot_id: str) -> ScriptedWorker:
+        worker = self._by_ip[ip]
+        if worker.unreachable:
+            raise ControlUnreachable(f"{ip}: connection refused")
+        if worker.boot_id != boot_id:
+            raise _refused("WrongBoot", retryable=False)
+        return worker
+
+
+def _refused(code: str, *, retryable: bool) -> ControlError:
+    return ControlRefused(WireError(code=code, message=code, retryable=retryable), status=409)

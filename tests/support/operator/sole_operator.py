@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests of the operator as a process: an API server on which no other operator works, whoever does what a user does there, and a
+fake kubelet.
+
+from sole_operator import client, kubeconfig, kubelet  # in a conftest.py
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
+from support.operator.fake_kubelet import FakeKubelet
+from support.operator.rest_client import RestClient, path_of
+from support.soak.operator_invariants import untrue
+from support.soak.operator_process import OperatorProcess, own_apiserver
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def kubeconfig() -> Iterator[Path]:
+    with own_apiserver() as made:
+        yield made
+
+
+@pytest.fixture
+async def client(kubeconfig: Path) -> AsyncIterator[RestClient]:
+    """What a test made is gone after it, because each operator watches all namespaces."""
+    async with RestClient(kubeconfig) as made:
+        yield made
+        for namespace in (one["metadata"]["name"] for one in (await made.send("GET", "/api/v1/namespaces"))[1]["items"]):
+            for kind in (ADAPTER, DEPLOYMENT):
+                await made.send("DELETE", path_of(kind, namespace))
+
+
+@pytest.fixture
+async def kubelet(client: RestClient) -> AsyncIterator[FakeKubelet]:
+    async with FakeKubelet(client, Random()) as made:
+        yield made
+
+
+@contextmanager
+def running(
+    folder: Path,
+    kubeconfig: Path,
+    *,
+    control_port: int | None = None,
+    image: str = "worker:1",
+    arguments: Sequence[str] = (),
+    **settings: float,
+) -> Iterator[OperatorProcess]:
+    """Ready at the beginning, ended at the end."""
+    folder.mkdir(exist_ok=True)
+    operator = OperatorProcess(folder, kubeconfig, control_port=control_port, image=image, arguments=arguments, **settings)
+    operator.start()
+    try:
+        operator.wait_ready()
+        yield operator
+    finally:
+        operator.stop()
+
+
+async def eventually_nothing(look: Callable[[], Awaitable[Any]], within_s: float = DEADLINE_S, *, every_s: float = 0.2) -> None:
+    """Until it finds nothing wrong."""
+    ends = time.monotonic() + within_s
+    while found := await look():
+        assert time.monotonic() < ends, f"after {within_s:g} s: {found}"
+        await asyncio.sleep(every_s)
+
+
+class Namespaces:
+    """With a deployment each, and whether everything there is as it should be."""
+
+    def __init__(self, client: RestClient, kubelet: FakeKubelet, *names: str) -> None:
+        self._client = client
+        self._kubelet = kubelet
+        self._names = names
+
+    async def make(self) -> None:
+        """They must not be there yet."""
+        for name in self._names:
+            await self._client.make_namespace(name)
+
+    async def untrue(self) -> dict[str, list[str]]:
+        """By namespace."""
+        found = {name: await untrue(self._client, self._kubelet, name) for name in self._names}
+        return {name: wrong for name, wrong in found.items() if wrong}
+
+    async def settle(self, within_s: float = DEADLINE_S) -> None:
+        """Until nothing is wrong."""
+        await eventually_nothing(self.untrue, within_s)
+
+    async def pods(self) -> list[str]:
+        """All of them."""
+        found = [f"{name}/{pod['metadata']['name']}" for name in self._names for pod in await self._client.list(POD, name)]
+        return sorted(found)
+
+
+def deployment(**spec: Any) -> dict[str, Any]:
+    base = {"model": {"source": {"path": "/models/m"}}, "resources": {"gpuResourceName": "none"}}
+    return {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "metadata": {"name": "d"}, "spec": base | spec}
+
+
+def adapter(name: str = "a") -> dict[str, Any]:
+    spec = {"deploymentRef": {"name": "d"}, "source": {"path": "/loras/a"}}
+    return {"apiVersion": ADAPTER.api_version, "kind": ADAPTER.kind, "metadata": {"name": name}, "spec": spec}
+
+
+def status_writes(operator: OperatorProcess) -> int:
+    """That were begun."""
+    return int(sum(value for name, value in operator.metrics().items() if "under_test_actions" in name and "apply_status" in name))
+
+
+def complaints(operator: OperatorProcess) -> list[str]:
+    """Lines of the log that not even an API server that is silent, or busy, should cause."""
+    return [line for line in operator.complaints() if "ClusterUnavailable" not in line]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deployment's whole life, told in virtual time by operators that may die or be two, and what the telling left behind.
+
+Made for comparing: a telling with faults with one without.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, KINDS, POD, SERVICE
+from support.operator.fault_points import FaultPoints, OperatorDied
+from support.operator.rig import Rig, adapter, deployment
+from support.operator.scripted_workers import ScriptedWorker
+
+STEP_S = 30
+
+STORY: tuple[Callable[[Rig], object], ...] = (
+    lambda rig: rig.cluster.put(deployment(replicas=2)),
+    lambda rig: rig.cluster.put(adapter()),
+    lambda rig: rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale="0.5")),
+    lambda rig: rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "Asleep"})),
+    lambda rig: rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "AlwaysAwake"})),
+    lambda rig: rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"maxBatchSize": 2})),
+    lambda rig: rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=1)),
+    lambda rig: rig.cluster.remove(POD, rig.cluster.names(POD)[0]),
+    lambda rig: rig.cluster.remove(SERVICE, "d"),
+    lambda rig: rig.cluster.remove(ADAPTER, "x"),
+    lambda rig: rig.cluster.remove(DEPLOYMENT, "d"),
+)
+
+
+class End(NamedTuple):
+    """What stands at the end of a step, and what was done until then. Which of two equal replicas it was is left out."""
+
+    standing: dict[str, Any]
+    pods_made: int
+    operations: list[list[str]]
+    """Each worker's sleeps, wakes and loads; a call that changed nothing is none."""
+    events: Counter[tuple[str, str]]
+
+
+class Told:
+    """What a telling left behind."""
+
+    def __init__(self) -> None:
+        self.ends: list[End] = []
+        self.deaths: list[str] = []
+        self.wrong: list[str] = []
+        self.status_writes = 0
+
+
+class Teller:
+    """`deaths`: the n-th operator dies at this place, counted over its own life. `second`: another operator runs all the time."""
+
+    def __init__(self, *deaths: int, second: random.Random | None = None) -> None:
+        self._deaths = list(deaths)
+        self.rig = Rig()
+        self.told = Told()
+        self._rigs = [self.rig]
+        self._workers: list[ScriptedWorker] = []
+        self._pods_made = 0
+        self._listeners = [self.rig.cluster.on_change]
+        self._begin_life()
+        if second is not None:
+            self._add_second(second)
+        self.rig.cluster.on_change = self._changed
+
+    def _begin_life(self) -> None:
+        at = self._deaths.pop(0) if self._deaths else None
+        self.points = FaultPoints(self._die, at=at)
+        self.rig.runtime.cluster = self.points.wrap(self.rig.cluster)
+        self.rig.runtime.workers = self.points.wrap(self.rig.workers)
+
+    def _add_second(self, rng: random.Random) -> None:
+        """Over the same cluster and workers; at every call it is chance which of the two goes on."""
+        other = Rig()
+        self._listeners.append(other.cluster.on_change)
+        self._rigs.append(other)
+        for rig in self._rigs:
+            rig.runtime.cluster, rig.runtime.workers = _Hesitating(self.rig.cluster, rng), _Hesitating(self.rig.workers, rng)
+
+    def _die(self, place: str) -> None:
+        self.told.deaths.append(place)
+        raise OperatorDied(place)
+
+    def _changed(self, change: str, manifest: dict[str, Any]) -> None:
+        for listener in self._listeners:
+            listener(change, manifest)
+        if (change, manifest["kind"]) != ("ADDED", POD.kind):
+            return
+        name = manifest["metadata"]["name"]
+        others = [other for other in self.rig.cluster.names(POD) if other != name and other.split("-")[1] == name.split("-")[1]]
+        if others:
+            self.told.wrong.append(f"pod {name} was made beside {others}")
+        self._pods_made += 1
+
+    async def tell(self, *, to_the_end: bool = True) -> Told:
+        """All of it, or only to the step after the first death."""
+        slice_s = 1.0 if len(self._rigs) == 1 else 0.25
+        for step in STORY:
+            had_died = bool(self.told.deaths)
+            step(self.rig)
+            for _ in range(int(STEP_S / slice_s)):
+                await self._slice(slice_s)
+            self.told.ends.append(await self._end())
+            if had_died and not to_the_end:
+                break
+        self.told.wrong += [error for rig in self._rigs for error in rig.errors]
+        self.told.status_writes = self.rig.cluster.status_writes
+        return self.told
+
+    async def _slice(self, slice_s: float) -> None:
+        """Of the operators' time, one of which is started again where it died; then of the kubelet's."""
+        try:
+            await asyncio.gather(*(rig.run(slice_s) for rig in self._rigs))
+        except OperatorDied:
+            self.rig.restart_operator()
+            self._begin_life()
+        self._workers += self.rig.start_all()
+
+    async def _end(self) -> End:
+        events = await self.rig.cluster.list(EVENT, "default")
+        return End(
+            standing=self._standing(),
+            pods_made=self._pods_made,
+            operations=sorted(_operations(worker) for worker in self._workers),
+            events=Counter((event["reason"], event["regarding"]["name"]) for event in events),
+        )
+
+    def _standing(self) -> dict[str, Any]:
+        rig, pods = self.rig, self.rig.cluster.names(POD)
+        found: dict[str, Any] = {kind.kind: rig.cluster.names(kind) for kind in KINDS.values() if kind not in (EVENT, POD)}
+        found |= {"pods": len(pods), "routable": len(rig.routable())}
+        if rig.cluster.find(DEPLOYMENT, "d"):
+            status = rig.status()
+            told = sorted(f"d-{one['index']}-{one['incarnation']}" for one in status["replicaStates"])
+            if told != pods:
+                self.told.wrong.append(f"the status tells of {told}, and there are {pods}")
+            found |= {"conditions": _facts(status), "replicaStates": sorted(one["state"] for one in status["replicaStates"])}
+            found |= {"observed": status["observedGeneration"], "desired": [one["name"] for one in rig.desired()["adapters"]]}
+        if rig.cluster.find(ADAPTER, "x"):
+            found |= {"adapter": _facts(rig.adapter_status())}
+        return found
+
+
+class _Hesitating:
+    """A port whose calls take a random number of turns of the event loop."""
+
+    def __init__(self, port: Any, rng: random.Random) -> None:
+        self._port = port
+        self._rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._port, name)
+
+        async def later(*given: Any, **more: Any) -> Any:
+            for _ in range(self._rng.randrange(4)):
+                await asyncio.sleep(0)
+            result = await found(*given, **more)
+            for _ in range(self._rng.randrange(4)):
+                await asyncio.sleep(0)
+            return result
+
+        return later
+
+
+def _operations(worker: ScriptedWorker) -> list[str]:
+    begun = [call.split()[0] for call in worker.calls]
+    return sorted([*(one for one in begun if one in ("sleep", "wake")), *(f"load {name}" for name in worker.loads)])
+
+
+def _facts(status: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(one["type"], one["status"], one["reason"]) for one in status["conditions"]]

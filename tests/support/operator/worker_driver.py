@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's own client on a real worker server, and calls to it in the words of a test."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from diffusion_operator.api.adapter_load import AdapterLoad
+from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.source import AdapterSource
+from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
+from diffusion_operator.errors import ControlRefused
+from diffusion_operator.plan.observed.observed import AttemptKey
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
+from diffusion_operator.worker_client import HttpWorkerClient
+from support.worker.process import DIGITS, WorkerProcess
+
+IP = "127.0.0.1"
+TOKEN = "the-control-token"
+DEADLINE_S = 20.0
+POLL_S = 0.02
+
+
+class Driver:
+    """A client of one worker. Close its `client` afterwards."""
+
+    def __init__(self, worker: WorkerProcess, *, token: str = TOKEN, boot_id: str | None = None) -> None:
+        port = int(worker.control_url.rpartition(":")[2])
+        self.client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=30, port=port)
+        self.address = WorkerAddress(pod_uid="pod-1", ip=IP, boot_id=boot_id or worker.boot_id)
+        self.token = token
+        self._folder = worker.folder / "loras"
+        self._calls = 0
+
+    async def state(self) -> WorkerState:
+        return await self.client.state(IP, token=self.token)
+
+    async def sleep(
+        self,
+        mode: DrainMode = DrainMode.WAIT,
+        operation_id: str | None = None,
+        *,
+        level: SleepLevel = SleepLevel.HOST_MEMORY,
+        policy: SleepPolicy = SleepPolicy.ASLEEP,
+        if_idle_since_s: int | None = None,
+    ) -> None:
+        call = SleepWorker(
+            worker=self.address,
+            operation_id=operation_id or self._id(),
+            attempt=1,
+            mode=mode,
+            deadline_s=30,
+            level=level,
+            policy=policy,
+            if_idle_since_s=if_idle_since_s,
+        )
+        await self.client.sleep(call, token=self.token)
+
+    async def wake(self, operation_id: str | None = None, *, policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE) -> None:
+        call = WakeWorker(worker=self.address, operation_id=operation_id or self._id(), attempt=1, deadline_s=30, policy=policy)
+        await self.client.wake(call, token=self.token)
+
+    def lora(self, name: str) -> str:
+        """An adapter's folder of this name; fake ranks go by the name alone."""
+        return str(shutil.copytree(DIGITS / "loras" / "frame", self._folder / name, dirs_exist_ok=True))
+
+    async def put(self, name: str, path: str, *, deadline_s: int = 30, **said: Any) -> None:
+        key = AttemptKey(adapter_uid="u", generation=1, boot_id=self.address.boot_id)
+        load = AdapterLoad(source=AdapterSource(path=path), **said)
+        call = PutAdapter(worker=self.address, key=key, operation_id=self._id(), name=name, load=load, deadline_s=deadline_s)
+        await self.client.put_adapter(call, token=self.token)
+
+    async def remove(self, name: str, drain_s: int = 5) -> None:
+        call = RemoveAdapter(worker=self.address, operation_id=self._id(), name=name, drain_s=drain_s)
+        await self.client.remove_adapter(call, token=self.token)
+
+    async def wait_for(self, phase: WorkerPhase) -> WorkerState:
+        """The state document once no operation runs and it has that state."""
+        return await self.until(lambda state: state.state is phase and state.operation is None)
+
+    async def until(self, holds: Callable[[WorkerState], object]) -> WorkerState:
+        """The first state document of which this holds."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if holds(state := await self.state()):
+                    return state
+                await asyncio.sleep(POLL_S)
+
+    async def clear(self) -> None:
+        """Awake and without adapters, whatever was before."""
+        state = await self.state()
+        if state.state is not WorkerPhase.READY or state.policy is not SleepPolicy.ALWAYS_AWAKE:
+            await self.wake()
+            state = await self.wait_for(WorkerPhase.READY)
+        for adapter in state.adapters:
+            await self.remove(adapter.name)
+
+    def _id(self) -> str:
+        self._calls += 1
+        return f"contract-{self._calls}-{time.monotonic_ns()}"
+
+
+async def refusal(call: Awaitable[object]) -> ControlRefused:
+    """How the worker refused it."""
+    with pytest.raises(ControlRefused) as info:
+        await call
+    return info.value

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model runner in the test's own process, at one rank and without a process group, on the digits model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import RequestError
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
+from diffusion_worker.runner.parallel.rows import CallFailed
+from diffusion_worker.runner.pipelines.view import modules_of
+from diffusion_worker.runner.stepping.pixels import pixels_of
+from diffusion_worker.runner.stepping.stepper import report_of
+from support.runner.module_attributes import attributes_of, changes_of
+from support.worker.process import DIGITS_MODEL
+
+Images = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
+
+
+class OneRank:
+    """What `Parallel` is at one rank. `before` sees each call first, and may raise."""
+
+    world = 1
+
+    def __init__(self) -> None:
+        self.calls: list[ModelCall] = []
+        self.before: Callable[[ModelCall], None] = lambda call: None
+
+    def run(self, call: ModelCall, execute: Callable[[ModelCall, slice], Any]) -> Any:
+        self.calls.append(call)
+        try:
+            self.before(call)
+            return execute(call, slice(0, call.rows))
+        except Exception as error:
+            raise CallFailed(str(error), error if isinstance(error, RequestError) else None) from error
+
+
+class RunnerRig:
+    """A loaded runner, and whole requests run on it."""
+
+    def __init__(self, **config: Any) -> None:
+        torch.set_num_threads(1)
+        self.parallel = OneRank()
+        self.config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits"} | config)
+        self.runner = DiffusionModelRunner(self.config, torch.device("cpu"), self.parallel)  # type: ignore[arg-type]
+        # Requests of the last run that were made once more as `whole`, with the reason.
+        self.replays: dict[str, str] = {}
+        self.progress: list[tuple[int, int]] = []
+        self.model: ModelInfo = self.runner.load_model(lambda done, total: self.progress.append((done, total)))
+
+    def run(
+        self,
+        *requests: RequestSpec,
+        joining: list[int] | None = None,
+        running: int = 0,
+        frames: Mapping[str, list[bytes]] | None = None,
+    ) -> tuple[Images, dict[str, ErrorReport]]:
+        """Run requests to their end, and with them the `running` ones that joined before.
+
+        `joining` says at which tick each joins (all at the first one by default), `frames` has images by the request's id.
+        Those that need the model alone are made once more, as the server does.
+
+        Raises:
+            AssertionError: a module has another attribute than before.
+        """
+        self.parallel.calls.clear()
+        self.replays.clear()
+        modules = modules_of(self.runner.pipeline)
+        before = attributes_of(modules)
+        at = joining or [0] * len(requests)
+        images: Images = {}
+        errors: dict[str, ErrorReport] = {}
+        join: list[RequestSpec] = []
+        for number in range(1000):
+            join += [spec for spec, first in zip(requests, at, strict=True) if first == number]
+            sent = [(frames or {}).get(spec.request_id, []) for spec in join]
+            tick = Tick(number, join, frames=list(map(len, sent)))
+            output = self.runner.execute_stepwise(tick, [frame for each in sent for frame in each])
+            errors |= output.errors
+            self.replays |= output.replays
+            join = [msgspec.structs.replace(spec, whole=True) for spec in requests if spec.request_id in output.replays]
+            for name, returned in output.images.items():
+                try:
+                    images[name] = pixels_of(returned)
+                except RequestError as error:  # as the rank's output does
+                    errors[name] = report_of(error, asked=True)
+            if len(images) + len(errors) == len(requests) + running:
+                assert not (changed := changes_of(before, attributes_of(modules))), changed
+                return images, errors
+        raise AssertionError(f"after 1000 ticks only {sorted(images)} are done")
+
+    def denoiser_calls(self) -> list[ModelCall]:
+        """The merged calls of the transformer in the last run."""
+        return [call for call in self.parallel.calls if call.component == "transformer"]
+
+
+def request(name: str, **fields: Any) -> RequestSpec:
+    """A small request; fields as in `RequestSpec`."""
+    return RequestSpec(**{"request_id": name, "prompt": "a red digit seven", "seed": 1, "height": 32, "width": 32, "steps": 3} | fields)
+
+
+def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The image that the plain pipeline makes of a request."""
+    given = {"num_inference_steps": spec.steps, "guidance_scale": spec.guidance_scale, "negative_prompt": spec.negative_prompt}
+    image = pipeline(
+        spec.prompt,
+        height=spec.height,
+        width=spec.width,
+        generator=torch.Generator().manual_seed(spec.seed),
+        output_type="np",
+        **{name: value for name, value in given.items() if value is not None},
+    ).images[0]
+    return np.asarray((image * 255).round(), np.uint8)
+
+
+def levels_apart(one: Any, other: Any) -> int:
+    """The largest difference of two images in a colour, of 255."""
+    return int(np.abs(one.astype(int) - other.astype(int)).max())

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of sources need: adapters as bytes, a fetcher on a folder, and the processes that it started."""
+
+import asyncio
+import json
+import os
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import RequestError
+from diffusion_worker.sources.fetching import Fetched, Fetcher
+from diffusion_worker.sources.job import FetchLimits
+from diffusion_worker.sources.source import HttpSource, Source
+from support.sources.http_sources import Served
+
+DEADLINE_S = 30.0
+PEFT_CONFIG = b'{"peft_type": "LORA", "r": 1}'
+
+
+def adapter_bytes(size: int = 4000, *, fill: int = 1) -> bytes:
+    """A safetensors file of one tensor of so many bytes."""
+    header = json.dumps({"x.lora_A.weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes([fill]) * size
+
+
+class SourceRig:
+    """A fetcher for one cache, with folders for secrets and claims beside it."""
+
+    def __init__(self, folder: Path, *, limits: FetchLimits | None = None, **options: object) -> None:
+        self.cache, self.secrets, self.claims = (folder / name for name in ("cache", "secrets", "claims"))
+        for place in (self.cache, self.secrets, self.claims):
+            place.mkdir(exist_ok=True)
+        settings: dict[str, object] = {
+            "cache_dir": str(self.cache),
+            "secrets_dir": str(self.secrets),
+            "claims_dir": str(self.claims),
+            "allow_http_sources": True,
+        }
+        self.config = WorkerConfig(model="/none", served_name="none", **{**settings, **options})  # type: ignore[arg-type]
+        self.fetcher = Fetcher(self.config, limits=limits)
+        self.progress: list[tuple[int, int | None]] = []
+
+    def secret(self, name: str, **keys: str) -> None:
+        """Mount a Secret."""
+        (self.secrets / name).mkdir(exist_ok=True)
+        for key, value in keys.items():
+            (self.secrets / name / key).write_text(f"{value}\n")
+
+    async def adapter(self, source: Source, *, digest: str | None = None, deadline_s: float = DEADLINE_S) -> Fetched:
+        """Fetch it."""
+        return await self.fetcher.fetch_adapter(source, digest=digest, deadline_s=deadline_s, report=self._report, name="papercut")
+
+    async def model(
+        self, source: Source, *, revision: str | None = None, digest: str | None = None, deadline_s: float = DEADLINE_S
+    ) -> Fetched:
+        """Fetch it."""
+        return await self.fetcher.fetch_model(source, revision=revision, digest=digest, deadline_s=deadline_s, report=self._report)
+
+    async def refusal(self, source: Source, *, digest: str | None = None, deadline_s: float = DEADLINE_S) -> RequestError:
+        """The error that a fetch of an adapter ends with."""
+        try:
+            found = await self.adapter(source, digest=digest, deadline_s=deadline_s)
+        except RequestError as error:
+            return error
+        raise AssertionError(f"expected an error, found {found}")
+
+    def files(self, folder: str) -> list[str]:
+        """Names in a folder of the cache."""
+        return sorted(path.name for path in (self.cache / folder).iterdir())
+
+    def _report(self, done: int, total: int | None) -> None:
+        self.progress.append((done, total))
+
+
+def http_source(url: str, served: Served, path: str = "/a.safetensors") -> Source:
+    """What is served at an address, with its right digest."""
+    return Source(http=HttpSource(f"{url}{path}", served.sha256))
+
+
+async def until(condition: Callable[[], object], *, deadline_s: float = 60.0) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def fetch_processes(parent: int | None = None) -> list[int]:
+    """The processes that fetch for a process, this one by default."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, IndexError, ValueError):
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+            if int(fields[1]) == (parent or os.getpid()) and b"diffusion_worker.sources" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found

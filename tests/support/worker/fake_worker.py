@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `diffusion-worker` over `FakeRankGroup`: the real server, ports, signals and exit codes, without torch.
+
+`FAKE_WORKER` in the environment is a JSON object that says how the ranks behave: `loadSeconds`, `stepSeconds`, `configError`,
+`dieAfterSeconds`, `hangAtStop`, `sleepSeconds`, `wakeSeconds`, and `wakeErrors`, the codes that the next wakes fail with. How an
+adapter goes is in the name of its folder: one of `REFUSED` is refused by the ranks, one named `slow` takes forever. The ranks
+keep as many adapters as the options say.
+"""
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+from diffusion_worker import cli
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import ErrorCode
+from diffusion_worker.messages import ErrorReport, ModelInfo, RpcReply
+from diffusion_worker.ranks import executor
+from support.worker.fake_rank_group import FakeRankGroup
+
+BEHAVIOUR = json.loads(os.environ.get("FAKE_WORKER", "{}"))
+REFUSED = {
+    "broken": (ErrorCode.INVALID_ADAPTER, "no adapter_config.json"),
+    "too-wide": (ErrorCode.RANK_TOO_LARGE, "rank 128, at most 64"),
+    "elsewhere": (ErrorCode.MODULES_OUTSIDE_ENVELOPE, "changes norm_out.linear"),
+    "crowded": (ErrorCode.INSUFFICIENT_MEMORY, "no room"),
+}
+
+# What says how long a method takes.
+SECONDS = {"handle_sleep_task": "sleepSeconds", "handle_wake_task": "wakeSeconds"}
+
+
+class ScriptedRankGroup(FakeRankGroup):
+    """A fake group that does by itself what a test in another process cannot make it do."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config.ranks, config_error=BEHAVIOUR.get("configError"), step_s=BEHAVIOUR.get("stepSeconds", 0.0))
+        self.max_cached = config.max_cached_loras
+        self.wake_errors += [ErrorReport(ErrorCode(code), f"told to fail with {code}") for code in BEHAVIOUR.get("wakeErrors", [])]
+
+    async def start(self, *, asleep: bool = False) -> ModelInfo:
+        """Load, slowly if told so."""
+        if "dieAfterSeconds" in BEHAVIOUR:
+            asyncio.get_running_loop().call_later(BEHAVIOUR["dieAfterSeconds"], self.die, "rank 0 was ended by SIGKILL")
+        await asyncio.sleep(BEHAVIOUR.get("loadSeconds", 0.0))
+        return await super().start(asleep=asleep)
+
+    async def call(
+        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
+    ) -> list[RpcReply]:
+        """Run a method; the folder of an adapter decides how its load goes."""
+        await asyncio.sleep(BEHAVIOUR.get(SECONDS.get(method, ""), 0.0))
+        path = str(getattr(kwargs.get("request"), "lora_path", None) or dict(_fields(kwargs.get("request"))).get("lora_path", ""))
+        refused = REFUSED.get(Path(path).name)
+        if refused is not None:
+            code, why = refused
+            self.adapter_errors[path] = ErrorReport(code, f"adapter folder {path!r}: {why}")
+        (self.calling.clear if path.endswith("/slow") else self.calling.set)()
+        return await super().call(method, timeout_s=timeout_s, **kwargs)
+
+    async def stop(self) -> None:
+        """End; or block the whole event loop, as a fault of ours could."""
+        if BEHAVIOUR.get("hangAtStop"):
+            time.sleep(600)  # noqa: ASYNC251 (that is the fault)
+        await super().stop()
+
+
+def _fields(request: object) -> dict[str, object]:
+    return request if isinstance(request, dict) else {}
+
+
+if __name__ == "__main__":
+    executor.RankExecutor = ScriptedRankGroup  # type: ignore[assignment,misc]
+    cli.main()

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `diffusion-worker serve` in a process of its own, for tests: started on free ports, waited for, read, ended.
+
+    with WorkerProcess(model, ranks=2) as worker:
+        worker.wait_ready()
+        image = worker.image(prompt="a red digit seven", seed=1)
+
+Every wait has a deadline and fails with the worker's output. Leaving the block ends the worker and its ranks.
+"""
+
+import base64
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx2
+from openai import OpenAI
+from PIL import Image
+
+from tools.demo import weights_memory
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+DIGITS = REPOSITORY / "examples" / "digits"
+DIGITS_MODEL = DIGITS / "model"
+# The same server over `FakeRankGroup`: starts in half a second.
+FAKE_PROGRAM = ("-m", "support.worker.fake_worker")
+LISTENING = re.compile(r"listening data=\S+:(\d+) control=\S+:(\d+) boot_id=(\S+)")
+# Ten seconds on an idle machine; torch is imported.
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 40.0
+
+
+class WorkerProcess:
+    """One worker. Make it as a context manager, or call `start` and `close`; a `wrapper` is put before its command and becomes it."""
+
+    def __init__(
+        self,
+        model: Path = DIGITS_MODEL,
+        *,
+        ranks: int = 1,
+        loras: Mapping[str, Path] | None = None,
+        served_name: str = "digits",
+        options: tuple[str, ...] = (),
+        token: str | None = "the-control-token",
+        env: Mapping[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "diffusion_worker.cli"),
+        wrapper: Sequence[str] = (),
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="worker-process-")
+        self.folder = Path(self._folder.name)
+        self.token = token
+        self.output_path = self.folder / "output.txt"
+        self.termination_log = self.folder / "termination-log"
+        self.termination_log.touch()
+        command = [*wrapper, sys.executable, *program, "serve", f"--model={model}", f"--ranks={ranks}"]
+        command += [f"--served-name={served_name}", "--host=127.0.0.1", "--port=0", "--control-port=0"]
+        command += [f"--lora={name}={path}" for name, path in (loras or {}).items()]
+        if token is not None:
+            self.write_token(token)
+            command.append(f"--control-token-file={self.token_path}")
+        self.command = [*command, *options]
+        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", "DIFFUSION_TERMINATION_LOG": str(self.termination_log), **(env or {})}
+        self._env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(REPOSITORY / "worker" / "src"), str(REPOSITORY / "tests"), self._env.get("PYTHONPATH")])
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._http = httpx2.Client(timeout=120)
+        self.started_at = 0.0
+        self.boot_id = ""
+        self.url = ""
+        self.control_url = ""
+
+    def __enter__(self) -> "WorkerProcess":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def token_path(self) -> Path:
+        """The file with the control token."""
+        return self.folder / "token"
+
+    def write_token(self, token: str) -> None:
+        """Put another token in place, as a rotation does."""
+        replacement = self.folder / "token.new"
+        replacement.write_text(token + "\n")
+        replacement.rename(self.token_path)
+
+    # Its life
+
+    def start(self) -> None:
+        """Start it and wait until both ports answer; fails if it ends before."""
+        self.launch()
+        self.wait_listening()
+
+    def launch(self) -> None:
+        """Start the process and wait for nothing."""
+        self.started_at = time.monotonic()
+        with self.output_path.open("wb") as output:
+            self._process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT, env=self._env, cwd=self.folder)
+
+    @property
+    def pid(self) -> int:
+        """The server process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def wait_listening(self, timeout_s: float = 30.0) -> None:
+        """Wait until it says where it listens."""
+        found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=timeout_s)
+        self.url = f"http://127.0.0.1:{found[1]}"
+        self.control_url = f"http://127.0.0.1:{found[2]}"
+        self.boot_id = found[3]
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until `/readyz` answers 200."""
+        self.wait_for(self._is_ready, what="ready", timeout_s=timeout_s)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.get("/readyz").status_code == 200
+        except httpx2.TransportError:
+            return False  # it ended: `wait_for` says how
+
+    def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Its exit code, once it ends."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the worker did not end within {timeout_s:g} s\n{self.output}") from None
+
+    def wait_for(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
+        """Poll until `check` gives something true; fails at once when the worker ends."""
+
+        def check_while_it_lives() -> Any:
+            assert self._process is not None
+            if not (result := check()) and self._process.poll() is not None:
+                raise AssertionError(f"the worker ended with {self._process.returncode} before it was {what}\n{self.output}")
+            return result
+
+        return self.wait_until(check_while_it_lives, what=what, timeout_s=timeout_s)
+
+    def wait_until(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
+        """Poll until `check` gives something true, whether the worker lives or not."""
+        deadline = time.monotonic() + timeout_s
+        while not (result := check()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the worker was not {what} within {timeout_s:g} s\n{self.output}")
+            time.sleep(0.02)
+        return result
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the server process."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """SIGTERM, and its exit code."""
+        self.send_signal(signal.SIGTERM)
+        return self.wait_exit(timeout_s)
+
+    def close(self) -> None:
+        """End it however it is; its ranks follow the server."""
+        self._http.close()
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10)
+        self._folder.cleanup()
+
+    @property
+    def output(self) -> str:
+        """What it and its ranks printed so far."""
+        return self.output_path.read_text(errors="replace")
+
+    # The data port
+
+    def openai(self) -> OpenAI:
+        """The OpenAI SDK on this worker, without retries."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def get(self, path: str) -> httpx2.Response:
+        """A GET on the data port."""
+        return self._http.get(self.url + path)
+
+    def request_images(self, **body: Any) -> httpx2.Response:
+        """The answer to an image request, whatever it is."""
+        return self._http.post(f"{self.url}/v1/images/generations", json=body)
+
+    def image(self, **body: Any) -> Image.Image:
+        """One image; fails on any other answer."""
+        return self.images(**body)[0]
+
+    def images(self, **body: Any) -> list[Image.Image]:
+        """All images of one request."""
+        answer = self.request_images(**body)
+        assert answer.status_code == 200, answer.text
+        return [decode_image(item["b64_json"]) for item in answer.json()["data"]]
+
+    # The control port
+
+    def control(self, method: str, path: str, *, token: str | None = None, **options: Any) -> httpx2.Response:
+        """A call on the control port, with the worker's own token unless another is given."""
+        used = token if token is not None else self.token
+        headers = {"Authorization": f"Bearer {used}"} if used else {}
+        return self._http.request(method, self.control_url + path, headers=headers, **options)
+
+    def state(self) -> dict[str, Any]:
+        """The state document."""
+        answer = self.control("GET", "/v1/state")
+        assert answer.status_code == 200, answer.text
+        document: dict[str, Any] = json.loads(answer.text)
+        return document
+
+    def wait_state(self, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The state document, once it has that state."""
+        self.wait_for(lambda: self.state()["state"] == state, what=state, timeout_s=timeout_s)
+        return self.state()
+
+    def sleep(self, timeout_s: float = 60.0, **body: Any) -> dict[str, Any]:
+        """Put it to sleep and wait until it is; the state document."""
+        return self._operate("/v1/sleep", "asleep", timeout_s, body)
+
+    def wake(self, timeout_s: float = 60.0, **body: Any) -> dict[str, Any]:
+        """Wake it and wait until it is ready; the state document."""
+        return self._operate("/v1/wake", "ready", timeout_s, body)
+
+    def _operate(self, path: str, goal: str, timeout_s: float, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self.control("POST", path, json={"operationId": uuid.uuid4().hex, "bootId": self.boot_id, **body})
+        assert answer.status_code in (200, 202), answer.text
+        return self.wait_state(goal, timeout_s)
+
+    def put_adapter(self, name: str, path: Path, **body: Any) -> httpx2.Response:
+        """Load an adapter."""
+        call = {"operationId": uuid.uuid4().hex, "bootId": self.boot_id, "source": {"path": str(path)}, **body}
+        return self.control("PUT", f"/v1/adapters/{name}", json=call)
+
+    def delete_adapter(self, name: str, **query: Any) -> httpx2.Response:
+        """Unload an adapter."""
+        call = {"operationId": uuid.uuid4().hex, "bootId": self.boot_id, "drainSeconds": 10, **query}
+        return self.control("DELETE", f"/v1/adapters/{name}", params=call)
+
+    # Its processes
+
+    def rank_pids(self) -> list[int]:
+        """The rank processes, in rank order."""
+        return [rank["pid"] for rank in self.state()["ranks"]]
+
+
+def decode_image(b64_json: str) -> Image.Image:
+    """An image of an answer."""
+    image = Image.open(io.BytesIO(base64.b64decode(b64_json)))
+    image.load()
+    return image
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process lives; a zombie that nobody has collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, as /proc shows them now."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except FileNotFoundError:
+            continue
+    found: list[int] = []
+    level = {pid}
+    while level := {child for child, parent in parents.items() if parent in level}:
+        found += sorted(level)
+    return found
+
+
+def resident_bytes(pid: int, mappings: list[str]) -> int:
+    """Rss in a process's smaps of the mappings that overlap these address ranges (`start-end` in hex)."""
+    return weights_memory.resident_bytes(Path(f"/proc/{pid}/smaps").read_text(), [weights_memory.parse_range(text) for text in mappings])

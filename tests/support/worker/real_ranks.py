@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real rank processes of the digits model behind a `RankExecutor`, in the test's own process and without a server.
+
+The first start imports torch in the fork server; later ones take a second, spawned ones as long as the first.
+Nothing of the ranks is left afterwards.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.messages import Fingerprint, RequestSpec, RpcReply, SleepLevel, SleepTask, TaskAck, Tick, WakeTask
+from diffusion_worker.ranks.executor import RankExecutor
+from support.runner.rig import request
+from support.worker.process import DIGITS_MODEL, process_exists
+
+CALL_S = 60.0
+
+
+@asynccontextmanager
+async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) -> AsyncIterator[RankExecutor]:
+    """Two ranks of the digits model, or as many as `settings` say, that have started."""
+    config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "ranks": 2, "tick_timeout_s": 60.0} | settings)
+    with tempfile.TemporaryDirectory() as folder, _temporary_files_in(folder):
+        executor = RankExecutor(config)
+        pids: list[int] = []
+        try:
+            async with asyncio.timeout(limit_s):
+                await executor.start(asleep=asleep)
+                pids = pids_of(executor)
+                yield executor
+                pids += pids_of(executor)
+                # What a killed process has there stays there.
+                assert shared_memory_of(pids_of(executor)) == []
+        finally:
+            await executor.stop()
+        assert [pid for pid in pids if process_exists(pid)] == []
+        assert socket_folders(folder) == []
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """So that what is left of the sockets is known to be the test's own."""
+    # The fork server's, which outlives the test, is made by the first who asks.
+    util.get_temp_dir()
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def shared_memory_of(pids: list[int]) -> list[int]:
+    """Those of the processes that have a name in /dev/shm."""
+    return [pid for pid in pids if "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+def socket_folders(place: str) -> list[Path]:
+    """What a server has not removed there."""
+    return list(Path(place).glob("diffusion-worker-*"))
+
+
+def pids_of(executor: RankExecutor) -> list[int]:
+    """The processes of the ranks."""
+    return [document.pid for document in executor.documents() if document.pid is not None]
+
+
+def results(replies: list[RpcReply]) -> list[Any]:
+    """What each rank returned; None for one that sent nothing."""
+    return [msgspec.msgpack.decode(reply.result) if reply.result is not None else None for reply in replies]
+
+
+async def call(executor: RankExecutor, method: str, kind: type[Any] | None = None, **arguments: Any) -> list[Any]:
+    """What a method returned on each rank, as a kind; raises AssertionError where one answered with an error."""
+    replies = await executor.call(method, timeout_s=CALL_S, **arguments)
+    assert [reply.error for reply in replies] == [None] * len(replies)
+    return [msgspec.msgpack.decode(reply.result or b"", type=kind or Any) for reply in replies]
+
+
+async def sleep(executor: RankExecutor, task_id: str = "sleep", level: SleepLevel = SleepLevel.HOST_MEMORY) -> list[TaskAck]:
+    """The answers of the ranks."""
+    return await call(executor, "handle_sleep_task", TaskAck, task=SleepTask(task_id, level))
+
+
+async def wake(executor: RankExecutor, task_id: str = "wake") -> list[TaskAck]:
+    """The answers of the ranks."""
+    return await call(executor, "handle_wake_task", TaskAck, task=WakeTask(task_id))
+
+
+async def fingerprints(executor: RankExecutor, *, probe: bool = True) -> list[Fingerprint]:
+    """That of each rank."""
+    return await call(executor, "fingerprint", Fingerprint, probe=probe)
+
+
+async def image(executor: RankExecutor, name: str = "a", **fields: Any) -> bytes:
+    """An image of three steps; fields as in `RequestSpec`."""
+    spec: RequestSpec = request(name, **fields)
+    executor.broadcast_tick(Tick(1, [spec]))
+    for number in range(2, 6):
+        executor.broadcast_tick(Tick(number))
+    frame = b""
+    for _ in range(5):
+        report = await executor.next_report(60)
+        assert not report.done.failed
+        frame += b"".join(bytes(found) for found in report.frames)
+    return frame

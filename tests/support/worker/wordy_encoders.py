@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of 300 random words by a tiny pipeline of each family of text encoder, in a process whose logs are a rank's.
+
+Each is asked twice: as it is, and with an encoder that fails and quotes what it was asked. Errors go where a client would read
+them, so they are not printed. The last line of the output is `WORDS` and all words.
+"""
+
+import logging
+import random
+import string
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+from diffusion_worker import withheld
+from support.families.images import auraflow_chroma, lumina, stable_diffusion, worded_images
+from support.families.images.qwen import FAMILIES as QWEN
+from support.families.rig.family import Arguments, Family, build_seeded
+from support.families.rig.family_rig import Asked, FamilyRig
+from support.families.rig.texts import tiny_umt5
+
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
+SEED = 11
+Request = Callable[[int, int, float], Arguments]
+
+
+def words(count: int) -> list[str]:
+    """Words of eight letters that are in no source file."""
+    rng = random.Random(SEED)
+    return ["".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(count)]
+
+
+def asked(seed: int, steps: int, guidance: float) -> Arguments:
+    """A small image; its prompt is another one."""
+    return {"num_inference_steps": steps, "guidance_scale": guidance, "height": 32, "width": 32, "prompt": "a red fox"}
+
+
+def shortened(seed: int, steps: int, guidance: float) -> Arguments:
+    """Ask with few tokens; the tiny Lumina 2 has positions for no more."""
+    return asked(seed, steps, guidance) | {"max_sequence_length": 16}
+
+
+def with_words(make: Callable[[], Any], encoder: Callable[[], Any], length: int = 64) -> Callable[[], Any]:
+    """A pipeline of a family that is asked with embeddings, with a text encoder of its kind and a tokenizer of letters."""
+
+    def build() -> Any:
+        pipeline, tokenizer = make(), worded_images.letters()
+        tokenizer.model_max_length, tokenizer.padding_side = length, "right"
+        pipeline.register_modules(text_encoder=encoder(), tokenizer=tokenizer)
+        return pipeline
+
+    return build_seeded(build)
+
+
+def clip() -> Any:
+    """Make the encoder of Stable Diffusion."""
+    return transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1))
+
+
+def gemma2() -> Any:
+    """Make the encoder of Lumina 2."""
+    return transformers.Gemma2Model(transformers.Gemma2Config(**GROUPED))
+
+
+def llama() -> Any:
+    """Make the encoder of HiDream."""
+    return transformers.LlamaModel(transformers.LlamaConfig(**GROUPED))
+
+
+def umt5() -> Any:
+    """Make the encoder of AuraFlow."""
+    encoder = tiny_umt5(32)
+    encoder.resize_token_embeddings(128)
+    return encoder
+
+
+FLUX = next(family for family in worded_images.FAMILIES if family.name == "FluxPipeline (words)")
+OMNIGEN = next(family for family in worded_images.FAMILIES if family.name == "OmniGenPipeline")
+QWEN_WORDS = next(family for family in QWEN + worded_images.FAMILIES if family.name == "QwenImagePipeline (words)")
+
+
+def cases() -> list[tuple[str, str, Family]]:
+    """Names of encoders, the component to break, and a family each."""
+
+    def family(name: str, build: Callable[[], Any], request: Request = asked) -> Family:
+        return Family(name, name, build, request, output_type="pt")
+
+    stable = with_words(lambda: stable_diffusion.pipeline(stable_diffusion.StableDiffusionPipeline), clip)
+    return [
+        ("clip", "text_encoder", family("clip", stable)),
+        ("t5", "text_encoder_2", FLUX),
+        ("umt5", "text_encoder", family("umt5", with_words(auraflow_chroma._auraflow, umt5))),
+        ("gemma2", "text_encoder", family("gemma2", with_words(lumina._lumina2, gemma2), shortened)),
+        ("llama", "text_encoder", family("llama", with_words(lumina._lumina2, llama), shortened)),
+        ("qwen2_5_vl", "text_encoder", QWEN_WORDS),
+        ("omnigen", "transformer", OMNIGEN),
+    ]
+
+
+def run(family: Family, prompt: str, *, breaks: str | None) -> bool:
+    """Return True for a request that was served."""
+    withheld.withhold(False)
+    rig = FamilyRig(family)
+    withheld.withhold()
+    if breaks is not None:
+
+        def broken(*_: Any, **__: Any) -> Any:
+            warnings.warn(f"about to fail at {prompt}", stacklevel=1)
+            raise ValueError(f"cannot encode {prompt}")
+
+        rig.pipeline.components[breaks].forward = broken
+    results, errors = rig.outcome(Asked(steps=2, changes={"prompt": prompt}))
+    return bool(results) and not errors
+
+
+def main() -> int:
+    """The exit code: 0 where each request ended as it should."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    withheld.install()
+    prompt, wrong = " ".join(words(300)), 0
+    for name, component, family in cases():
+        for breaks in (None, component):
+            served = run(family, prompt, breaks=breaks)
+            print("served" if served else "failed", name, flush=True)
+            wrong += served is not (breaks is None)
+    print("WORDS", prompt)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on a rank: equal to peft, per row, refused whole when they do not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.checkpoint import read_checkpoint
+from diffusion_worker.lora.layers import LoRALinear
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.messages import LoRAUse
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from support.lora.bad_adapters import changed_adapter
+from support.runner.rig import RunnerRig, image_of_diffusers, request
+from support.worker.process import DIGITS
+
+STRIPES, FRAME, PAPER = (DIGITS / "loras" / name for name in ("stripes", "frame", "paper"))
+
+
+@pytest.fixture(scope="module")
+def rig() -> RunnerRig:
+    rig = RunnerRig(max_loras=2, max_lora_rank=16)
+    assert rig.runner.loras is not None
+    for number, folder in enumerate([STRIPES, FRAME], start=1):
+        rig.runner.loras.add_adapter(LoRARequest(folder.name, number, str(folder)))
+    return rig
+
+
+def with_peft(rig: RunnerRig, folder: Path, scale: float = 1.0) -> Any:
+    """The plain pipeline with an adapter in peft's own layers."""
+    pipeline = load_pipeline(rig.config, torch.float32)
+    pipeline.transformer = peft.PeftModel.from_pretrained(pipeline.transformer, str(folder)).base_model.model
+    for module in pipeline.transformer.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.scaling = {name: value * scale for name, value in module.scaling.items()}
+    return pipeline
+
+
+def levels_apart(one: Any, other: Any) -> int:
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+@pytest.mark.parametrize(("folder", "number", "scale"), [(STRIPES, 1, 1.0), (FRAME, 2, 0.5)])
+def test_an_image_with_an_adapter_equals_the_one_of_peft(rig: RunnerRig, folder: Path, number: int, scale: float) -> None:
+    spec = request("styled", loras=[LoRAUse(number, scale)])
+    images, _ = rig.run(spec)
+    assert levels_apart(images["styled"], image_of_diffusers(with_peft(rig, folder, scale), spec)) <= 1
+
+
+def test_different_adapters_and_none_share_a_step_and_each_row_has_its_own(rig: RunnerRig) -> None:
+    specs = [request("base"), request("stripes", loras=[LoRAUse(1, 1.0)]), request("frame", loras=[LoRAUse(2, 1.0)])]
+    alone = {spec.request_id: rig.run(spec)[0][spec.request_id] for spec in specs}
+    together, _ = rig.run(*specs)
+    assert [call.rows for call in rig.denoiser_calls()] == [6, 6, 6]
+    for name, image in together.items():
+        assert levels_apart(image, alone[name]) <= 1
+        others = [levels_apart(image, other) for other_name, other in alone.items() if other_name != name]
+        assert min(others) > 3
+
+
+def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_text_encoder(rig: RunnerRig) -> None:
+    prompt = "a digit that was not asked for before"
+    rig.run(request("base", prompt=prompt, steps=1))
+    assert [call.rows for call in rig.parallel.calls if call.component == "text_encoder"]
+    rig.run(request("styled", prompt=prompt, steps=1, loras=[LoRAUse(1, 1.0)]))
+    assert not [call for call in rig.parallel.calls if call.component == "text_encoder"]
+    loras = rig.runner.loras
+    assert loras is not None
+    assert loras.identity_in("text_encoder", [LoRAUse(1, 1.0)]) is None
+    # Where some do change a module, they are told by their digests and their strengths.
+    uses: list[list[LoRAUse]] = [[], [LoRAUse(1, 1.0)], [LoRAUse(1, 0.5)], [LoRAUse(2, 1.0)], [LoRAUse(1, 1.0), LoRAUse(2, 1.0)]]
+    assert len({loras.identity_in("transformer", each) for each in uses}) == 5
+
+
+def test_an_adapter_at_strength_zero_is_the_base(rig: RunnerRig) -> None:
+    images, _ = rig.run(request("base"), request("zero", loras=[LoRAUse(1, 0.0)]))
+    np.testing.assert_array_equal(images["base"], images["zero"])
+
+
+def test_after_adapters_were_removed_the_base_is_bit_equal_to_the_untouched_model() -> None:
+    untouched, touched = RunnerRig(), RunnerRig()
+    manager = touched.runner.loras
+    assert manager is not None
+    manager.add_adapter(LoRARequest("stripes", 7, str(STRIPES)))
+    touched.run(request("styled", loras=[LoRAUse(7, 1.0)]))
+    assert manager.remove_adapter(7)
+    assert not manager.remove_adapter(7)
+    assert manager.list_adapters() == []
+    np.testing.assert_array_equal(touched.run(request("base"))[0]["base"], untouched.run(request("base"))[0]["base"])
+
+
+def test_a_request_for_an_adapter_that_was_unloaded_fails_and_is_never_the_base(rig: RunnerRig) -> None:
+    images, errors = rig.run(request("stale", loras=[LoRAUse(99, 1.0)]))
+    assert images == {}
+    assert errors["stale"].code == "AdapterNotLoaded"
+
+
+def test_an_adapter_over_the_capacity_of_the_host_is_refused_and_changes_nothing() -> None:
+    manager = RunnerRig(max_loras=1, max_cached_loras=1).runner.loras
+    assert manager is not None
+    manager.add_adapter(LoRARequest("stripes", 1, str(STRIPES)))
+    manager.add_adapter(LoRARequest("frame", 2, str(FRAME)), LoadOptions(evict=[]))  # as a new version beside an old one
+    with pytest.raises(RequestError) as refused:
+        manager.add_adapter(LoRARequest("paper", 3, str(PAPER)), LoadOptions(evict=[]))
+    assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
+    assert manager.list_adapters() == [1, 2]
+
+
+@pytest.mark.slow
+def test_the_slots_of_adapters_are_in_the_memory_report_by_layers_and_not_by_adapters() -> None:
+    rig = RunnerRig(max_loras=2, max_lora_rank=16)
+    assert rig.runner.loras is not None
+    assert rig.runner.memory().adapter_slots_bytes == 0
+    for number, folder in enumerate([STRIPES, FRAME, PAPER], start=1):
+        rig.runner.loras.add_adapter(LoRARequest(folder.name, number, str(folder)))
+        # Two slots of rank 16 for every layer that some adapter names, and little more.
+        columns = sum(part.in_features + part.out_features for part in wrapped_linears(rig))
+        assert columns * 2 * 16 * 4 <= rig.runner.memory().adapter_slots_bytes <= columns * 2 * 16 * 4 * 1.05
+
+
+def wrapped_linears(rig: RunnerRig) -> list[Any]:
+    return [part for part in rig.runner.pipeline.transformer.modules() if isinstance(part, LoRALinear)]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_for_another_model_is_refused_with_the_modules_that_do_not_match(rig: RunnerRig, tmp_path: Path) -> None:
+    def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key.replace("transformer_blocks", "blocks"): value for key, value in state.items()}
+
+    folder = changed_adapter(tmp_path, STRIPES, tensors=renamed)
+    manager = rig.runner.loras
+    assert manager is not None
+    with pytest.raises(RequestError, match=r"do not match SD3Transformer2DModel.*: transformer\.blocks\.0.*no such layer"):
+        manager.add_adapter(LoRARequest("other", 5, str(folder)))
+    assert manager.list_adapters() == [1, 2]
+
+
+def test_an_adapter_of_a_rank_over_the_limit_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    manager = RunnerRig(max_lora_rank=4).runner.loras
+    assert manager is not None
+    with pytest.raises(RequestError, match="rank 8 is over the limit of 4"):
+        manager.add_adapter(LoRARequest("stripes", 1, str(STRIPES)))
+
+
+def test_alpha_and_rank_patterns_and_rank_stabilised_scaling_are_as_in_peft(rig: RunnerRig, tmp_path: Path) -> None:
+    folder = changed_adapter(tmp_path, STRIPES, config={"use_rslora": True, "alpha_pattern": {"to_q": 3}})
+    read = read_checkpoint(str(folder))
+    model = with_peft(rig, folder).transformer
+    for name, factors in read.modules.items():
+        layer = model.get_submodule(name.removeprefix("transformer."))
+        expected = layer.get_delta_weight("default")
+        torch.testing.assert_close(factors.scaling * factors.b.float() @ factors.a.float(), expected, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on a mixture of experts, whose layers see tokens and not the rows of a call: a tiny HiDream of diffusers."""
+
+from dataclasses import replace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
+from diffusion_worker.runner.pipelines.view import view_of
+from support.families.images import hidream
+from support.families.rig.family import as_tensor, in_float64
+from support.lora.peft_adapters import write_adapter
+from support.runner.parallel_families import block_linears, runner_of
+from support.runner.rig import OneRank
+
+FAMILY = replace(hidream.FAMILIES[0], output_type="latent")
+STEPS, GUIDANCE = 2, 5.0
+
+
+def arguments(seed: int) -> dict[str, Any]:
+    own = in_float64(FAMILY.request(seed, STEPS, GUIDANCE))
+    return own | {"generator": torch.Generator().manual_seed(seed), "output_type": "latent"}
+
+
+@pytest.mark.slow
+def test_experts_have_the_adapters_of_their_own_request_alone_and_beside_requests_with_others_or_none(tmp_path: Any) -> None:
+    runner = runner_of(FAMILY, (rank := OneRank()), torch.float64)
+    assert runner.loras is not None
+    linears = block_linears(FAMILY.build().transformer)
+    assert any(".experts." in name for name in linears)
+    folders = {number: tmp_path / str(number) for number in (1, 2)}
+    for number, folder in folders.items():
+        folder.mkdir()
+        write_adapter(folder, linears, seed=number)
+        runner.loras.add_adapter(LoRARequest(f"adapter-{number}", number, str(folder)))
+    for chosen in ([1], [1, 1], [1, 2], [1, 0], [0, 0]):
+        rank.calls.clear()
+        made = together(runner, chosen)
+        for seed, number in enumerate(chosen):
+            expected = as_tensor(FAMILY.call(with_peft(folders.get(number)), arguments(seed)))
+            torch.testing.assert_close(made[seed].double(), expected.double(), atol=1e-9, rtol=1e-9)
+        # Rows of two requests (and both branches of guidance) share the call where they may.
+        rows = [call.rows for call in rank.calls if call.component == "transformer"]
+        assert rows[-1] == (2 * len(chosen) if len(set(chosen)) == 1 else 2), (chosen, rows)
+
+
+def together(runner: Any, chosen: list[int]) -> list[torch.Tensor]:
+    """Requests that run at once; 0 is one without an adapter."""
+    for seed, number in enumerate(chosen):
+        spec = RequestSpec(request_id=str(seed), prompt="", seed=seed, loras=[LoRAUse(number, 1.0)] if number else [])
+        runner.join(spec, lambda seed=seed: FAMILY.call(view_of(runner.pipeline), arguments(seed)))
+    found: dict[str, Any] = {}
+    for tick in range(20):
+        output = runner.execute_stepwise(Tick(tick))
+        assert output.errors == {}
+        found |= output.images
+        if len(found) == len(chosen):
+            break
+    return [as_tensor(found[str(seed)]) for seed in range(len(chosen))]
+
+
+def with_peft(folder: Any) -> Any:
+    """Diffusers' own pipeline, with an adapter in peft's layers."""
+    pipeline = FAMILY.build()
+    if folder is not None:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        names = sorted({key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in tensors})
+        model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=names, r=4, lora_alpha=4), pipeline.transformer)
+        peft.set_peft_model_state_dict(model, {key.removeprefix("base_model.model."): value for key, value in tensors.items()})
+        model.eval()
+    for part in (pipeline.transformer, pipeline.vae):
+        part.to(torch.float64)
+    return pipeline

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quality by request, and the prompt cache, through the real server on the digits model."""
+
+import base64
+import concurrent.futures
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from support.runner.digit_judge import judge
+from support.runner.rig import image_of_diffusers, request
+from support.worker.process import DIGITS_MODEL, WorkerProcess
+
+# A start of a real worker imports torch for ten seconds.
+pytestmark = pytest.mark.slow
+
+BODY: dict[str, Any] = {"prompt": "a red digit seven", "seed": 101, "size": "64x64", "num_inference_steps": 28, "guidance_scale": 4.0}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    with WorkerProcess(options=("--step-cache", "first-block")) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+def ask(worker: WorkerProcess, **fields: Any) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
+    """The image, and the answer without it."""
+    answer = worker.request_images(**BODY | fields)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    image = Image.open(io.BytesIO(base64.b64decode(found["data"][0].pop("b64_json"))))
+    return np.asarray(image.convert("RGB")), found
+
+
+def metric(worker: WorkerProcess, name: str) -> float:
+    found = re.search(rf"^diffusion_worker_{re.escape(name)} (\S+)$", worker.get("/metrics").text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def test_high_and_low_quality_in_one_worker_are_both_right_and_the_answer_says_which_ran(worker: WorkerProcess) -> None:
+    spec = request("a", prompt=BODY["prompt"], seed=101, height=64, width=64, steps=28, guidance_scale=4.0)
+    plain = image_of_diffusers(load_pipeline(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits"), torch.float32), spec)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = {quality: pool.submit(ask, worker, quality=quality) for quality in ("high", "low")}
+        answers = {quality: future.result() for quality, future in asked.items()}
+    (high, said_high), (low, said_low) = answers["high"], answers["low"]
+    # The two never share a call, so each is as alone.
+    np.testing.assert_array_equal(high, plain)
+    assert not np.array_equal(low, plain)
+    assert judge(Image.fromarray(low)).shows(digit=7, colour="red")
+    assert (said_high["quality"], said_low["quality"]) == ("high", "medium")
+    np.testing.assert_array_equal(ask(worker, quality="low")[0], low)
+    skipped, rows = metric(worker, "model_rows_skipped_total"), metric(worker, "model_rows_total")
+    assert 0.05 * rows < skipped < 0.9 * rows
+    assert worker.state()["features"]["step_cache"] == "first-block"
+
+
+def test_a_prompt_that_is_asked_again_is_answered_by_the_prompt_cache_and_none_is_bypassed(worker: WorkerProcess) -> None:
+    def lookups() -> list[float]:
+        return [metric(worker, f'prompt_cache_lookups_total{{result="{result}"}}') for result in ("hit", "miss", "bypassed")]
+
+    prompt = "a cyan digit that nobody asked for before"
+    before = lookups()
+    first, _ = ask(worker, prompt=prompt, num_inference_steps=2, negative_prompt="grey")
+    between = lookups()
+    again, _ = ask(worker, prompt=prompt, num_inference_steps=2, negative_prompt="grey")
+    after = lookups()
+    np.testing.assert_array_equal(first, again)
+    # Two text encoders, with and without the prompt.
+    assert [int(one - other) for one, other in zip(between, before, strict=True)] == [0, 4, 0]
+    assert [int(one - other) for one, other in zip(after, between, strict=True)] == [4, 0, 0]
+    assert after[2] == 0

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests keep to themselves in company: their seed, their bits when they ask for them, the model when they change it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffusion_worker.errors import RequestError
+from diffusion_worker.messages import Tick
+from diffusion_worker.runner.loading.pipeline import load_pipeline
+from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest
+from diffusion_worker.runner.stepping.request_state import mark_step
+from diffusion_worker.runner.stepping.suspending_module import StandIn
+from support.runner.rig import RunnerRig, image_of_diffusers, levels_apart, request
+
+
+@pytest.fixture(scope="module")
+def rig() -> RunnerRig:
+    return RunnerRig()
+
+
+@pytest.fixture(scope="module")
+def plain(rig: RunnerRig) -> Any:
+    return load_pipeline(rig.config, torch.float32)
+
+
+class Double(torch.nn.Module):
+    """A model of one line."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * 2
+
+
+class FakePipeline:
+    """Calls a model so often in each of its steps, and counts its calls; without steps it makes them all in one go."""
+
+    def __init__(self, *, calls: int, steps: int = 0, component: str = "transformer", whole: bool = False, batch_key: Any = None) -> None:
+        self.model: Any = StandIn(component, Double())
+        self.calls, self.steps, self.whole, self.batch_key = calls, steps, whole, batch_key
+        self.made = 0
+
+    def __call__(self) -> torch.Tensor:
+        states = torch.ones(1, 2)
+        for _ in range(self.steps or 1):
+            for _ in range(self.calls):
+                states = self.model(states)
+                self.made += 1
+            if self.steps:
+                mark_step()
+        return states
+
+
+@pytest.fixture
+def joined(rig: RunnerRig) -> Any:
+    """Adds bodies by name; afterwards all requests are gone."""
+
+    def join(**bodies: Callable[[], Any]) -> None:
+        for name, body in bodies.items():
+            rig.runner.join(request(name), body)
+
+    yield join
+    rig.runner.drop_all()
+
+
+def test_the_same_seed_is_the_same_image_and_another_seed_another_one_whoever_else_runs(rig: RunnerRig) -> None:
+    first, _ = rig.run(request("a", seed=5, exact=True))
+    second, _ = rig.run(request("b", seed=6), request("a", seed=5, exact=True), request("c", seed=7), joining=[0, 1, 0])
+    np.testing.assert_array_equal(first["a"], second["a"])
+    assert levels_apart(second["a"], second["b"]) > 20
+
+
+def test_numbers_drawn_without_a_generator_are_the_requests_own(rig: RunnerRig, joined: Any) -> None:
+    def draw() -> torch.Tensor:
+        model: Any = StandIn("transformer", Double())
+        model(torch.ones(1, 2))
+        mark_step()
+        return torch.rand(3)
+
+    def drawn(*names: str) -> dict[str, torch.Tensor]:
+        joined(**dict.fromkeys(names, draw))
+        rig.runner.execute_stepwise(Tick(1))
+        return rig.runner.execute_stepwise(Tick(2)).images
+
+    alone, company = drawn("a"), drawn("b", "a")
+    assert torch.equal(alone["a"], company["a"])
+
+
+def test_guidance_may_differ_inside_one_call_and_each_image_is_its_own(rig: RunnerRig, plain: Any) -> None:
+    requests = [request(f"g{scale}", guidance_scale=scale) for scale in (2.0, 5.0, 9.0)]
+    images, _ = rig.run(*requests)
+    assert [call.rows for call in rig.denoiser_calls()] == [6, 6, 6]
+    for spec in requests:
+        assert levels_apart(images[spec.request_id], image_of_diffusers(plain, spec)) <= 1
+    assert levels_apart(images["g2.0"], images["g9.0"]) > 5
+
+
+def test_an_exact_request_in_company_is_bit_equal_to_diffusers_and_its_rows_stay_together(rig: RunnerRig, plain: Any) -> None:
+    exact, other = request("exact", exact=True), request("other", seed=2)
+    images, _ = rig.run(exact, other)
+    np.testing.assert_array_equal(images["exact"], image_of_diffusers(plain, exact))
+    assert sorted((call.rows, call.whole) for call in rig.denoiser_calls()) == [(2, False)] * 3 + [(2, True)] * 3
+
+
+def test_a_worker_told_to_be_exact_shares_no_call_at_all() -> None:
+    rig = RunnerRig(exact=True)
+    rig.run(request("a"), request("b"))
+    assert [call.whole for call in rig.denoiser_calls()] == [True] * 6
+
+
+def test_a_pipeline_without_steps_ends_its_tick_after_each_call_so_that_others_advance(rig: RunnerRig, joined: Any) -> None:
+    whole, stepped = FakePipeline(calls=20), FakePipeline(calls=1, steps=30)
+    joined(whole=whole)
+    rig.runner.execute_stepwise(Tick(1))
+    assert whole.made == 8  # from the ninth on it is known to have no steps
+    rig.runner.execute_stepwise(Tick(2))
+    assert whole.made == 9
+    joined(stepped=stepped)
+    for number in range(3, 5):
+        rig.runner.execute_stepwise(Tick(number))
+    assert stepped.made == 2
+    assert 10 < whole.made < 20
+
+
+def test_a_pipeline_without_steps_is_cancelled_between_its_calls(rig: RunnerRig, joined: Any) -> None:
+    whole = FakePipeline(calls=100)
+    joined(whole=whole)
+    rig.runner.execute_stepwise(Tick(1))
+    rig.runner.execute_stepwise(Tick(2))
+    made = whole.made
+    assert 0 < made < 20
+    output = rig.runner.execute_stepwise(Tick(3, leave=["whole"]))
+    assert (whole.made, output.images, output.errors) == (made, {}, {})
+    assert "whole" not in rig.runner._states
+
+
+def test_frames_that_are_decoded_in_parts_are_cancelled_between_parts(rig: RunnerRig, joined: Any) -> None:
+    decoding = FakePipeline(calls=50, component="vae")
+    joined(decoding=decoding)
+    rig.runner.execute_stepwise(Tick(1))
+    assert decoding.made == 8
+
+
+def test_a_pipeline_without_steps_is_made_to_its_end(rig: RunnerRig, joined: Any) -> None:
+    joined(whole=FakePipeline(calls=12))
+    outputs = [rig.runner.execute_stepwise(Tick(number)) for number in range(14)]
+    (image,) = [output.images["whole"] for output in outputs if output.images]
+    assert image.tolist() == [[4096.0, 4096.0]]
+
+
+def test_a_request_that_changes_the_model_runs_while_the_others_wait(rig: RunnerRig, joined: Any) -> None:
+    others, alone = FakePipeline(calls=1, steps=5), FakePipeline(calls=1, steps=3, whole=True)
+    joined(others=others)
+    rig.runner.execute_stepwise(Tick(1))
+    joined(alone=alone)
+    seen = []
+    for number in range(2, 8):
+        rig.runner.execute_stepwise(Tick(number))
+        seen.append((others.made, alone.made))
+    # The fourth tick of `alone` is its end.
+    assert seen == [(1, 1), (1, 2), (1, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_requests_with_another_batch_key_never_share_a_call(rig: RunnerRig, joined: Any) -> None:
+    model = FakePipeline(calls=1, steps=1).model
+    bodies = {name: FakePipeline(calls=1, steps=1, batch_key=key) for name, key in (("a", 1), ("b", 2), ("c", 1))}
+    for body in bodies.values():
+        body.model = model
+    joined(**bodies)
+    rig.parallel.calls.clear()
+    rig.runner.execute_stepwise(Tick(1))
+    assert sorted(call.rows for call in rig.parallel.calls) == [1, 2]
+
+
+def test_a_request_is_found_from_its_first_tick_to_its_end(rig: RunnerRig) -> None:
+    rig.runner.execute_stepwise(Tick(1, [request("a", steps=2)]))
+    assert rig.runner._states["a"].steps_done == 1
+    rig.runner.execute_stepwise(Tick(2))
+    assert list(rig.runner.execute_stepwise(Tick(3)).images) == ["a"]
+    assert rig.runner._states == {}
+
+
+def test_only_the_requests_that_a_tick_names_advance_and_unknown_names_are_passed_over(rig: RunnerRig) -> None:
+    rig.runner.execute_stepwise(Tick(1, [request("a", steps=4), request("b", steps=4)], advance=["a"]))
+    rig.runner.execute_stepwise(Tick(2, advance=["a", "gone"]))
+    assert (rig.runner._states["a"].steps_done, rig.runner._states["b"].steps_done) == (2, 0)
+    rig.runner.drop_all()
+
+
+def test_a_tick_with_a_running_request_among_its_new_ones_is_refused_and_changes_nothing(rig: RunnerRig) -> None:
+    rig.runner.execute_stepwise(Tick(1, [request("old", steps=4)]))
+    with pytest.raises(DuplicateRequest, match="tick 2: request 'old' runs already"):
+        rig.runner.execute_stepwise(Tick(2, [request("new"), request("old")]))
+    assert rig.runner._states["old"].steps_done == 1
+    assert "new" not in rig.runner._states
+    rig.runner.drop_all()
+
+
+def test_a_tick_that_fails_takes_back_only_its_new_requests(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.runner.execute_stepwise(Tick(1, [request("old", steps=4)]))
+
+    def broken(*_: Any) -> None:
+        raise OSError("the wire is gone")
+
+    monkeypatch.setattr(rig.runner._stepper, "advance", broken)
+    with pytest.raises(OSError, match="wire"):
+        rig.runner.execute_stepwise(Tick(2, [request("new")]))
+    assert rig.runner._states["old"].steps_done == 1
+    assert "new" not in rig.runner._states
+    rig.runner.drop_all()
+
+
+def test_one_request_at_a_time_is_what_the_steps_make_bit_for_bit(rig: RunnerRig) -> None:
+    spec = request("one", steps=4)
+    stepped, _ = rig.run(spec)
+    np.testing.assert_array_equal(rig.runner.execute_model(spec), stepped["one"])
+
+
+def test_one_request_at_a_time_needs_a_prompt(rig: RunnerRig) -> None:
+    with pytest.raises(RequestError, match="prompt: expected some text"):
+        rig.runner.execute_model(request("one", prompt=""))
+
+
+def test_one_request_at_a_time_fails_as_its_request_does(rig: RunnerRig) -> None:
+    with pytest.raises(RequestError, match="divisible"):
+        rig.runner.execute_model(request("one", height=33))
+
+
+def test_a_pipeline_that_returns_no_image_is_refused_by_its_name(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusion_worker.runner.pipelines.tasks.make_body", lambda pipeline, spec, **_: lambda: "a string")
+    with pytest.raises(RequestError, match="StableDiffusion3Pipeline returned str, expected an image"):
+        rig.runner.execute_model(request("one"))
+
+
+def test_models_run_without_gradients_and_sharded_ones_outside_inference_mode(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(rig.parallel, "before", lambda call: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
+    rig.run(request("one"))
+    assert set(seen) == {(False, True)}
+    seen.clear()
+    monkeypatch.setattr(rig.runner, "_config", type(rig.config)(model="x", served_name="x", shard=2))
+    rig.run(request("one"))
+    assert set(seen) == {(False, False)}
+
+
+def test_a_precision_of_one_request_is_not_the_others(rig: RunnerRig, joined: Any) -> None:
+    layer = torch.nn.Linear(2, 2)
+
+    def under_autocast() -> torch.dtype:
+        model: Any = StandIn("transformer", layer)
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                states = model(torch.ones(1, 2))
+                mark_step()
+        return states.dtype
+
+    def plainly() -> list[Any]:
+        model: Any = StandIn("transformer", layer)
+        seen = []
+        for _ in range(3):
+            seen += [model(torch.ones(1, 2)).dtype, torch.is_autocast_enabled("cpu")]
+            mark_step()
+        return seen
+
+    joined(half=under_autocast, full=plainly)
+    outputs = [rig.runner.execute_stepwise(Tick(number)) for number in range(4)]
+    assert outputs[-1].images == {"half": torch.bfloat16, "full": [torch.float32, False] * 3}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_tick_says_how_long_the_denoisers_took(rig: RunnerRig) -> None:
+    output = rig.runner.execute_stepwise(Tick(1, [request("a", prompt="a tick", steps=2)]))
+    assert output.calls == 3  # two text encoders, one denoiser
+    assert output.rows == 2
+    assert 0 < output.denoise_seconds < 60
+    assert output.peak_bytes == 0
+    rig.runner.drop_all()
+
+
+def test_steps_are_supported_by_what_has_a_scheduler_and_by_nothing_before_it_is_loaded(rig: RunnerRig) -> None:
+    assert rig.runner.supports_step_mode()
+    empty = DiffusionModelRunner(rig.config, torch.device("cpu"), rig.parallel)  # type: ignore[arg-type]
+    assert not empty.supports_step_mode()

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/images/edits` over a fake rank group: what the OpenAI SDK sends, what reaches the ranks, and what is refused by name."""
+
+import asyncio
+import base64
+import io
+import json
+import struct
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import msgspec
+import openai
+import pytest
+from PIL import Image
+
+from diffusion_worker.config import RequestLimits
+from diffusion_worker.engine.requests.admission import InputImage, size_of_edit
+from diffusion_worker.errors import ErrorCode
+from diffusion_worker.messages import ErrorReport, ImageInput, ModelInfo, RequestSpec, Task
+from diffusion_worker.server.encoding.input_images import MAX_FILE_PIXELS, decode
+from support.worker.fake_rank_group import fake_pixels
+from support.worker.process import decode_image
+from support.worker.server_edge import Edge, serving_edge
+
+SECRET = "a prompt that nobody else may read"
+EVERY_TASK = [Task.GENERATE, Task.EDIT, Task.INPAINT]
+
+
+def model(*tasks: Task, **fields: Any) -> ModelInfo:
+    """A model of the fake ranks that serves these tasks, or all."""
+    told: dict[str, Any] = {"pipeline": "FakePipeline", "dtype": "float32", "size_multiple": 8, "weights_bytes": 1}
+    return ModelInfo(**told | {"tasks": list(tasks) or EVERY_TASK, "max_input_images": 3} | fields)
+
+
+@pytest.fixture
+async def edge() -> AsyncIterator[Edge]:
+    async with serving_edge(model=model()) as edge:
+        yield edge
+
+
+def red(width: int = 48, height: int = 32, form: str = "PNG", mode: str = "RGB", **saved: Any) -> bytes:
+    """A red image as a file."""
+    return file_of(Image.new(mode, (width, height), "red"), form, **saved)
+
+
+def file_of(image: Image.Image, form: str = "PNG", **saved: Any) -> bytes:
+    """An image as a file."""
+    out = io.BytesIO()
+    image.save(out, form, **saved)
+    return out.getvalue()
+
+
+def half_mask(width: int = 48, height: int = 32) -> bytes:
+    """A mask as OpenAI has it: the left half is fully transparent."""
+    image = Image.new("RGBA", (width, height), (0, 0, 0, 255))
+    image.paste((9, 9, 9, 0), (0, 0, width // 2, height))
+    return file_of(image)
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that claims a size."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    body = b"".join(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+async def edit(edge: Edge, files: Any = None, **fields: Any) -> httpx2.Response:
+    """The answer to an edit, of a red image unless other files are given."""
+    sent = files if files is not None else {"image": ("red.png", red(), "image/png")}
+    texts = {name: str(value) for name, value in ({"prompt": "p", "seed": 1} | fields).items() if value is not None}
+    return await edge.data.post("/v1/images/edits", data=texts, files=sent)
+
+
+def image_of(answer: httpx2.Response) -> Image.Image:
+    assert answer.status_code == 200, answer.text
+    return decode_image(answer.json()["data"][0]["b64_json"])
+
+
+def refusal(answer: httpx2.Response, field: str) -> str:
+    """The message of a refusal that names this field."""
+    assert answer.status_code == 400, answer.text
+    problem = answer.json()["error"]
+    assert (problem["code"], problem["param"]) == ("InvalidRequest", field)
+    assert field in problem["message"] or (field == "body" and "the body" in problem["message"])
+    assert len(answer.text) < 600
+    return str(problem["message"])
+
+
+@asynccontextmanager
+async def sdk(edge: Edge) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The OpenAI SDK on the edge's application."""
+    client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=edge.data_application))
+    async with openai.AsyncOpenAI(base_url="http://worker/v1", api_key="none", http_client=client, max_retries=0) as found:
+        yield found
+
+
+async def test_an_edit_as_the_openai_sdk_sends_it_reaches_the_ranks_with_its_pixels(edge: Edge) -> None:
+    async with sdk(edge) as client:
+        made = await client.images.edit(
+            image=io.BytesIO(red()), prompt="a blue one", model="digits", n=2, size="64x48", output_format="png", quality="high",
+            response_format="b64_json", user="somebody", background="opaque", input_fidelity="low",
+            extra_body={"seed": 7, "num_inference_steps": 3, "guidance_scale": 2.5, "negative_prompt": "blur", "strength": 0.5},
+        )  # fmt: skip
+    assert made.data is not None and len(made.data) == 2
+    frame = Image.new("RGB", (48, 32), "red").tobytes()
+    for seed, item in zip((7, 8), made.data, strict=True):
+        spec = RequestSpec(
+            request_id="", prompt="a blue one", seed=seed, width=64, height=48, steps=3, guidance_scale=2.5, negative_prompt="blur",
+            task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))], strength=0.5,
+        )  # fmt: skip
+        assert decode_image(str(item.b64_json)).tobytes() == fake_pixels(spec, frames=[frame])
+
+
+async def test_several_images_and_a_mask_are_an_inpainting_of_the_first(edge: Edge) -> None:
+    async with sdk(edge) as client:
+        made = await client.images.edit(
+            image=[red(), ("second.webp", red(16, 16, "WEBP", lossless=True))], mask=half_mask(), prompt="p", extra_body={"seed": 1}
+        )
+    mask = bytes([255] * 24 + [0] * 24) * 32
+    frames = [Image.new("RGB", (48, 32), "red").tobytes(), Image.new("RGB", (16, 16), "red").tobytes(), mask]
+    images = [ImageInput(0, (32, 48, 3)), ImageInput(1, (16, 16, 3))]
+    spec = RequestSpec(
+        request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=images, mask=ImageInput(2, (32, 48, 1))
+    )
+    assert made.data is not None
+    assert decode_image(str(made.data[0].b64_json)).tobytes() == fake_pixels(spec, frames=frames)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"name": "stripes", "scale": 0.5}, [{"lora_name": "stripes", "lora_scale": 0.5, "path": "/loras/stripes"}]]
+)
+async def test_the_adapters_of_an_edit_are_json_in_the_form(edge: Edge, lora: Any) -> None:
+    await edge.put_adapter("stripes", "/loras/stripes")
+    async with sdk(edge) as client:
+        made = await client.images.edit(image=red(), prompt="p", extra_body={"lora": json.dumps(lora)})
+    assert made.data is not None and made.data[0].model_extra is not None
+    (adapter,) = made.data[0].model_extra["provenance"]["adapters"]
+    assert (adapter["name"], adapter["scale"]) == ("stripes", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "lora"),
+    [
+        ("lora", "stripes"),
+        ("lora", "{"),
+        ("lora", "[1e999]"),
+        ("lora[0].scale", '{"name": "stripes", "scale": "0.5"}'),
+        ("lora[0].scale", '{"name": "stripes", "scale": 5}'),
+        ("lora[0].name", "[{}]"),
+        ("lora[0].path", '{"name": "stripes", "path": "/etc/passwd"}'),
+    ],
+)
+async def test_wrong_adapters_of_an_edit_are_refused_by_name(edge: Edge, field: str, lora: str) -> None:
+    await edge.put_adapter("stripes", "/loras/stripes")
+    refusal(await edit(edge, lora=lora), field)
+
+
+async def test_an_edit_by_an_adapter_that_is_not_there_is_never_the_bases(edge: Edge) -> None:
+    edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
+    await edge.put_adapter("broken", "/loras/broken")
+    for name, expected in (("nobody", (404, "NotFound")), ("broken", (422, "AdapterNotLoaded"))):
+        for fields in ({"model": name}, {"lora": json.dumps({"name": name})}, {"model": name, "stream": "true"}):
+            answer = await edit(edge, **fields)
+            assert (answer.status_code, answer.json()["error"]["code"]) == expected, fields
+
+
+async def test_adapters_that_an_sdk_took_apart_into_fields_are_refused_with_what_to_do(edge: Edge) -> None:
+    async with sdk(edge) as client:
+        with pytest.raises(openai.BadRequestError, match="lora: expected one text of JSON"):
+            await client.images.edit(image=red(), prompt="p", extra_body={"lora": {"name": "stripes"}})
+
+
+async def test_a_stream_of_an_edit_has_the_sdks_events(edge: Edge) -> None:
+    async with sdk(edge) as client:
+        stream = await client.images.edit(image=red(), prompt="p", stream=True, partial_images=1, extra_body={"seed": 1})
+        kinds = [event.type async for event in stream]
+    assert kinds.count("image_edit.partial_image") == 1
+    assert kinds[-1] == "image_edit.completed"
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size"),
+    [(48, 32, (48, 32)), (50, 39, (48, 32)), (3, 5, (8, 8)), (4096, 2048, (1448, 720)), (9000, 2, (9000, 8)), (400_000, 1, (131072, 8))],
+)
+async def test_an_edit_without_a_size_takes_that_of_its_image_within_limits(width: int, height: int, size: tuple[int, int]) -> None:
+    found = size_of_edit(InputImage(b"", height, width), RequestLimits(max_pixels=1_048_576), model())
+    assert found == size[::-1]
+
+
+async def test_an_image_of_more_pixels_than_the_limit_is_scaled_down_before_it_is_sent_to_the_ranks() -> None:
+    async with serving_edge(model=model(), limits=RequestLimits(max_pixels=64 * 64)) as edge:
+        for form in ("PNG", "JPEG", "WEBP"):
+            answer = await edit(edge, {"image": red(512, 256, form)}, size="auto")
+            assert image_of(answer).size == (88, 40)
+
+
+async def test_a_photograph_is_seen_as_its_exif_turns_it(edge: Edge) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert image_of(await edit(edge, {"image": red(64, 32, "JPEG", exif=exif)})).size == (32, 64)
+
+
+async def test_transparent_parts_of_an_image_are_white_to_a_model_that_edits_and_a_mask_to_one_that_only_inpaints(edge: Edge) -> None:
+    image = half_mask()
+    spec = RequestSpec(request_id="", prompt="p", seed=1, width=48, height=32, task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))])
+    rgb = (b"\xff" * 24 * 3 + b"\x00" * 24 * 3) * 32
+    assert image_of(await edit(edge, {"image": image})).tobytes() == fake_pixels(spec, frames=[rgb])
+    async with serving_edge(model=model(Task.INPAINT)) as inpainting:
+        masked = RequestSpec(
+            request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=spec.images, mask=ImageInput(1, (32, 48, 1))
+        )
+        frames = [rgb, bytes([255] * 24 + [0] * 24) * 32]
+        assert image_of(await edit(inpainting, {"image": image})).tobytes() == fake_pixels(masked, frames=frames)
+
+
+async def test_an_image_can_be_a_data_url_and_nothing_is_fetched_from_elsewhere(edge: Edge) -> None:
+    url = "data:image/png;base64," + base64.b64encode(red()).decode()
+    by_url = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p")), ("seed", (None, "1")), ("url", (None, url))])
+    assert image_of(by_url).tobytes() == image_of(await edit(edge)).tobytes()
+    for other in ("http://169.254.169.254/latest", "https://example.com/a.png", "file:///etc/passwd", "data:image/png,abc", url + "!"):
+        answer = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p")), ("url", (None, other))])
+        assert "expected a data: URL" in refusal(answer, "url")
+
+
+@pytest.mark.parametrize(
+    ("image", "form", "seen"),
+    [
+        (Image.new("L", (8, 8), 200), "PNG", (200, 200, 200)),
+        (Image.new("1", (8, 8), 1), "PNG", (255, 255, 255)),
+        (Image.new("LA", (8, 8), (10, 255)), "PNG", (10, 10, 10)),
+        (Image.new("RGBA", (8, 8), (200, 0, 0, 0)), "WEBP", (255, 255, 255)),
+        (Image.new("RGB", (8, 8), (1, 2, 3)).quantize(4), "PNG", (1, 2, 3)),
+        (Image.new("I;16", (8, 8), 65535), "PNG", (255, 255, 255)),
+        (Image.new("I;16", (8, 8), 257 * 100), "PNG", (100, 100, 100)),
+        (Image.new("CMYK", (8, 8), (0, 0, 0, 0)), "JPEG", (255, 255, 255)),
+    ],
+)
+def test_every_kind_of_image_becomes_its_colours(image: Image.Image, form: str, seen: tuple[int, int, int]) -> None:
+    decoded = decode("image", file_of(image, form, **({"lossless": True} if form == "WEBP" else {})), max_pixels=64).image
+    assert decoded == InputImage(bytes(seen) * 64, 8, 8)
+
+
+BROKEN_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "no bytes"),
+    "a text": (lambda: b"hello", "5 bytes of something else"),
+    "a GIF": (lambda: red(form="GIF"), "PNG, JPEG or WebP"),
+    "a truncated PNG": (lambda: red(form="PNG")[:-40], "a whole PNG file"),
+    "a truncated JPEG": (lambda: red(400, 400, "JPEG")[:700], "a whole JPEG file"),
+    "a truncated WebP": (lambda: red(form="WEBP")[:-8], "a whole WebP file"),
+    "a WebP without an image": (lambda: b"RIFF\x04\x00\x00\x00WEBP", "a whole WebP file"),
+    "no more than a PNG's first bytes": (lambda: b"\x89PNG\r\n\x1a\n", "a whole PNG file"),
+    "a wide PNG": (lambda: huge_png(100_000, 100_000), f"at most {MAX_FILE_PIXELS} pixels"),
+    "a wide WebP": (
+        lambda: b"RIFF\x16\x00\x00\x00WEBPVP8X\x0a\x00\x00\x00" + bytes(4) + b"\xff\xff\x00\xff\xff\x00" + bytes(4),
+        "65536x65536",
+    ),
+    "a wide JPEG": (
+        lambda: b"\xff\xd8\xff\xc0\x00\x11\x08\xff\xff\xff\xff\x03\x01\x22\x00\x02\x11\x01\x03\x11\x01\xff\xda\x00\x02", "65535x65535"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BROKEN_FILES))
+async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(edge: Edge, name: str) -> None:
+    make, says = BROKEN_FILES[name]
+    content = make()
+    started = time.monotonic()
+    assert says in refusal(await edit(edge, {"image": content}), "image")
+    assert says in refusal(await edit(edge, {"mask": content, "image": red()}), "mask")
+    assert time.monotonic() - started < 0.5
+    several = await edit(edge, [("image[]", red()), ("image[]", content)])
+    assert says in refusal(several, "image[1]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "files", "field", "says"),
+    [
+        ({}, {}, "body", "multipart/form-data"),
+        ({}, {"mask": half_mask()}, "image", "found none"),
+        ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the image, 48x32, found 48x40"),
+        ({}, {"image": red(), "mask": red()}, "mask", "found one without transparency"),
+        ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "fully transparent in the part"),
+        ({}, {"image": red(), "markup": red()}, "markup", "none"),
+        ({}, {"image": red(), "prompt": b"p"}, "prompt", "found a file"),
+        ({}, {"image": red(), "nobody": b"p"}, "nobody", "found a file"),
+        ({"mask": "x"}, {"image": red()}, "mask", "found a text"),
+        ({"image": "x"}, {"image": red()}, "image", "expected a file"),
+        ({"prompt": None}, {"image": red()}, "prompt", "required"),
+        ({"prompt": ""}, {"image": red()}, "prompt", "0 characters"),
+        ({"strength": 0}, {"image": red()}, "strength", "greater than 0"),
+        ({"strength": 1.5}, {"image": red()}, "strength", "less than or equal to 1"),
+        ({"strength": "nan"}, {"image": red()}, "strength", "finite"),
+        ({"n": "two"}, {"image": red()}, "n", "found 'two'"),
+        ({"stream": "perhaps"}, {"image": red()}, "stream", "found 'perhaps'"),
+        ({"size": "50x32"}, {"image": red()}, "size", "multiples of 8"),
+        ({"svg[model]": "m", "svg[reasoning][effort]": "low"}, {"image": red()}, "svg", "not supported: images are of pixels"),
+        ({}, [("image", red()), ("n", (None, "1")), ("n", (None, "1"))], "n", "a second one"),
+        ({"input_fidelity": "high"}, {"image": red()}, "input_fidelity", "said by strength"),
+        ({"background": "transparent"}, {"image": red()}, "background", "no transparency"),
+        ({"nonsense": "1"}, {"image": red()}, "nonsense", "unknown field"),
+        ({"x" * 3000: "1"}, {"image": red()}, "x" * 80 + "…", "unknown field"),
+        ({}, [("image[]", red())] * 4, "image", "1 to 3 images for FakePipeline, found 4"),
+        ({}, [("image[]", red())] * 18, "body", "Too many files"),
+        ({f"f{number}": "1" for number in range(70)}, {"image": red()}, "body", "Too many fields"),
+        ({}, [("image", red()), ("mask", half_mask()), ("mask", half_mask())], "mask", "a second one"),
+    ],
+)  # fmt: skip
+async def test_a_wrong_form_is_refused_by_field(edge: Edge, fields: dict[str, Any], files: Any, field: str, says: str) -> None:
+    assert says in refusal(await edit(edge, files, **fields), field)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "says"),
+    [
+        ("application/json", b'{"prompt": "p"}', "found application/json"),
+        ("", b"", "no content type"),
+        ("multipart/form-data", b"--x--", "Missing boundary"),
+        ("multipart/form-data; boundary=x", b"nonsense", "cannot be read"),
+        ("multipart/form-data; boundary=" + "x" * 5000, b"--x--", "cannot be read"),
+        ("multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data\r\n\r\np\r\n--x--", "name"),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\nContent-Disposition: form-data; name="' + b"n" * 9000 + b'"\r\n\r\n',
+            "cannot be read",
+        ),
+    ],
+)
+async def test_a_body_that_is_no_form_is_refused(edge: Edge, kind: str, content: bytes, says: str) -> None:
+    answer = await edge.data.post("/v1/images/edits", content=content, headers={"content-type": kind} if kind else {})
+    assert says in refusal(answer, "body")
+
+
+async def test_a_body_over_the_limit_of_the_route_is_refused_unread(edge: Edge) -> None:
+    answer = await edge.data.post(
+        "/v1/images/edits", content=b"", headers={"content-type": "multipart/form-data; boundary=x", "content-length": "100000000"}
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sent", "says"),
+    [
+        ([Task.GENERATE], "edit", "serves edit, found FakePipeline, which serves generate"),
+        ([Task.GENERATE], "inpaint", "serves inpaint, found FakePipeline, which serves generate"),
+        ([Task.EDIT], "inpaint", "it takes no mask"),
+        ([Task.INPAINT], "edit", "it needs a mask beside the image"),
+        ([Task.EDIT], "generate", "it needs an image, send one to /v1/images/edits"),
+        ([Task.INPAINT], "generate", "it needs an image and a mask"),
+        ([], "generate", "which serves no route of images"),
+    ],
+)
+async def test_a_route_that_the_model_cannot_serve_is_refused_with_the_reason(tasks: list[Task], sent: str, says: str) -> None:
+    async with serving_edge(model=msgspec.structs.replace(model(), tasks=tasks)) as edge:
+        if sent == "generate":
+            answer = await edge.request_images(prompt=SECRET)
+        else:
+            answer = await edit(edge, {"image": red()} | ({"mask": half_mask()} if sent == "inpaint" else {}), prompt=SECRET)
+        assert says in refusal(answer, "model")
+        assert SECRET not in answer.text
+        cards = (await edge.data.get("/v1/models")).json()["data"]
+        assert cards[0]["tasks"] == tasks
+
+
+async def test_an_edit_is_replayed_with_its_images_when_its_ranks_are_lost() -> None:
+    async with serving_edge(model=model()) as edge:
+        expected = image_of(await edit(edge))
+        edge.ranks.stepping.clear()
+        waiting = asyncio.create_task(edit(edge))
+
+        async def running() -> bool:
+            return bool((await edge.state())["inFlight"])
+
+        await edge.wait_for(running)
+        edge.ranks.die("rank 0 is gone")
+        edge.ranks.stepping.set()
+        assert image_of(await waiting).tobytes() == expected.tobytes()
+        assert edge.ranks.generation == 2

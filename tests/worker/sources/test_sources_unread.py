@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of an adapter's file before any rank reads it."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.fetching import Fetched, Fetcher
+from diffusion_worker.sources.unread_adapter import check_unread
+from support.worker.process import DIGITS
+
+WEIGHTS = DIGITS / "loras" / "stripes" / "adapter_model.safetensors"
+DIGEST = "sha256:" + hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
+OTHER = "sha256:" + "0" * 64
+
+
+def code(path: Path, digest: str | None = None) -> ErrorCode:
+    with pytest.raises(RequestError, match="'a'") as error:
+        check_unread(path, digest=digest, name="a")
+    return error.value.code
+
+
+@pytest.mark.parametrize("path", [WEIGHTS, WEIGHTS.parent])
+def test_a_file_or_folder_that_is_right_has_the_digest_that_is_expected(path: Path) -> None:
+    assert check_unread(path, digest=DIGEST, name="a") == DIGEST
+    assert check_unread(path, digest=None, name="a") is None
+
+
+def test_other_bytes_than_expected_are_refused() -> None:
+    assert code(WEIGHTS, OTHER) is ErrorCode.DIGEST_MISMATCH
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", WEIGHTS.read_bytes()[:-1], b"\x08" + b"\0" * 7 + b"nonsense"])
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    assert code(tmp_path) is ErrorCode.INVALID_ADAPTER
+
+
+def test_a_file_that_is_gone_is_no_source(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "nowhere")
+    assert code(tmp_path / "nobody") in (ErrorCode.SOURCE_NOT_FOUND, ErrorCode.INVALID_ADAPTER)
+    assert code(tmp_path) in (ErrorCode.SOURCE_NOT_FOUND, ErrorCode.INVALID_ADAPTER)
+
+
+def test_of_several_files_the_usual_one_is_looked_at_and_without_one_the_ranks_choose(tmp_path: Path) -> None:
+    for name in ("one.safetensors", "two.safetensors"):
+        (tmp_path / name).write_bytes(b"nonsense")
+    assert check_unread(tmp_path, digest=OTHER, name="a") is None
+    shutil.copy(WEIGHTS, tmp_path / "pytorch_lora_weights.safetensors")
+    assert check_unread(tmp_path, digest=DIGEST, name="a") == DIGEST
+
+
+async def test_what_came_from_elsewhere_was_looked_at_on_its_way() -> None:
+    fetched = Fetched("/nowhere", digest=DIGEST)
+    assert await Fetcher(WorkerConfig(model="m", served_name="m")).check_adapter(fetched, digest=OTHER, deadline_s=1.0, name="a") is fetched
