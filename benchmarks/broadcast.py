@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import zmq
 
-from benchmarks.rank_group import StandInRanks
 from benchmarks.result import Measured
+from benchmarks.stand_ins.rank_group import StandInRanks
 from diffusion_worker.engine.scheduling.step_loop import StepLoop
 from diffusion_worker.engine.state.rank_protocol import RankGroup, TickReport
 from diffusion_worker.messages import Finished, RequestSpec, Shutdown, Tick, TickDone

@@ -17,11 +17,11 @@ import random
 
 import msgspec
 
-from benchmarks.fifo import FifoScheduler
 from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs
 from benchmarks.replay import Arrival, Policy, replay
 from benchmarks.result import Measured
-from benchmarks.tiny_dit import TinyDevice, request
+from benchmarks.stand_ins.fifo import FifoScheduler
+from benchmarks.stand_ins.tiny_dit import TinyDevice, request
 from diffusion_worker.engine.scheduling.scheduler import StepScheduler
 
 SMALL_SIDE, LARGE_SIDE = 32, 192

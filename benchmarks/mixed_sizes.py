@@ -16,11 +16,11 @@ import statistics
 
 import msgspec
 
-from benchmarks.fifo import FifoScheduler
 from benchmarks.pairs import TINY_PLAN, Plan, Times, take_pairs
 from benchmarks.replay import Arrival, Device, Outcome, Policy, VirtualDevice, percentile, replay
 from benchmarks.result import Measured
-from benchmarks.tiny_dit import TinyDevice, request
+from benchmarks.stand_ins.fifo import FifoScheduler
+from benchmarks.stand_ins.tiny_dit import TinyDevice, request
 from diffusion_worker.engine.scheduling.scheduler import StepScheduler
 from diffusion_worker.messages import RequestSpec
 

@@ -167,7 +167,7 @@ async def _make_many(place: Place, changes: KubeChanges, size: Size) -> float:
 
 async def _twin(place: Place, *, size: Size) -> Sample:
     """Seconds and writes an object of the kopf operator."""
-    twin = str(Path(__file__).with_name("kopf_twin.py"))
+    twin = str(Path(__file__).parent / "stand_ins" / "kopf_twin.py")
     argv = [sys.executable, "-m", "kopf", "run", "--standalone", "--quiet", f"--namespace={NAMESPACE}", twin]
     async with place.changes() as changes, running(argv, place.folder / "twin.log") as process:
         await asyncio.sleep(2 * size.quiet_s)

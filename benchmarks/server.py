@@ -20,13 +20,13 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.http_load import HEALTH, ask, connect
-from benchmarks.image_server import DIGITS, image_name
 from benchmarks.lines import end, next_line
-from benchmarks.natural_image import encoding_pairs, natural_image
 from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Taking, Times
 from benchmarks.result import Measured
 from benchmarks.server_process import DEADLINE_S, cpu_seconds, make_image, server, status_mb, wait_ready
+from benchmarks.stand_ins.http_load import HEALTH, ask, connect
+from benchmarks.stand_ins.image_server import DIGITS, image_name
+from benchmarks.stand_ins.natural_image import encoding_pairs, natural_image
 
 # Exponents of the spectrum: Pillow's default takes 1.9 and 0.8 MB for such images.
 ROUGHNESS = {"rough": 1.4, "smooth": 1.95}
@@ -102,9 +102,9 @@ def _loop(images: list[bytes], size: Size) -> tuple[Pairs, list[dict[str, float]
     with tempfile.TemporaryDirectory() as folder:
         for number, pixels in enumerate(images):
             (Path(folder) / image_name(number, size.side)).write_bytes(pixels)
-        with server([sys.executable, "-m", "benchmarks.image_server", folder, str(size.side)]) as (process, port):
+        with server([sys.executable, "-m", "benchmarks.stand_ins.image_server", folder, str(size.side)]) as (process, port):
             wait_ready(process, port)
-            command = [sys.executable, "-m", "benchmarks.http_load", str(port), str(size.side)]
+            command = [sys.executable, "-m", "benchmarks.stand_ins.http_load", str(port), str(size.side)]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as clients:
                 try:
                     pairs, asked = _questions(process, port, clients, size)

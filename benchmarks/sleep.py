@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.linear_stack import CPU, place_stack, require_memory, write_stack
 from benchmarks.lines import end, next_line
 from benchmarks.result import Measured
+from benchmarks.stand_ins.linear_stack import CPU, place_stack, require_memory, write_stack
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.memory.heap import settle_heap
 from diffusion_worker.messages import MemoryTag, SleepLevel

@@ -22,10 +22,10 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from benchmarks.linear_stack import CPU, place_stack, require_memory, write_stack
 from benchmarks.loading import drop_pages, make_model, plain_read
 from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
+from benchmarks.stand_ins.linear_stack import CPU, place_stack, require_memory, write_stack
 from diffusion_worker.config import Dtype, WorkerConfig, usable_cores
 from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.memory.heap import settle_heap

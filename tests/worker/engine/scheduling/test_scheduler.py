@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fifo import FifoScheduler
 from benchmarks.replay import Arrival, Outcome, VirtualDevice, percentile, replay
+from benchmarks.stand_ins.fifo import FifoScheduler
 from diffusion_worker.engine.scheduling.request_class import Defaults
 from diffusion_worker.engine.scheduling.scheduler import PATIENCE, RESIDENT_BATCHES, SHARE, StepScheduler
 from diffusion_worker.messages import ErrorReport, Failed, Finished, RequestSpec, Tick, TickDone

@@ -3,7 +3,7 @@
 
 It handles as many objects at once as ours does: kopf sets no bound, and requests that time out are tried again a minute later.
 
-`kopf run -n NAMESPACE benchmarks/kopf_twin.py`. P12 is measured beside it.
+`kopf run -n NAMESPACE benchmarks/stand_ins/kopf_twin.py`. P12 is measured beside it.
 """
 
 import asyncio

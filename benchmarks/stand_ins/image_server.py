@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's real server over ranks that cost nothing: `python -m benchmarks.image_server FOLDER SIZE`, for P10.
+"""The worker's real server over ranks that cost nothing: `python -m benchmarks.stand_ins.image_server FOLDER SIZE`, for P10.
 
 Every image is one step, and is a file of rows of RGB bytes of the asked size from the folder. It listens on free ports and says so.
 """
@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.http_load import CLIENTS
-from benchmarks.rank_group import StandInRanks
+from benchmarks.stand_ins.http_load import CLIENTS
+from benchmarks.stand_ins.rank_group import StandInRanks
 from diffusion_worker.config import RequestLimits, WorkerConfig
 from diffusion_worker.engine.state.rank_protocol import RankGroup, TickReport
 from diffusion_worker.messages import Finished, ModelInfo, Tick, TickDone
 from diffusion_worker.server.serve import LOOPBACK, Listen, run
 
-DIGITS = Path(__file__).parents[1] / "examples" / "digits" / "model"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"
 
 
 def image_name(number: int, size: int) -> str:
