@@ -15,7 +15,7 @@ from benchmarks.lines import end, next_line
 from benchmarks.result import Measured
 from benchmarks.stand_ins.linear_stack import CPU, place_stack, require_memory, write_stack
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
-from diffusion_worker.memory.heap import settle_heap
+from diffusion_worker.memory.heap import freeze_gc
 from diffusion_worker.messages import MemoryTag, SleepLevel
 from diffusion_worker.runner.rank_memory import RankMemory
 
@@ -97,7 +97,7 @@ def _sleep_and_wake_when_told(folder: Path) -> None:
     memory = RankMemory(CPU, ranks=1, prompts=None)
     loras = DiffusionLoRAManager({"transformer": module}, denoiser="transformer", slots=1, cached=1, max_rank=16, device=CPU)
     memory.serve(weights, loras)
-    settle_heap()
+    freeze_gc()
     before = weights.tensors()[-1][:4].clone()
     print(weights.report().weights_bytes, flush=True)
     for line in sys.stdin:

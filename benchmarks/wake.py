@@ -28,7 +28,7 @@ from benchmarks.result import Measured
 from benchmarks.stand_ins.linear_stack import CPU, place_stack, require_memory, write_stack
 from diffusion_worker.config import Dtype, WorkerConfig, usable_cores
 from diffusion_worker.memory.checksum import checksum
-from diffusion_worker.memory.heap import settle_heap
+from diffusion_worker.memory.heap import freeze_gc
 from diffusion_worker.memory.slabs import HostSlab
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import RequestSpec, SleepLevel, Tick
@@ -152,7 +152,7 @@ def _first_steps(size: Size) -> Pairs:
             config = WorkerConfig(model=str(folder), served_name="big", dtype=Dtype.FLOAT32, prompt_cache_size=0)
             runner = DiffusionModelRunner(config, CPU, parallel)
             runner.load_model(lambda done, total: None)
-            settle_heap()
+            freeze_gc()
             _step(runner)
             return take_pairs("a step before the sleep", lambda: timed(lambda: _step(runner)), lambda: _woken_step(runner), plan=size.plan)
         finally:

@@ -16,7 +16,7 @@ import click
 import diffusers
 
 from diffusion_worker.runner.pipelines.description import blocks_of, kind_of
-from diffusion_worker.runner.pipelines.step_support import missing_libraries, why_impossible, why_whole
+from diffusion_worker.runner.pipelines.step_support import missing_libraries, whole_run_reason, why_impossible
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -103,7 +103,7 @@ def _how(name: str, found: Any, makes: str) -> tuple[str, str]:
         return "not", impossible
     if makes not in ("image", "video"):
         return "not", f"makes {makes}; the worker serves images and videos"
-    whole = why_whole(found)
+    whole = whole_run_reason(found)
     return ("whole", whole) if whole else ("stepped", SHARES.get(name, ""))
 
 

@@ -100,14 +100,14 @@ class Process:
             return Result(gone=True)
         return await reconcile(self.runtime, key)
 
-    def told_of(self, kind: Kind) -> Callable[..., Awaitable[None]]:
+    def event_handler(self, kind: Kind) -> Callable[..., Awaitable[None]]:
         """The handler of a kind's events."""
 
         async def told(event: kopf.RawEvent, **_: Any) -> None:
             manifest = dict(event["object"])
             for listing in self.listings:
                 if listing.scope.kind == kind and listing.scope.namespace in ("", manifest["metadata"]["namespace"]):
-                    listing.heard()
+                    listing.record_event()
             if event["type"] == "DELETED":
                 self._store.remove(kind, manifest)
             else:
@@ -170,7 +170,7 @@ def build_registry(process: Process) -> kopf.OperatorRegistry:
     kopf.on.probe(registry=registry, id="watches", errors=kopf.ErrorsMode.PERMANENT)(process.probe)
     for kind in WATCHED:
         group, version = kind.group_and_version
-        kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(process.told_of(kind))
+        kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(process.event_handler(kind))
     return registry
 
 

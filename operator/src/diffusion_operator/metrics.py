@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.api.worker_state import CODES
-from diffusion_operator.plan.results.worker_changes import Happened
+from diffusion_operator.plan.results.worker_changes import WorkerChanges
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.reconcile.listing import Listing
 from diffusion_operator.reconcile.runtime import Runtime
@@ -67,7 +67,7 @@ class PrometheusMeter:
     def woke(self, level: str, seconds: float) -> None:
         self._wakes.labels(level=level).observe(seconds)
 
-    def seen(self, happened: Happened) -> None:
+    def seen(self, happened: WorkerChanges) -> None:
         for load in happened.loads:
             self._loads.observe(load.seconds)
             self._loaded_bytes.inc(load.size_bytes)

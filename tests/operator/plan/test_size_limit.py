@@ -7,7 +7,7 @@ import pytest
 from diffusion_operator.api.deployment_status import FailureStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.worker_state import LossReport, WireError, WorkerPhase
 from diffusion_operator.plan.observed.pods import Container, Exit
-from diffusion_operator.plan.status.size_limit import GROUPS_BYTES, GROUPS_SHOWN, fitted
+from diffusion_operator.plan.status.size_limit import GROUPS_BYTES, GROUPS_SHOWN, truncate_groups
 from support.operator.plan_builders import planned, pod, says
 from support.operator.rig import serving
 
@@ -31,21 +31,21 @@ def talkative(index: int, text: str) -> ReplicaStatus:
 @pytest.mark.parametrize("length", [0, 100, 1024])
 def test_records_fit_whatever_they_say(letter: str, length: int) -> None:
     groups = [talkative(index, letter * length) for index in range(256)]
-    shown, truncated = fitted(groups)
+    shown, truncated = truncate_groups(groups)
     assert len(msgspec.json.encode(shown)) <= GROUPS_BYTES
     assert (len(shown), truncated) == (GROUPS_SHOWN, True)
 
 
 def test_what_fits_is_left_as_it_is() -> None:
     groups = [talkative(index, "text" * 100) for index in range(GROUPS_SHOWN)]
-    assert fitted(groups) == (tuple(groups), False)
+    assert truncate_groups(groups) == (tuple(groups), False)
 
 
 def test_of_too_many_those_are_shown_that_have_something_to_tell() -> None:
     groups = [ReplicaStatus(index=index, state=ReplicaState.AWAKE) for index in range(200)]
     groups[150] = ReplicaStatus(index=150, state=ReplicaState.FAILED, message="no memory")
     groups[199] = ReplicaStatus(index=199, state=ReplicaState.PENDING, failures=2)
-    shown, truncated = fitted(groups)
+    shown, truncated = truncate_groups(groups)
     assert truncated
     assert [group.index for group in shown] == [*range(GROUPS_SHOWN - 2), 150, 199]
 

@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 
 from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ClusterUnavailable
-from diffusion_operator.plan.results.worker_changes import AdapterLoad, Happened, happened
+from diffusion_operator.plan.results.worker_changes import AdapterLoadTime, WorkerChanges, happened
 from support.operator.rig import Rig, adapter, serving, with_adapter
 from support.operator.scripted_workers import ScriptedWorker
 
@@ -33,42 +33,57 @@ def ended(kind: str, number: int, error: WireError | None = None) -> Operation:
     return Operation(operation_id=f"{kind}-{number}", kind=kind, error=error, seconds=1.0)
 
 
-ONE = (AdapterLoad(seconds=0.5, size_bytes=100),)
+ONE = (AdapterLoadTime(seconds=0.5, size_bytes=100),)
 OUT = loaded(state=RecordState.CACHED)
 FOUND_WRONG = loaded(seconds=0.7, verification_failed=True)
-AGAIN = (AdapterLoad(seconds=0.7, size_bytes=100),)
+AGAIN = (AdapterLoadTime(seconds=0.7, size_bytes=100),)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        pytest.param(None, says(loaded(), FOUND_WRONG), Happened(), id="the first look may come long after what it shows"),
-        pytest.param(says(loaded()), says(loaded()), Happened(), id="nothing"),
-        pytest.param(says(), says(loaded()), Happened(loads=ONE), id="a load"),
-        pytest.param(says(), says(OUT), Happened(loads=ONE), id="a load that was evicted before anybody looked"),
-        pytest.param(says(), says(loaded(seconds=None)), Happened(), id="a worker that tells no times"),
-        pytest.param(says(loaded()), says(loaded(seconds=0.7)), Happened(loads=AGAIN), id="a load again, as after a restart of the ranks"),
-        pytest.param(says(loaded()), says(loaded(scale=0.3)), Happened(), id="another scale needs no load"),
-        pytest.param(says(loaded()), says(loaded(), loaded("y")), Happened(loads=ONE), id="another one"),
+        pytest.param(None, says(loaded(), FOUND_WRONG), WorkerChanges(), id="the first look may come long after what it shows"),
+        pytest.param(says(loaded()), says(loaded()), WorkerChanges(), id="nothing"),
+        pytest.param(says(), says(loaded()), WorkerChanges(loads=ONE), id="a load"),
+        pytest.param(says(), says(OUT), WorkerChanges(loads=ONE), id="a load that was evicted before anybody looked"),
+        pytest.param(says(), says(loaded(seconds=None)), WorkerChanges(), id="a worker that tells no times"),
         pytest.param(
-            says(loaded()), says(loaded(state=RecordState.DRAINING), loaded(digest="sha256:2")), Happened(loads=ONE), id="another version"
+            says(loaded()), says(loaded(seconds=0.7)), WorkerChanges(loads=AGAIN), id="a load again, as after a restart of the ranks"
         ),
-        pytest.param(says(loaded()), says(loaded(), boot="boot-2"), Happened(loads=ONE), id="another process has loaded its own"),
-        pytest.param(says(loaded()), says(OUT), Happened(evictions=1), id="an eviction"),
-        pytest.param(says(OUT), says(OUT), Happened(), id="still evicted"),
-        pytest.param(says(loaded()), says(), Happened(), id="one that was removed"),
-        pytest.param(says(loaded()), says(OUT, state=WorkerPhase.ASLEEP), Happened(), id="a sleep takes all out of memory"),
-        pytest.param(says(OUT, state=WorkerPhase.ASLEEP), says(OUT), Happened(), id="and a wake leaves out what nobody asked for"),
-        pytest.param(says(loaded()), says(FOUND_WRONG), Happened(loads=AGAIN, wrong_adapters=1), id="an adapter that a wake found wrong"),
-        pytest.param(says(FOUND_WRONG), says(FOUND_WRONG), Happened(), id="it is told for ten minutes"),
-        pytest.param(says(last=ended("sleep", 1)), says(last=ended("wake", 2, WRONG)), Happened(wrong_wakes=1), id="weights found wrong"),
-        pytest.param(says(last=ended("wake", 2, WRONG)), says(last=ended("wake", 2, WRONG)), Happened(), id="it stays the last operation"),
-        pytest.param(says(last=ended("wake", 2, WRONG)), says(last=ended("wake", 3, WRONG)), Happened(wrong_wakes=1), id="wrong again"),
-        pytest.param(says(), says(last=ended("wake", 2, TIMEOUT)), Happened(), id="a wake that failed otherwise"),
-        pytest.param(says(), says(last=ended("wake", 2)), Happened(), id="a wake that went well"),
+        pytest.param(says(loaded()), says(loaded(scale=0.3)), WorkerChanges(), id="another scale needs no load"),
+        pytest.param(says(loaded()), says(loaded(), loaded("y")), WorkerChanges(loads=ONE), id="another one"),
+        pytest.param(
+            says(loaded()),
+            says(loaded(state=RecordState.DRAINING), loaded(digest="sha256:2")),
+            WorkerChanges(loads=ONE),
+            id="another version",
+        ),
+        pytest.param(says(loaded()), says(loaded(), boot="boot-2"), WorkerChanges(loads=ONE), id="another process has loaded its own"),
+        pytest.param(says(loaded()), says(OUT), WorkerChanges(evictions=1), id="an eviction"),
+        pytest.param(says(OUT), says(OUT), WorkerChanges(), id="still evicted"),
+        pytest.param(says(loaded()), says(), WorkerChanges(), id="one that was removed"),
+        pytest.param(says(loaded()), says(OUT, state=WorkerPhase.ASLEEP), WorkerChanges(), id="a sleep takes all out of memory"),
+        pytest.param(says(OUT, state=WorkerPhase.ASLEEP), says(OUT), WorkerChanges(), id="and a wake leaves out what nobody asked for"),
+        pytest.param(
+            says(loaded()), says(FOUND_WRONG), WorkerChanges(loads=AGAIN, wrong_adapters=1), id="an adapter that a wake found wrong"
+        ),
+        pytest.param(says(FOUND_WRONG), says(FOUND_WRONG), WorkerChanges(), id="it is told for ten minutes"),
+        pytest.param(
+            says(last=ended("sleep", 1)), says(last=ended("wake", 2, WRONG)), WorkerChanges(wrong_wakes=1), id="weights found wrong"
+        ),
+        pytest.param(
+            says(last=ended("wake", 2, WRONG)), says(last=ended("wake", 2, WRONG)), WorkerChanges(), id="it stays the last operation"
+        ),
+        pytest.param(
+            says(last=ended("wake", 2, WRONG)), says(last=ended("wake", 3, WRONG)), WorkerChanges(wrong_wakes=1), id="wrong again"
+        ),
+        pytest.param(says(), says(last=ended("wake", 2, TIMEOUT)), WorkerChanges(), id="a wake that failed otherwise"),
+        pytest.param(says(), says(last=ended("wake", 2)), WorkerChanges(), id="a wake that went well"),
     ],
 )
-def test_two_looks_at_a_replica_tell_what_happened_between_them(before: WorkerState | None, after: WorkerState, told: Happened) -> None:
+def test_two_looks_at_a_replica_tell_what_happened_between_them(
+    before: WorkerState | None, after: WorkerState, told: WorkerChanges
+) -> None:
     assert happened(before, after) == told
 
 

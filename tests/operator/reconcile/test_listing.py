@@ -77,14 +77,14 @@ async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_un
     assert rig.store.get(POD, "n", "gone") is None
     rig.now = 100.0
     assert rig.listing.stalled_s == 100.0
-    rig.listing.heard()
+    rig.listing.record_event()
     assert rig.listing.stalled_s == 0.0
 
 
 async def test_a_watch_that_tells_a_change_while_the_listing_still_runs_is_not_stalled() -> None:
     """RF8"""
     rig = Rig()
-    rig.cluster.items, rig.cluster.meanwhile = [pod("a", 5)], rig.listing.heard
+    rig.cluster.items, rig.cluster.meanwhile = [pod("a", 5)], rig.listing.record_event
     await rig.run()
     rig.now = 100.0
     assert (rig.changes, rig.listing.stalled_s) == (["a"], 0.0)

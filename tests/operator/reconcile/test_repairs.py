@@ -180,9 +180,9 @@ async def test_who_edits_all_the_time_is_told_of_once_a_minute() -> None:
 async def without_its_secret() -> Rig:
     """As in a cluster nobody hears of it: Secrets are not watched."""
     rig = await serving(1)
-    heard, rig.cluster.on_change = rig.cluster.on_change, lambda change, manifest: None
+    record_event, rig.cluster.on_change = rig.cluster.on_change, lambda change, manifest: None
     rig.cluster.remove(SECRET, "d-control")
-    rig.cluster.on_change = heard
+    rig.cluster.on_change = record_event
     await rig.run(30)
     assert rig.cluster.names(SECRET) == []
     return rig

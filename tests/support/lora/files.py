@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from diffusion_worker.lora.conversion import converter_of
-from diffusion_worker.lora.naming import Model
+from diffusion_worker.lora.naming import AdaptedModel
 from support.families.images import flux2, qwen, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, z_image
 from support.families.rig.family import build_seeded
 from support.families.videos import wan
@@ -113,10 +113,10 @@ def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = Fals
     return made
 
 
-def model_of(pipeline: Any) -> Model:
+def model_of(pipeline: Any) -> AdaptedModel:
     """Return what a runner knows of its pipeline when it reads an adapter."""
     components = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module) and name != "vae"}
-    return Model(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
+    return AdaptedModel(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
 
 
 def of_diffusers(pipeline: Any) -> dict[str, Update]:

@@ -9,7 +9,7 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
-from diffusion_worker.runner.stepping.suspending_module import StandIn
+from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from support.runner.rank_processes import Rank
 from support.runner.rig import request
@@ -30,7 +30,7 @@ class Refusing(torch.nn.Module):
 
 def one_rank_refuses(rank: Rank) -> dict[str, Any]:
     """Five requests of two steps; three of them go wrong on rank 1 only, and one would change the model there."""
-    model: Any = StandIn("transformer", Refusing(rank.rank))
+    model: Any = SuspendingModule("transformer", Refusing(rank.rank))
 
     def body(first: float, trouble: Callable[[], None] = lambda: None) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:

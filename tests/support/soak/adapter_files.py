@@ -22,7 +22,7 @@ from diffusion_worker.lora.adapter_file import PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
-from diffusion_worker.lora.naming import Model
+from diffusion_worker.lora.naming import AdaptedModel
 from diffusion_worker.lora.peft_settings import CONFIG_FILE
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
@@ -77,7 +77,7 @@ class Target:
         pipeline = case.build()
         made = make_file(case, pipeline, self.folder)
         components = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module) and name != "vae"}
-        self.model = Model(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
+        self.model = AdaptedModel(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
         self.manager = DiffusionLoRAManager(
             components,
             denoiser=self.model.denoiser,

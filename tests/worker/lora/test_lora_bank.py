@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion_worker.lora.slot_bank import Run, Scaling, Segment, Widths
+from diffusion_worker.lora.slot_bank import ColumnRun, Scaling, Segment, Widths
 from support.lora.models import checkpoint_of, factors_of, layers_of, load, random_factors
 
 CPU = torch.device("cpu")
@@ -18,8 +18,8 @@ def segment_of(dtype: torch.dtype = torch.float32) -> Segment:
     return Segment(WIDTHS, slots=3, max_rank=4, dtype=dtype, device=CPU)
 
 
-def run_of(segment: Segment, start: int, values: torch.Tensor, *scalings: Scaling) -> Run:
-    return Run(segment, start, values, scalings)
+def run_of(segment: Segment, start: int, values: torch.Tensor, *scalings: Scaling) -> ColumnRun:
+    return ColumnRun(segment, start, values, scalings)
 
 
 def net() -> nn.Sequential:

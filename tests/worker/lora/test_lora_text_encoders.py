@@ -17,7 +17,7 @@ from diffusion_worker.messages import LoRAUse, Tick
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
-from diffusion_worker.runner.stepping.suspending_module import StandIn
+from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from support.lora.peft_adapters import write_adapter
 from support.runner.rig import OneRank, RunnerRig, image_of_diffusers, levels_apart, request
@@ -269,7 +269,7 @@ def test_where_a_layer_sees_no_rows_each_set_of_adapters_has_a_call_and_that_is_
         states: dict[str, DiffusionRequestState] = {}
 
         def body() -> torch.Tensor:
-            calls: Any = StandIn("transformer", model)
+            calls: Any = SuspendingModule("transformer", model)
             x = torch.ones(1, 3, 6)
             for _ in range(2):
                 x = calls(x)

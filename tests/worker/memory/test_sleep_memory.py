@@ -22,7 +22,7 @@ from diffusion_worker.memory import device_memory
 from diffusion_worker.memory import weights as weights_module
 from diffusion_worker.memory.component_weights import fill_again
 from diffusion_worker.memory.device_memory import available_bytes
-from diffusion_worker.memory.heap import give_back_heap, settle_heap
+from diffusion_worker.memory.heap import freeze_gc, give_back_heap
 from diffusion_worker.memory.host_mirror import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, HostMirror, chunk_sizes
 from diffusion_worker.memory.slabs import DeviceSlab
 from diffusion_worker.memory.weights import ModelWeights
@@ -278,7 +278,7 @@ def test_a_start_asleep_reads_no_weights_and_takes_no_memory_for_them(tmp_path: 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[RunnerRig]:
     rig = RunnerRig(max_loras=2)
-    settle_heap()  # as a rank does, so that a sleep need not look at all of it
+    freeze_gc()  # as a rank does, so that a sleep need not look at all of it
     yield rig
     gc.unfreeze()
 
@@ -482,7 +482,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 
 
 def test_a_pipeline_that_is_given_up_goes_though_the_heap_was_settled(rig: RunnerRig) -> None:
-    settle_heap()
+    freeze_gc()
     rig.parallel.calls.clear()  # what it noted of earlier tests has the model in it
     before = weakref.ref(rig.runner.pipeline.transformer)
     rig.runner.re_init_pipeline("StableDiffusion3Pipeline")

@@ -13,7 +13,7 @@ import torch
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.messages import Fatal, Finished, Rpc, RpcReply, Shutdown, SleepTask, Tick, TickDone, pack
 from diffusion_worker.ranks.finished_images import ImageReport
-from diffusion_worker.ranks.output import Output
+from diffusion_worker.ranks.output import RankSender
 from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.model_call.faults import RankFault
 from diffusion_worker.runner.stepping.pixels import RawImage, bytes_of, to_pixels
@@ -80,7 +80,7 @@ def finished(name: str, image: RawImage) -> StepOutput:
 
 
 def loop(wire: Wire, worker: FakeWorker, *, rank: int = 0) -> None:
-    WorkerProc(rank, Output(wire.send), wire, worker).worker_busy_loop()  # type: ignore[arg-type]
+    WorkerProc(rank, RankSender(wire.send), wire, worker).worker_busy_loop()  # type: ignore[arg-type]
 
 
 def test_the_next_step_begins_while_a_large_image_is_on_its_way_and_reports_come_in_order() -> None:
@@ -152,11 +152,11 @@ def test_a_rank_that_dies_sends_what_it_has_finished_before_its_last_words() -> 
         raise RankFault(Fault.COLLECTIVE, "a peer is gone")
 
     wire = Wire(Tick(1), Tick(2))
-    output = Output(wire.send)
+    output = RankSender(wire.send)
     proc = WorkerProc(0, output, wire, FakeWorker({1: lambda: finished("a", SlowImage(dying)), 2: dies}))  # type: ignore[arg-type]
     with pytest.raises(RankFault):
         proc.worker_busy_loop()
-    output.last_words(Fatal(0, "a peer is gone"))
+    output.send_final(Fatal(0, "a peer is gone"))
     assert [type(message) for message in wire.said] == [TickDone, Fatal]
 
 

@@ -35,7 +35,7 @@ from diffusion_worker.messages import (
 )
 from diffusion_worker.ranks.broadcast import RankEnd, ServerEnd
 from diffusion_worker.ranks.extension import extended_worker
-from diffusion_worker.ranks.output import Output
+from diffusion_worker.ranks.output import RankSender
 from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker
 from diffusion_worker.runner.model_call.faults import RankFault, classify, require_usable_rank
@@ -86,7 +86,7 @@ class FakeWire:
 
 def proc(*messages: Any, rank: int = 0) -> WorkerProc:
     wire: Any = FakeWire(*messages)
-    return WorkerProc(rank, Output(wire.send), wire, FakeWorker(), frozenset({"greet"}))  # type: ignore[arg-type]
+    return WorkerProc(rank, RankSender(wire.send), wire, FakeWorker(), frozenset({"greet"}))  # type: ignore[arg-type]
 
 
 def worker_of(of: WorkerProc) -> Any:

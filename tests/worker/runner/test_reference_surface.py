@@ -32,7 +32,7 @@ from diffusion_worker.messages import (
     WakeTask,
 )
 from diffusion_worker.ranks.broadcast import RankEnd, ServerEnd
-from diffusion_worker.ranks.output import Output
+from diffusion_worker.ranks.output import RankSender
 from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.loading.adapter_layers import create_lora_manager
@@ -210,7 +210,7 @@ async def test_a_rank_takes_messages_in_order_and_answers_those_that_are_for_it(
     said: list[Any] = []
     try:
         with RankEnd(server.endpoints) as wire:
-            rank = WorkerProc(3, Output(lambda message, frames: said.append(message)), wire, Idle())  # type: ignore[arg-type]
+            rank = WorkerProc(3, RankSender(lambda message, frames: said.append(message)), wire, Idle())  # type: ignore[arg-type]
             async with asyncio.timeout(60):
                 await server.wait_for_ranks(1)
             server._broadcast.send(b"\xc1")

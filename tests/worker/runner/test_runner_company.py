@@ -13,7 +13,7 @@ from diffusion_worker.messages import Tick
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest
 from diffusion_worker.runner.stepping.request_state import mark_step
-from diffusion_worker.runner.stepping.suspending_module import StandIn
+from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from support.runner.rig import RunnerRig, image_of_diffusers, levels_apart, request
 
 
@@ -38,7 +38,7 @@ class FakePipeline:
     """Calls a model so often in each of its steps, and counts its calls; without steps it makes them all in one go."""
 
     def __init__(self, *, calls: int, steps: int = 0, component: str = "transformer", whole: bool = False, batch_key: Any = None) -> None:
-        self.model: Any = StandIn(component, Double())
+        self.model: Any = SuspendingModule(component, Double())
         self.calls, self.steps, self.whole, self.batch_key = calls, steps, whole, batch_key
         self.made = 0
 
@@ -74,7 +74,7 @@ def test_the_same_seed_is_the_same_image_and_another_seed_another_one_whoever_el
 
 def test_numbers_drawn_without_a_generator_are_the_requests_own(rig: RunnerRig, joined: Any) -> None:
     def draw() -> torch.Tensor:
-        model: Any = StandIn("transformer", Double())
+        model: Any = SuspendingModule("transformer", Double())
         model(torch.ones(1, 2))
         mark_step()
         return torch.rand(3)
@@ -249,7 +249,7 @@ def test_a_precision_of_one_request_is_not_the_others(rig: RunnerRig, joined: An
     layer = torch.nn.Linear(2, 2)
 
     def under_autocast() -> torch.dtype:
-        model: Any = StandIn("transformer", layer)
+        model: Any = SuspendingModule("transformer", layer)
         with torch.autocast("cpu", torch.bfloat16):
             for _ in range(3):
                 states = model(torch.ones(1, 2))
@@ -257,7 +257,7 @@ def test_a_precision_of_one_request_is_not_the_others(rig: RunnerRig, joined: An
         return states.dtype
 
     def plainly() -> list[Any]:
-        model: Any = StandIn("transformer", layer)
+        model: Any = SuspendingModule("transformer", layer)
         seen = []
         for _ in range(3):
             seen += [model(torch.ones(1, 2)).dtype, torch.is_autocast_enabled("cpu")]

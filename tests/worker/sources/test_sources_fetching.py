@@ -16,7 +16,7 @@ import pytest
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.downloading import Downloader, RemoteFile, Totals
 from diffusion_worker.sources.fetching import Fetched
-from diffusion_worker.sources.file_cache import Cache
+from diffusion_worker.sources.file_cache import FileCache
 from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, Source
 from diffusion_worker.sources.transport import checked_client
@@ -156,7 +156,7 @@ async def test_a_download_that_breaks_goes_on_where_it_broke(server: SourceServe
 
 def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> bytes:
     """Download a file of which no digest is known, as those of a bucket, in this process."""
-    cache = Cache(folder)
+    cache = FileCache(folder)
     url = f"{server.url}{PATH}"
     with checked_client(allow_http=True, read_timeout_s=5.0) as client:
         downloader = Downloader(client, cache, max_bytes=1 << 30, stall_s=5.0, totals=Totals(lambda *_: None, {url: None}))

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from diffusion_worker import withheld
-from diffusion_worker.compatibility import check_together, why_awake
+from diffusion_worker.compatibility import check_together, sleep_blocker
 from diffusion_worker.config import (
     CLAIMS_DIR,
     SECRETS_DIR,
@@ -315,7 +315,7 @@ def check(config: WorkerConfig) -> None:
     check_ranks(config)
     check_requests(config)
     policy = read_desired(config.desired_path).sleep.policy
-    if policy is not SleepPolicy.ALWAYS_AWAKE and (option := why_awake(config)):
+    if policy is not SleepPolicy.ALWAYS_AWAKE and (option := sleep_blocker(config)):
         raise ConfigError(f"{option}: not supported with the sleep policy {policy} of {config.desired_path!r}")
 
 

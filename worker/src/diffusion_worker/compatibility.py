@@ -44,7 +44,7 @@ def check_together(config: WorkerConfig) -> None:
         raise ConfigError(f"{product}: expected a divisor of --ranks {config.ranks}, found {math.prod(sizes.values())}")
 
 
-def why_awake(config: WorkerConfig) -> str | None:
+def sleep_blocker(config: WorkerConfig) -> str | None:
     """The option, as it is given, with which a worker does not sleep; None where it does."""
     given = given_options(config)
     return next((given[option] for option in NO_SLEEP if option in given), None)

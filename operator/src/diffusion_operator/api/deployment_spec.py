@@ -141,7 +141,7 @@ class PullSecret(_Spec, frozen=True):
     name: str
 
 
-class Engine(_Spec, frozen=True):
+class EngineSpec(_Spec, frozen=True):
     image: str | None = None
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
     pull_secrets: tuple[PullSecret, ...] = ()
@@ -319,7 +319,7 @@ class PodMetadata(_Spec, frozen=True):
 class DeploymentSpec(_Spec, frozen=True):
     model: Model
     served_name: str | None = None
-    engine: Engine = Engine()
+    engine: EngineSpec = EngineSpec()
     replicas: int = 1
     parallelism: Parallelism = Parallelism()
     resources: Resources = Resources()

@@ -7,20 +7,20 @@ import msgspec
 
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.plan.adapters.plan import AdapterView
-from diffusion_operator.plan.observed.observed import Departures, Place
+from diffusion_operator.plan.observed.observed import AdapterPlace, Departures
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.results.actions import RemoveAdapter
 from diffusion_operator.plan.results.events import EventType, PlannedEvent
 
 
-class Told(msgspec.Struct, frozen=True):
+class AdapterEvent(msgspec.Struct, frozen=True):
     about: ObjectMeta
     event: PlannedEvent
 
 
-def depart(
+def plan_removals(
     before: Departures, groups: Iterable[Group], *, views: Iterable[AdapterView], removals: Iterable[RemoveAdapter]
-) -> tuple[Departures, tuple[Told, ...]]:
+) -> tuple[Departures, tuple[AdapterEvent, ...]]:
     """What is remembered for the next pass, and what is to be told now."""
     present = [group for group in groups if group.document is not None and group.poll.fresh]
     held = {(group.boot_id or "", record.name) for group in present if group.document for record in group.document.adapters}
@@ -47,21 +47,21 @@ def _owners(before: Departures, views: Iterable[AdapterView], held: set[str]) ->
     return kept | {view.decision.desired.name: view.decision.adapter.metadata for view in views if view.decision.desired is not None}
 
 
-def _refs(groups: Iterable[Group], place: Place) -> int:
+def _refs(groups: Iterable[Group], place: AdapterPlace) -> int:
     boot_id, name = place
     documents = (group.document for group in groups if group.boot_id == boot_id and group.document is not None)
     return sum(record.refs for document in documents for record in document.named.get(name, ()))
 
 
-def _draining(owner: ObjectMeta, index: int | None, place: Place, refs: int, drain_s: int) -> Told:
+def _draining(owner: ObjectMeta, index: int | None, place: AdapterPlace, refs: int, drain_s: int) -> AdapterEvent:
     message = f"Draining: {refs} requests still use it on replica {index} and may finish within {drain_s} s"
-    return Told(about=owner, event=_event(message, place, owner, "draining"))
+    return AdapterEvent(about=owner, event=_event(message, place, owner, "draining"))
 
 
-def _removed(owner: ObjectMeta, index: int, place: Place) -> Told:
-    return Told(about=owner, event=_event(f"Removed from replica {index}", place, owner, "removed"))
+def _removed(owner: ObjectMeta, index: int, place: AdapterPlace) -> AdapterEvent:
+    return AdapterEvent(about=owner, event=_event(f"Removed from replica {index}", place, owner, "removed"))
 
 
-def _event(message: str, place: Place, owner: ObjectMeta, step: str) -> PlannedEvent:
+def _event(message: str, place: AdapterPlace, owner: ObjectMeta, step: str) -> PlannedEvent:
     key = f"{place[0]}-{owner.generation}-{step}"
     return PlannedEvent(type=EventType.NORMAL, reason="AdapterUnloaded", message=message, key=key)

@@ -8,7 +8,7 @@ import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
-from diffusion_operator.plan.adapter_removals import Told, depart
+from diffusion_operator.plan.adapter_removals import AdapterEvent, plan_removals
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.plan import AdapterView, plan_adapters
 from diffusion_operator.plan.observed.children import ChildState
@@ -22,7 +22,7 @@ from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
 from diffusion_operator.plan.results.actions import CreatePod, DeletePod, PodAction, SetRoutable, WorkerAction
-from diffusion_operator.plan.sleep.next_look import MOVING_POLL_S, look_again
+from diffusion_operator.plan.sleep.next_look import MOVING_POLL_S, next_look_s
 from diffusion_operator.plan.sleep.policy import plan_sleep
 from diffusion_operator.plan.status.deployment import deployment_status
 from diffusion_operator.plan.status.inputs import Situation
@@ -49,7 +49,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     """To be remembered."""
     departures: Departures
     """To be remembered."""
-    told: tuple[Told, ...]
+    told: tuple[AdapterEvent, ...]
     """Events about adapters that leave."""
     look_again_s: float | None
     """None: nothing moves, the steady poll is soon enough."""
@@ -61,7 +61,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     seen = with_failures(observe_groups(observed), deployment.spec, now)
     adapters = plan_adapters(observed, seen, now, revision=template.revision)
     groups = adapters.groups
-    departures, told = depart(observed.departures, groups, views=adapters.views, removals=adapters.removals)
+    departures, told = plan_removals(observed.departures, groups, views=adapters.views, removals=adapters.removals)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     trial = plan_trial(observed, present, revision=template.revision, now=now)
     progress = progress_of(deployment.spec, deployment.status, present, revision=template.revision, refused=bool(trial.refusal), now=now)
@@ -103,7 +103,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         attempts=adapters.attempts,
         departures=departures,
         told=told,
-        look_again_s=_sooner(look_again(observed, adapters, acting=bool(calls or pods or retiring or trial.pod), now=now), trial, now),
+        look_again_s=_sooner(next_look_s(observed, adapters, acting=bool(calls or pods or retiring or trial.pod), now=now), trial, now),
     )
 
 

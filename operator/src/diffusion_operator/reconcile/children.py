@@ -77,7 +77,7 @@ def next_try_s(memory: DeploymentMemory, now: datetime) -> float | None:
     return min((max(0.5, (one.again_at - now).total_seconds()) for one in memory.tries.values()), default=None)
 
 
-def doubt_secret(memory: DeploymentMemory, pods: Sequence[Pod], *, now: datetime) -> None:
+def recheck_secret(memory: DeploymentMemory, pods: Sequence[Pod], *, now: datetime) -> None:
     """Forget that the Secret was written where a scheduled pod has not come past its volumes for a while."""
     stuck = any(pod.scheduled and pod.container.waiting_reason == "ContainerCreating" for pod in pods if not pod.terminating)
     last = memory.applied.get(SECRET.kind)

@@ -20,8 +20,8 @@ from diffusion_operator.plan.results.events import deployment_events, wakes_betw
 from diffusion_operator.plan.sleep.next_look import WAKEABLE_POLL_S
 from diffusion_operator.plan.status.conditions import pass_failed
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
-from diffusion_operator.reconcile.children import doubt_secret, keep_children, next_try_s
-from diffusion_operator.reconcile.glance import glance_of, says_the_same
+from diffusion_operator.reconcile.children import keep_children, next_try_s, recheck_secret
+from diffusion_operator.reconcile.glance import glance_of, sleepers_unchanged
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.observe import adapters_of, observe, parse
@@ -53,7 +53,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     memory.attempts, memory.departures = dict(plan.attempts), plan.departures
     await tell_missed_pods(runtime, deployment, memory, plan)
 
-    doubt_secret(memory, observed.pods, now=runtime.now())
+    recheck_secret(memory, observed.pods, now=runtime.now())
     memory.children = await keep_children(runtime, deployment, memory, manifests)
     made = await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
     if plan.trial is not None:
@@ -109,7 +109,7 @@ async def _nothing_new(runtime: Runtime, key: Key, *, touched: bool) -> bool:
     if memory is None or glance is None:
         return False
     memory.glance = None
-    if touched or runtime.now() >= glance.until or not await says_the_same(runtime, memory, glance):
+    if touched or runtime.now() >= glance.until or not await sleepers_unchanged(runtime, memory, glance):
         return False
     memory.glance = glance
     return True

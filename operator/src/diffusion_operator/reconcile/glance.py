@@ -13,21 +13,21 @@ from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerS
 from diffusion_operator.errors import ControlError
 from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.sleep.next_look import WAKEABLE_POLL_S
-from diffusion_operator.reconcile.memory import DeploymentMemory, Glance
+from diffusion_operator.reconcile.memory import DeploymentMemory, SleepSnapshot
 from diffusion_operator.reconcile.runtime import Runtime
 
 
-def glance_of(observed: Observed, *, look_again_s: float | None, now: datetime, steady_s: float) -> Glance | None:
+def glance_of(observed: Observed, *, look_again_s: float | None, now: datetime, steady_s: float) -> SleepSnapshot | None:
     """None where something else than a request may change what is to be done."""
     polled = [(pod.ip, observed.polls[pod.uid]) for pod in observed.pods if pod.uid in observed.polls]
     said = {ip: _without_ages(poll.state) for ip, poll in polled if poll.fresh and poll.state is not None}
     asleep = all(state.state is WorkerPhase.ASLEEP for state in said.values())
     if look_again_s != WAKEABLE_POLL_S or len(said) != len(observed.pods) or not asleep:
         return None
-    return Glance(until=now + timedelta(seconds=steady_s), said=said)
+    return SleepSnapshot(until=now + timedelta(seconds=steady_s), said=said)
 
 
-async def says_the_same(runtime: Runtime, memory: DeploymentMemory, glance: Glance) -> bool:
+async def sleepers_unchanged(runtime: Runtime, memory: DeploymentMemory, glance: SleepSnapshot) -> bool:
     """Whether every replica still does."""
     return all(await asyncio.gather(*(_says(runtime, memory, ip, state) for ip, state in glance.said.items())))
 

@@ -45,7 +45,7 @@ OBJECT: ContextVar[Key | None] = ContextVar("OBJECT", default=None)
 """What the pass is about that runs, for its lines in the log."""
 
 
-class _Line:
+class _KeyState:
     """One key. At rest it is a timer, which costs a tenth of a task: there may be ten thousand."""
 
     __slots__ = ("due_at", "failures", "task", "timer", "woken")
@@ -73,7 +73,7 @@ class KeyedQueue:
         self._resync_s = resync_s
         self._free = parallel
         self._random = random
-        self._lines: dict[Key, _Line] = {}
+        self._lines: dict[Key, _KeyState] = {}
         self._due: deque[Key] = deque()
         self._time: Callable[[], float] = time.monotonic  # until there is a loop, whose own it is then
 
@@ -96,7 +96,7 @@ class KeyedQueue:
     def wake(self, key: Key) -> None:
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = _Line()
+            line = self._lines[key] = _KeyState()
         if not line.woken:
             line.woken = True
             if line.task is None and line.due_at is None:
@@ -113,12 +113,12 @@ class KeyedQueue:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _in(self, delay_s: float, key: Key, line: _Line) -> None:
+    def _in(self, delay_s: float, key: Key, line: _KeyState) -> None:
         if line.timer is not None:
             line.timer.cancel()
         line.timer = asyncio.get_running_loop().call_later(delay_s, self._is_due, key, line)
 
-    def _is_due(self, key: Key, line: _Line) -> None:
+    def _is_due(self, key: Key, line: _KeyState) -> None:
         self._time = asyncio.get_running_loop().time
         line.timer, line.due_at = None, self._time()
         self._due.append(key)
@@ -132,7 +132,7 @@ class KeyedQueue:
             line.due_at, line.woken = None, False
             line.task = asyncio.create_task(self._pass(key, line), name=str(key))
 
-    async def _pass(self, key: Key, line: _Line) -> None:
+    async def _pass(self, key: Key, line: _KeyState) -> None:
         try:
             result = await self._once(key)
         finally:
@@ -141,7 +141,7 @@ class KeyedQueue:
         self._after(key, line, result)
         self._begin()
 
-    def _after(self, key: Key, line: _Line, result: Result | None) -> None:
+    def _after(self, key: Key, line: _KeyState, result: Result | None) -> None:
         if result is not None and result.gone and not line.woken:
             del self._lines[key]
             return

@@ -47,7 +47,7 @@ class Listing:
         """Seconds since a listing found a change that the watch had not reported; 0 once the watch reports something."""
         return 0.0 if self._stalled_since is None else self._clock() - self._stalled_since
 
-    def heard(self) -> None:
+    def record_event(self) -> None:
         """Note that the watch reported something."""
         self._reported += 1
         self._stalled_since = None

@@ -50,7 +50,7 @@ class KnownPod(msgspec.Struct, frozen=True):
     revision: str
 
 
-class Glance(msgspec.Struct, frozen=True):
+class SleepSnapshot(msgspec.Struct, frozen=True):
     """What sleeping replicas said in a pass that found nothing to do; see glance.py."""
 
     until: datetime
@@ -96,7 +96,7 @@ class DeploymentMemory:
     refusal: str = ""
     status_written_at: datetime | None = None
     departures: Departures = field(default_factory=Departures)
-    glance: Glance | None = None
+    glance: SleepSnapshot | None = None
     views: dict[str, AdapterView] = field(default_factory=dict)
     """By UID of the adapter, as they were published last."""
     published_at: dict[str, datetime] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import msgspec
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DISRUPTION_BUDGET, LABEL_DEPLOYMENT, NETWORK_POLICY, POD, SERVICE, Kind
 
 Manifest = dict[str, Any]
-Place = tuple[str, str]
+ObjectPlace = tuple[str, str]
 """Namespace and name."""
 REMEMBERED_REMOVALS = 1000  # far more than are removed while a write is on its way
 _FAST = 1
@@ -33,8 +33,8 @@ class ObjectStore:
     def __init__(self, changed: Callable[[Kind, Manifest], None]) -> None:
         """`changed` is told of every change that did not come from a write of our own."""
         self._changed = changed
-        self._known: dict[str, dict[Place, _Known]] = {}
-        self._names: dict[str, dict[Place, tuple[str, ...]]] = {}
+        self._known: dict[str, dict[ObjectPlace, _Known]] = {}
+        self._names: dict[str, dict[ObjectPlace, tuple[str, ...]]] = {}
         """By kind and by namespace and deployment."""
         self._removed: dict[str, int] = {}
         """Versions by UID: an answer that is late must not bring an object back. One that only lost its labels may come again."""
@@ -48,7 +48,7 @@ class ObjectStore:
         names = self._names.get(kind.kind, {}).get((namespace, deployment), ())
         return [_decode(self._known[kind.kind][namespace, name]) for name in names]
 
-    def places(self, kind: Kind, namespace: str) -> dict[Place, str]:
+    def places(self, kind: Kind, namespace: str) -> dict[ObjectPlace, str]:
         """UIDs by place; of all namespaces with an empty one."""
         return {place: known.uid for place, known in self._known.get(kind.kind, {}).items() if namespace in ("", place[0])}
 
@@ -81,7 +81,7 @@ class ObjectStore:
             del self._known[kind.kind][place]
             self._changed(kind, _decode(known))
 
-    def keep_only(self, kind: Kind, before: dict[Place, str], seen: Collection[str], *, version: str) -> bool:
+    def keep_only(self, kind: Kind, before: dict[ObjectPlace, str], seen: Collection[str], *, version: str) -> bool:
         """After a whole listing: what was known before it began and is not in it has gone unheard. Gives whether there was any."""
         news = False
         for place, uid in before.items():
@@ -109,7 +109,7 @@ class ObjectStore:
             names[place[0], deployment] = tuple(sorted({*names.get((place[0], deployment), ()), place[1]}))
         return True
 
-    def _forget_name(self, kind: Kind, place: Place, deployment: str) -> None:
+    def _forget_name(self, kind: Kind, place: ObjectPlace, deployment: str) -> None:
         names, key = self._names.get(kind.kind, {}), (place[0], deployment)
         left = tuple(name for name in names.get(key, ()) if name != place[1])
         if left:

@@ -10,7 +10,7 @@ from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
-from diffusion_operator.plan.results.worker_changes import Happened
+from diffusion_operator.plan.results.worker_changes import WorkerChanges
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.memory import DeploymentMemory
@@ -27,7 +27,7 @@ class Meter(Protocol):
     def woke(self, level: str, seconds: float) -> None:
         """A replica has woken up from a level of sleep."""
 
-    def seen(self, happened: Happened) -> None:
+    def seen(self, happened: WorkerChanges) -> None:
         """What happened on a replica since the last look at it."""
 
 

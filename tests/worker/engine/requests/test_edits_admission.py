@@ -9,7 +9,7 @@ from diffusion_worker.config import RequestLimits
 from diffusion_worker.engine.requests.admission import GenerationParams, InputImage, check, check_memory
 from diffusion_worker.engine.scheduling.memory_model import MemoryModel
 from diffusion_worker.engine.scheduling.request_class import Defaults, class_of
-from diffusion_worker.engine.scheduling.request_queue import REMEMBERED_COURSES, Course, RunLengths
+from diffusion_worker.engine.scheduling.request_queue import REMEMBERED_COURSES, RunLengthKey, RunLengths
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import ImageInput, ModelInfo, RequestSpec, Task
 
@@ -54,7 +54,7 @@ def test_an_edit_whose_references_do_not_fit_leaves_room_for_what_did_before() -
 
 def test_short_edits_do_not_make_the_length_of_other_requests_unsure() -> None:
     lengths = RunLengths()
-    words, weak = Course(20), Course(20, Task.EDIT, 0.25)
+    words, weak = RunLengthKey(20), RunLengthKey(20, Task.EDIT, 0.25)
     assert (lengths.of(words), lengths.of(weak)) == (21, 6)
     lengths.observe(words, 21)
     lengths.observe(weak, 5)
@@ -65,9 +65,9 @@ def test_short_edits_do_not_make_the_length_of_other_requests_unsure() -> None:
 def test_lengths_of_no_more_strengths_are_kept_than_anybody_uses() -> None:
     lengths = RunLengths()
     for number in range(REMEMBERED_COURSES + 10):
-        lengths.observe(Course(20, Task.EDIT, number / 10_000), 5)
-    assert not lengths.sure(Course(20, Task.EDIT, 9 / 10_000))
-    assert lengths.sure(Course(20, Task.EDIT, 10 / 10_000))
+        lengths.observe(RunLengthKey(20, Task.EDIT, number / 10_000), 5)
+    assert not lengths.sure(RunLengthKey(20, Task.EDIT, 9 / 10_000))
+    assert lengths.sure(RunLengthKey(20, Task.EDIT, 10 / 10_000))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from diffusion_worker.engine.requests import holding as holding_module
-from diffusion_worker.engine.requests.holding import HeldOutcome, Holding, Situation, Turn, decide
+from diffusion_worker.engine.requests.holding import ColdSituation, HeldOutcome, HoldBudget, Holding, decide
 from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.rank_protocol import Loss
 from diffusion_worker.engine.state.request_events import Held, RequestEvent
@@ -23,8 +23,10 @@ DRAINING, SLEEPING, ASLEEP = EngineState.DRAINING, EngineState.SLEEPING, EngineS
 AWAKE, SLEEP, ON_IDLE = SleepPolicy.ALWAYS_AWAKE, SleepPolicy.ASLEEP, SleepPolicy.ON_IDLE
 
 
-def situation(state: EngineState, policy: SleepPolicy = AWAKE, *, beneath: EngineState = READY, **cold: object) -> Situation:
-    return Situation(state, beneath if state is RESTARTING else state, policy, msgspec.convert(cold, ColdRequests))
+def situation(
+    state: EngineState, policy: SleepPolicy = AWAKE, *, state_after_restart: EngineState = READY, **cold: object
+) -> ColdSituation:
+    return ColdSituation(state, state_after_restart if state is RESTARTING else state, policy, msgspec.convert(cold, ColdRequests))
 
 
 # The decision
@@ -50,12 +52,12 @@ def test_the_state_and_the_policy_say_who_waits_and_who_is_refused(state: Engine
     assert (error.code if error else None) == code
 
 
-@pytest.mark.parametrize("beneath", [DRAINING, SLEEPING, ASLEEP])
-def test_a_group_that_is_started_again_to_sleep_is_asleep_for_requests(beneath: EngineState) -> None:
-    refused = decide(situation(RESTARTING, AWAKE, beneath=beneath), 0)
+@pytest.mark.parametrize("state_after_restart", [DRAINING, SLEEPING, ASLEEP])
+def test_a_group_that_is_started_again_to_sleep_is_asleep_for_requests(state_after_restart: EngineState) -> None:
+    refused = decide(situation(RESTARTING, AWAKE, state_after_restart=state_after_restart), 0)
     assert refused is not None and refused.code is ErrorCode.ASLEEP
-    assert decide(situation(RESTARTING, ON_IDLE, beneath=beneath), 0) is None
-    assert situation(RESTARTING, ON_IDLE, beneath=beneath).wakes
+    assert decide(situation(RESTARTING, ON_IDLE, state_after_restart=state_after_restart), 0) is None
+    assert situation(RESTARTING, ON_IDLE, state_after_restart=state_after_restart).wakes
 
 
 @pytest.mark.parametrize(
@@ -101,12 +103,12 @@ class Rig:
     def _wake(self) -> None:
         self.wakes += 1
 
-    def ask(self, name: str, turn: Turn | None = None) -> None:
+    def ask(self, name: str, turn: HoldBudget | None = None) -> None:
         """One more request."""
         self.events[name] = []
-        self.tasks[name] = asyncio.create_task(self._request(name, turn or Turn(self.events[name].append)))
+        self.tasks[name] = asyncio.create_task(self._request(name, turn or HoldBudget(self.events[name].append)))
 
-    async def _request(self, name: str, turn: Turn) -> str:
+    async def _request(self, name: str, turn: HoldBudget) -> str:
         try:
             await self.holding.admit(turn)
         except RequestError as error:
@@ -213,7 +215,7 @@ async def test_a_wait_ends_at_its_deadline_with_the_code_of_the_state(rig: Rig) 
 
 async def test_the_time_of_one_request_is_counted_over_all_its_waits(rig: Rig) -> None:
     rig.cold_requests = ColdRequests(hold_timeout_seconds=10.0)
-    turn = Turn()
+    turn = HoldBudget()
     rig.ask("first", turn)
     await rig.settle()
     rig.pass_time(7)
@@ -308,7 +310,7 @@ async def test_a_listener_that_breaks_ends_its_own_request_only(rig: Rig) -> Non
     def broken(_: RequestEvent) -> None:
         raise ZeroDivisionError
 
-    rig.ask("a", Turn(broken))
+    rig.ask("a", HoldBudget(broken))
     rig.ask("b")
     with pytest.raises(ZeroDivisionError):
         await rig.outcome("a")

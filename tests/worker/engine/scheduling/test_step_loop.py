@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.scheduling.scheduler import Wave
-from diffusion_worker.engine.scheduling.step_loop import MAX_REPLAYS, TICKS_AHEAD, Outcome, StepLoop
+from diffusion_worker.engine.scheduling.scheduler import TickEstimate
+from diffusion_worker.engine.scheduling.step_loop import MAX_REPLAYS, TICKS_AHEAD, FinishedPixels, StepLoop
 from diffusion_worker.engine.scheduling.tick_deadline import FACTOR, FLOOR_OF_NEW_CLASS_S, FLOOR_S, UNMEASURED_S, wave_limit_s
 from diffusion_worker.engine.state.rank_protocol import TickReport
 from diffusion_worker.errors import ErrorCode, RequestError
@@ -67,7 +67,7 @@ async def running(ranks: WatchedRanks, **settings: Any) -> AsyncIterator[StepLoo
         assert ranks.loss is not None or broken == []
 
 
-async def settled(outcome: "asyncio.Future[Outcome]") -> Outcome:
+async def settled(outcome: "asyncio.Future[FinishedPixels]") -> FinishedPixels:
     async with asyncio.timeout(DEADLINE_S):
         return await outcome
 
@@ -188,10 +188,10 @@ async def test_a_limit_that_was_given_holds_for_every_tick() -> None:
 
 
 def test_a_legitimate_long_video_is_never_ended_by_a_constant() -> None:
-    video = Wave("decode", steps=50, step_s=240.0, same_class=True)
+    video = TickEstimate("decode", steps=50, step_s=240.0, same_class=True)
     assert wave_limit_s(video, None) > 50 * 240.0
-    assert wave_limit_s(Wave("a step", steps=4, step_s=0.01, same_class=True), None) == FLOOR_S
-    assert wave_limit_s(Wave("a step", steps=4, step_s=0.01, same_class=False), None) == FLOOR_OF_NEW_CLASS_S
+    assert wave_limit_s(TickEstimate("a step", steps=4, step_s=0.01, same_class=True), None) == FLOOR_S
+    assert wave_limit_s(TickEstimate("a step", steps=4, step_s=0.01, same_class=False), None) == FLOOR_OF_NEW_CLASS_S
     assert wave_limit_s(video, 5.0) == 5.0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diffusion_worker.engine.startup.wake_verification import difference, wrong_adapters
-from diffusion_worker.engine.state.state_document import OperationResult, Problem
+from diffusion_worker.engine.state.state_document import OperationResult, ProblemReport
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed
 from diffusion_worker.messages import ErrorReport, Fingerprint, MemoryTag, SleepLevel
 from support.worker.fake_rank import WEIGHTS_BYTES
@@ -27,7 +27,7 @@ async def rig() -> AsyncIterator[SleepRig]:
         yield rig
 
 
-def problem_of(result: OperationResult) -> Problem:
+def problem_of(result: OperationResult) -> ProblemReport:
     assert result.error is not None
     return result.error
 

@@ -6,7 +6,7 @@ import inspect
 import diffusers
 import pytest
 
-from diffusion_worker.runner.pipelines.step_support import source_of, why_exclusive, why_impossible, why_whole
+from diffusion_worker.runner.pipelines.step_support import source_of, whole_run_reason, why_exclusive, why_impossible
 from tools import models_table
 
 
@@ -41,8 +41,8 @@ def test_whatever_is_not_stepped_says_why() -> None:
 def test_how_a_class_runs_is_read_from_its_source(name: str, exclusive: str | None, whole: str | None) -> None:
     found = getattr(diffusers, name)
     assert why_exclusive(found) == exclusive
-    assert (why_whole(found) or "").startswith(whole or "")
-    assert (why_whole(found) is None) == (whole is None)
+    assert (whole_run_reason(found) or "").startswith(whole or "")
+    assert (whole_run_reason(found) is None) == (whole is None)
 
 
 def test_a_pipeline_that_needs_gradients_is_impossible() -> None:

@@ -13,7 +13,7 @@ from diffusion_worker.config import LoadFormat
 from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.pipelines.view import guide, guiders_of, schedulers_of, view_of
-from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, Done
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, FiberDone
 from support.families.images.modular import wan22
 from support.families.rig.all import FAMILIES
 from support.runner.rig import RunnerRig, image_of_diffusers, request
@@ -239,4 +239,4 @@ def test_a_pipeline_without_a_scheduler_has_views_too() -> None:
     state = DiffusionRequestState(request("one"), lambda: view_of(pipeline)())
     call = state.advance()
     assert (call.component, call.method) == ("transformer", "forward")  # type: ignore[union-attr]
-    assert state.resume("what the model returned") == Done("what the model returned")
+    assert state.resume("what the model returned") == FiberDone("what the model returned")

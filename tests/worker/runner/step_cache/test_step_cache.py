@@ -19,8 +19,8 @@ from diffusion_worker.messages import RequestSpec, Tick
 from diffusion_worker.runner.loading.step_cache import make_step_cache
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.step_cache import first_block
-from diffusion_worker.runner.step_cache.cache import Divided
-from diffusion_worker.runner.step_cache.run import Verdict
+from diffusion_worker.runner.step_cache.cache import MixedVerdicts
+from diffusion_worker.runner.step_cache.run import CacheVerdict
 from diffusion_worker.runner.stepping.stepper import StepOutput
 from support.families.rig.all import FAMILIES
 from support.runner.digit_judge import DIGIT_WORDS, HUES, judge
@@ -216,10 +216,10 @@ def test_if_ranks_differ_the_request_computes_on_all() -> None:
             return [True, flags[1]]
 
     class Always:
-        verdict = Verdict.OPEN
+        verdict = CacheVerdict.OPEN
 
-        def decide(self, kept: object) -> Verdict:
-            return Verdict.SKIP
+        def decide(self, kept: object) -> CacheVerdict:
+            return CacheVerdict.SKIP
 
         def keep(self, kept: object) -> None:
             pass
@@ -228,10 +228,10 @@ def test_if_ranks_differ_the_request_computes_on_all() -> None:
     cache = make_step_cache(StepCache.FIRST_BLOCK, pipeline, {"transformer": pipeline.transformer}, TwoRanks())  # type: ignore[arg-type]
     assert cache is not None
     branches = [Always(), Always()]
-    with pytest.raises(Divided):
+    with pytest.raises(MixedVerdicts):
         cache.plan("transformer", branches, [1, 1]).keep([(None, {}), (None, {})])  # type: ignore[arg-type]
     assert asked == [[False, False]]
-    assert [branch.verdict for branch in branches] == [Verdict.COMPUTE, Verdict.SKIP]
+    assert [branch.verdict for branch in branches] == [CacheVerdict.COMPUTE, CacheVerdict.SKIP]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 import torch
 
 from diffusion_worker.messages import RequestSpec
-from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, Done
+from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, FiberDone
 from diffusion_worker.runner.stepping.rng_state import OwnRandomness
 
 
@@ -37,5 +37,5 @@ def test_the_numbers_of_the_process_go_on_as_if_no_request_had_drawn() -> None:
 def test_a_fiber_draws_by_the_seed_of_its_request() -> None:
     state = DiffusionRequestState(RequestSpec(request_id="a", prompt="", seed=5), lambda: torch.rand(2))
     event = state.resume()
-    assert isinstance(event, Done)
+    assert isinstance(event, FiberDone)
     assert torch.equal(event.frame, drawn_after(5, 2))

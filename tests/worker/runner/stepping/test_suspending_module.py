@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2Model, Qwen2Config, Qwen2ForCausalL
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
-from diffusion_worker.runner.stepping.suspending_module import StandIn, forget_copies
+from diffusion_worker.runner.stepping.suspending_module import SuspendingModule, forget_copies
 from support.families.rig.family import tiny_vae
 from support.runner.rig import RunnerRig, request
 
@@ -36,7 +36,7 @@ def asked_by(body: Callable[[], Any]) -> ModelCall:
 
 
 def test_it_is_an_instance_of_its_modules_class_with_its_attributes(vae: AutoencoderKL) -> None:
-    model: Any = StandIn("vae", vae)
+    model: Any = SuspendingModule("vae", vae)
     assert isinstance(model, AutoencoderKL)
     assert model.config is vae.config
     assert model.dtype == torch.float32
@@ -47,7 +47,7 @@ def test_it_is_an_instance_of_its_modules_class_with_its_attributes(vae: Autoenc
 
 @pytest.mark.parametrize("method", ["encode", "decode", "forward"])
 def test_what_computes_is_asked_of_the_engine_with_arguments_by_name(vae: AutoencoderKL, method: str) -> None:
-    model: Any = StandIn("vae", vae)
+    model: Any = SuspendingModule("vae", vae)
     pixels = torch.ones(1, 3, 8, 8)
     call = asked_by(lambda: getattr(model, method)(pixels, return_dict=False))
     assert (call.component, call.method, call.module) == ("vae", method, vae)
@@ -60,14 +60,14 @@ def test_arguments_that_a_module_takes_as_any_others_are_not_nested() -> None:
         def forward(self, x: torch.Tensor, **others: Any) -> Any:
             return x, others
 
-    model: Any = StandIn("encoder", Open())
+    model: Any = SuspendingModule("encoder", Open())
     assert list(asked_by(lambda: model(torch.ones(1), output_hidden_states=True)).arguments) == ["x", "output_hidden_states"]
 
 
 def test_a_step_cache_of_the_shared_model_is_not_entered(rig: RunnerRig) -> None:
     denoiser = rig.runner.pipeline.transformer
     assert isinstance(denoiser, SD3Transformer2DModel)
-    model: Any = StandIn("transformer", denoiser)
+    model: Any = SuspendingModule("transformer", denoiser)
     with model.cache_context("cond"):
         pass
     assert not hasattr(denoiser, "_diffusers_hook")
@@ -75,15 +75,15 @@ def test_a_step_cache_of_the_shared_model_is_not_entered(rig: RunnerRig) -> None
 
 def test_another_precision_is_for_one_request_only_and_the_shared_weights_stay_where_they_are(vae: AutoencoderKL) -> None:
     places = [parameter.data_ptr() for parameter in vae.parameters()]
-    one: Any = StandIn("vae", vae)
-    other: Any = StandIn("vae", vae)
+    one: Any = SuspendingModule("vae", vae)
+    other: Any = SuspendingModule("vae", vae)
     one.to(dtype=torch.float64)
     call = asked_by(lambda: one.decode(torch.ones(1, 4, 4, 4, dtype=torch.float64)))
     assert call.module is not vae
     assert (call.module.dtype, one.dtype, other.dtype, vae.dtype) == (torch.float64, torch.float64, torch.float32, torch.float32)
     assert next(one.post_quant_conv.parameters()).dtype == torch.float64
     assert [parameter.data_ptr() for parameter in vae.parameters()] == places
-    third: Any = StandIn("vae", vae)
+    third: Any = SuspendingModule("vae", vae)
     third.to(torch.float64)
     assert asked_by(lambda: third.decode(torch.ones(1, 4, 4, 4))).module is call.module
     one.to(dtype=torch.float32)
@@ -95,7 +95,7 @@ def test_decoding_in_another_precision_gives_what_the_converted_module_gives(rig
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1)).double()
 
     def body() -> Any:
-        model: Any = StandIn("vae", rig.runner.pipeline.vae)
+        model: Any = SuspendingModule("vae", rig.runner.pipeline.vae)
         model.to(dtype=torch.float64)
         decoded = model.decode(latents, return_dict=False)[0]
         model.to(dtype=torch.float32)
@@ -129,7 +129,7 @@ def test_a_language_model_as_encoder_keeps_no_keys_and_values_and_says_the_same_
     encoder = language_models()[name]
     tokens, mask = torch.arange(12).reshape(1, 12) + 3, torch.ones(1, 12, dtype=torch.long)
     mask[0, :2] = 0
-    model: Any = StandIn("text_encoder", encoder)
+    model: Any = SuspendingModule("text_encoder", encoder)
     call = asked_by(lambda: model(input_ids=tokens, attention_mask=mask, output_hidden_states=True))
     assert call.arguments["use_cache"] is False
     with torch.inference_mode():
@@ -141,6 +141,6 @@ def test_a_language_model_as_encoder_keeps_no_keys_and_values_and_says_the_same_
 
 
 def test_a_pipeline_that_generates_from_keys_and_values_keeps_them() -> None:
-    model: Any = StandIn("language_model", language_models()["Qwen2"])
+    model: Any = SuspendingModule("language_model", language_models()["Qwen2"])
     call = asked_by(lambda: model(input_ids=torch.ones(1, 3, dtype=torch.long), past_key_values=None))
     assert "use_cache" not in call.arguments

@@ -10,9 +10,9 @@ from diffusion_worker.engine.adapters.declared import DeclaredAdapters
 from diffusion_worker.engine.adapters.loading import AdapterLoader
 from diffusion_worker.engine.adapters.table import AdapterTable
 from diffusion_worker.engine.requests import admission
-from diffusion_worker.engine.requests.adapter_selection import AdapterUse
+from diffusion_worker.engine.requests.adapter_selection import AdapterSelection
 from diffusion_worker.engine.requests.holding import Holding
-from diffusion_worker.engine.requests.service import Requests
+from diffusion_worker.engine.requests.service import RequestService
 from diffusion_worker.engine.scheduling.step_hold import Pausing
 from diffusion_worker.engine.scheduling.step_loop import StepLoop
 from diffusion_worker.engine.sleep.calls import SleepCalls
@@ -72,8 +72,8 @@ class EngineParts:
             follow=lambda deadline_s: self.declared.follow(deadline_s),
         )
         self.declared = DeclaredAdapters(self.loader, config, lambda: self.rules.desired)
-        self.adapter_use = AdapterUse(self.adapters, self.loader, config, self.life)
-        self.requests = Requests(
+        self.adapter_use = AdapterSelection(self.adapters, self.loader, config, self.life)
+        self.requests = RequestService(
             config,
             self.life,
             self.steps,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from diffusion_worker.compatibility import why_awake
+from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters.on_ranks import AdapterLoads
 from diffusion_worker.engine.adapters.outcomes import DEFERRING
@@ -221,7 +221,7 @@ class Engine:
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is given back, or about to be, or on its way back."""
-        return self.life.beneath in (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
+        return self.life.state_after_restart in (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
 
     def sleep(self, call: SleepCall) -> bool:
         """Start going to sleep; False when nothing is left to do. The outcome is in the state document; see `SleepCalls.sleep`.
@@ -230,7 +230,7 @@ class Engine:
             RequestError: WrongBoot, InvalidRequest with the option that excludes it, Conflict with a wake, Starting, Busy.
         """
         self._check_boot(call.boot_id)
-        if option := why_awake(self.config):
+        if option := sleep_blocker(self.config):
             raise RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with {option}")
         return self._parts.sleep_calls.sleep(call)
 
@@ -284,7 +284,7 @@ class Engine:
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Load an adapter on all ranks or none, at the wake of those that sleep; see `AdapterLoader.put` for its errors."""
         self._check_boot(call.boot_id)
-        if self.life.beneath not in (EngineState.DRAINING, *DEFERRING):
+        if self.life.state_after_restart not in (EngineState.DRAINING, *DEFERRING):
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)
         if name == self.config.served_name:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: the name is that of the base model")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From nothing to a model that serves, or to one that sleeps: by its policy, or because it slept when the last server ended here."""
 
-from diffusion_worker.compatibility import why_awake
+from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.engine.construction import EngineParts
 from diffusion_worker.engine.sleep.record import SleepRecord
 from diffusion_worker.engine.state.state_document import EngineState, LoadStage, SleepCall, SleepPolicy
@@ -25,7 +25,7 @@ async def start(parts: EngineParts) -> None:
 
 def _record(parts: EngineParts) -> SleepRecord | None:
     """What the last server left, where nobody wants the model awake; it is void otherwise."""
-    wanted = parts.rules.policy is not SleepPolicy.ALWAYS_AWAKE and why_awake(parts.config) is None
+    wanted = parts.rules.policy is not SleepPolicy.ALWAYS_AWAKE and sleep_blocker(parts.config) is None
     record = parts.notes.read() if wanted else None
     if record is None:
         parts.notes.remove()

@@ -17,7 +17,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_file import AdapterFile, locate, read_file
 from diffusion_worker.lora.formats import Format, module_path
 from diffusion_worker.lora.header import shown
-from diffusion_worker.lora.naming import Factors, Model, Written, bind, modules_of
+from diffusion_worker.lora.naming import AdaptedModel, Factors, RawLoRAModule, bind, modules_of
 from diffusion_worker.lora.peft_settings import CONFIG_FILE, METADATA_KEY, PeftSettings, read_settings, settings_in_metadata
 from diffusion_worker.lora.recipe import read_recipe
 from diffusion_worker.lora.request import LoadOptions
@@ -28,7 +28,7 @@ FIRST, SECOND = "transformer", "transformer_2"
 # Asked for together they are what a model has of both: the file of an adapter may be for one of them.
 BOTH_TRANSFORMERS = {FIRST, SECOND}
 PLAIN = LoadOptions()
-ANY_MODEL = Model()
+ANY_MODEL = AdaptedModel()
 
 
 class LoRAFactors(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ def invalid(message: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_ADAPTER, message)
 
 
-def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions = PLAIN, model: Model = ANY_MODEL) -> LoRACheckpoint:
+def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions = PLAIN, model: AdaptedModel = ANY_MODEL) -> LoRACheckpoint:
     """Read and check an adapter; `path` is a folder of peft or diffusers, or one .safetensors file. `name` is for messages.
 
     Raises:
@@ -95,7 +95,7 @@ def _require_digest(file: AdapterFile, options: LoadOptions, label: str) -> None
         raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected digest {options.digest}, found {file.digest}")
 
 
-def _checkpoint(file: AdapterFile, config: PeftSettings | None, options: LoadOptions, model: Model, label: str) -> LoRACheckpoint:
+def _checkpoint(file: AdapterFile, config: PeftSettings | None, options: LoadOptions, model: AdaptedModel, label: str) -> LoRACheckpoint:
     written = modules_of(file.tensors, label)
     settings = _settings_of(file, config, written, model, label)
     scaling = {module: _scaling(module, names, settings, model, label) for module, names in written.items()}
@@ -119,7 +119,7 @@ def _checkpoint(file: AdapterFile, config: PeftSettings | None, options: LoadOpt
 
 
 def _settings_of(
-    file: AdapterFile, config: PeftSettings | None, written: Mapping[str, Written], model: Model, label: str
+    file: AdapterFile, config: PeftSettings | None, written: Mapping[str, RawLoRAModule], model: AdaptedModel, label: str
 ) -> dict[str, PeftSettings]:
     """The settings by component, from one place; each module without an alpha of its own has some where there are any."""
     settings = settings_in_metadata(file.header.metadata, label, denoiser=model.denoiser)
@@ -134,7 +134,7 @@ def _settings_of(
     return settings
 
 
-def _scaling(module: str, names: Written, settings: Mapping[str, PeftSettings], model: Model, label: str) -> float:
+def _scaling(module: str, names: RawLoRAModule, settings: Mapping[str, PeftSettings], model: AdaptedModel, label: str) -> float:
     """What a module's product is multiplied with: by its own alpha, by a configuration, or not at all, which is alpha = rank."""
     component, _, path = module_path(module, denoiser=model.denoiser).partition(".") if settings else ("", "", "")
     of_component = settings.get(component)
@@ -167,7 +167,7 @@ def _of_components(factors: dict[str, Factors], components: list[str], label: st
     return {module: LoRAFactors(*factors[module]) for module in kept}
 
 
-def _common_alpha(written: Mapping[str, Written], settings: Mapping[str, PeftSettings]) -> float | None:
+def _common_alpha(written: Mapping[str, RawLoRAModule], settings: Mapping[str, PeftSettings]) -> float | None:
     alphas = {of_component.alpha for of_component in settings.values()} if settings else {names.alpha for names in written.values()}
     return alphas.pop() if len(alphas) == 1 else None
 

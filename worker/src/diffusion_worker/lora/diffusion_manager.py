@@ -19,7 +19,7 @@ from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.model_layers import can_be_wrapped
 from diffusion_worker.lora.model_manager import LoRAModel, LRUCacheLoRAModelManager
-from diffusion_worker.lora.naming import Model
+from diffusion_worker.lora.naming import AdaptedModel
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, Delta, HostAdapter
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.checksum import checksum
@@ -75,7 +75,7 @@ class DiffusionLoRAManager:
         `asleep`: slots take no memory before `restore`.
         """
         self._components = dict(components)
-        self._model = Model(self._components, denoiser, convert)
+        self._model = AdaptedModel(self._components, denoiser, convert)
         self._cached = cached
         self._in_use = in_use
         self._layers = AdapterLayers(

@@ -12,7 +12,7 @@ ALL = "all"
 MOST_NAMES = 3
 
 
-class Envelope:
+class LayerAllowlist:
     """What the targets name: the ends of names, from a dot, or `all`. Without targets it is everything."""
 
     def __init__(self, targets: Sequence[str], model: ModelLayers) -> None:

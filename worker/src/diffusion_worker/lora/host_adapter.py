@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from diffusion_worker.lora.layers import LoRALayer
-from diffusion_worker.lora.slot_bank import Columns, Run, Scaling, Segment
+from diffusion_worker.lora.slot_bank import ColumnRun, Columns, Scaling, Segment
 
 
 class Bound(NamedTuple):
@@ -29,7 +29,7 @@ class HostAdapter(NamedTuple):
 
     components: frozenset[str]
     rank: int
-    runs: tuple[Run, ...]
+    runs: tuple[ColumnRun, ...]
     parts: tuple[tuple[LoRALayer, int], ...]
 
     @property
@@ -74,7 +74,7 @@ def _continues(before: _Block, block: _Block) -> bool:
 
 
 @torch.inference_mode(False)
-def _run(segment: Segment, blocks: list[_Block]) -> Run:
+def _run(segment: Segment, blocks: list[_Block]) -> ColumnRun:
     # Also of a single one it is a copy. Turning all at once takes less than each by itself.
     values = torch.cat([block.values for block in blocks], dim=0 if blocks[0].is_b else 1)
     if blocks[0].is_b:
@@ -85,4 +85,4 @@ def _run(segment: Segment, blocks: list[_Block]) -> Run:
         if factor != 1.0:
             alike = list(group)
             scalings.append(Scaling(alike[0].start - first, alike[-1].stop - first, factor))
-    return Run(segment, first, values, tuple(scalings))
+    return ColumnRun(segment, first, values, tuple(scalings))

@@ -70,7 +70,7 @@ class Piece(NamedTuple):
     rows: slice | None
 
 
-class Meaning(NamedTuple):
+class LayerMatch(NamedTuple):
     """What a name of an adapter means, and what its factors have to look like; no pieces where it means nothing.
 
     `inputs` is the shape of A without its rank and its points, `outputs` the rows of B.
@@ -109,7 +109,7 @@ class ModelLayers:
                     layer.places.append((parent, path.rpartition(".")[2]))
                     layer.components.add(component)
                     self._layers[name] = layer
-        self._found: dict[str, Meaning] = {}
+        self._found: dict[str, LayerMatch] = {}
 
     def __iter__(self) -> Iterator[tuple[str, ModelLayer]]:
         """Every name and its layer; not those whose work a fused one does."""
@@ -127,13 +127,13 @@ class ModelLayers:
         """The names of the modules that cannot be wrapped."""
         return (name for name in self._modules if name not in self._layers)
 
-    def find(self, name: str) -> Meaning:
+    def find(self, name: str) -> LayerMatch:
         """What a name means."""
         found = self._found.get(name)
         if found is None:
             pieces = tuple(self._look_up(name))
             inputs = without_points(pieces[0].layer.inputs) if pieces else ()
-            found = Meaning(pieces, inputs, sum(piece.layer.outputs[piece.part] for piece in pieces))
+            found = LayerMatch(pieces, inputs, sum(piece.layer.outputs[piece.part] for piece in pieces))
             # Names that mean nothing are anybody's, and there is no end of them.
             if pieces:
                 self._found[name] = found

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from diffusion_worker.lora.conversion import Convert, Converted
 
 
-class Model(NamedTuple):
+class AdaptedModel(NamedTuple):
     """What an adapter is read for: modules by component name, the one that names without a component mean, and a converter."""
 
     components: Mapping[str, torch.nn.Module] = {}
@@ -45,7 +45,7 @@ class Model(NamedTuple):
         return module
 
 
-class Written(NamedTuple):
+class RawLoRAModule(NamedTuple):
     """A module as the file has it: the names of its two factors, its rank, and its alpha where it has one of its own."""
 
     a: str
@@ -62,7 +62,7 @@ class Factors(NamedTuple):
     scaling: float
 
 
-def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Written]:
+def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, RawLoRAModule]:
     """The modules of a file under the names that it gives them.
 
     Raises:
@@ -70,21 +70,26 @@ def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Wri
             UnsupportedFormat with the kind of adapter, where it is another that is known.
     """
     parts: dict[str, dict[Part, str]] = {}
-    strangers = []
+    unmatched = []
     for name in tensors:
         taken = take_apart(name)
         if taken is None:
-            strangers.append(name)
+            unmatched.append(name)
         elif parts.setdefault(taken.module, {}).setdefault(taken.part, name) != name:
             raise _invalid(f"{label}: {name}: its module has another such tensor, {parts[taken.module][taken.part]}")
-    refuse_other_kinds(strangers, label)
-    if strangers or not parts:
-        raise _invalid(f"{label}: expected LoRA tensors only, found {first_of(strangers) or 'none at all'}")
+    refuse_other_kinds(unmatched, label)
+    if unmatched or not parts:
+        raise _invalid(f"{label}: expected LoRA tensors only, found {first_of(unmatched) or 'none at all'}")
     return {module: _written(module, names, tensors, label) for module, names in parts.items()}
 
 
 def bind(
-    tensors: Mapping[str, torch.Tensor], written: Mapping[str, Written], scaling: Callable[[str], float], *, model: Model, label: str
+    tensors: Mapping[str, torch.Tensor],
+    written: Mapping[str, RawLoRAModule],
+    scaling: Callable[[str], float],
+    *,
+    model: AdaptedModel,
+    label: str,
 ) -> tuple[dict[str, Factors], Format]:
     """The factors by `component.path`, in the naming of diffusers; `scaling` is asked for a module as the file has it.
 
@@ -125,7 +130,7 @@ def first_of(names: list[str], count: int = 3) -> str:
     return ", ".join(shown(name) for name in names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
-def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch.Tensor], label: str) -> Written:
+def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch.Tensor], label: str) -> RawLoRAModule:
     if Part.A not in names or Part.B not in names:
         only = next(iter(names.values()))
         missing = "lora_A, lora_B" if names.keys() == {Part.ALPHA} else f"lora_{'B' if Part.A in names else 'A'}"
@@ -137,7 +142,7 @@ def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch
         if value.numel() != 1:
             raise _invalid(f"{label}: {names[Part.ALPHA]}: expected one number, found shape {list(value.shape)}")
         alpha = float(value)
-    return Written(names[Part.A], names[Part.B], rank, alpha)
+    return RawLoRAModule(names[Part.A], names[Part.B], rank, alpha)
 
 
 def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
@@ -151,7 +156,12 @@ def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
 
 
 def _converted(
-    tensors: Mapping[str, torch.Tensor], written: Mapping[str, Written], scaling: Callable[[str], float], *, model: Model, label: str
+    tensors: Mapping[str, torch.Tensor],
+    written: Mapping[str, RawLoRAModule],
+    scaling: Callable[[str], float],
+    *,
+    model: AdaptedModel,
+    label: str,
 ) -> dict[str, Factors]:
     """The factors as diffusers names and splits them; scaling is applied here, exactly, and alphas that scale nothing are given."""
     assert model.convert is not None
@@ -171,7 +181,12 @@ def _converted(
 
 
 def _pairs(
-    found: Mapping[str, "Converted"], written: Mapping[str, Written], scaling: Callable[[str], float], *, model: Model, label: str
+    found: Mapping[str, "Converted"],
+    written: Mapping[str, RawLoRAModule],
+    scaling: Callable[[str], float],
+    *,
+    model: AdaptedModel,
+    label: str,
 ) -> dict[str, Factors]:
     """Converted tensors as pairs, each with the scaling of the module of the file that it came from."""
     module_of = {name: module for module, names in written.items() for name in (names.a, names.b)}

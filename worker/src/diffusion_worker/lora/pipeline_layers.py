@@ -27,7 +27,7 @@ from diffusion_worker.lora.call_rows import (
 )
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors, invalid
 from diffusion_worker.lora.convolution import LoRAConvolution
-from diffusion_worker.lora.envelope import Envelope
+from diffusion_worker.lora.envelope import LayerAllowlist
 from diffusion_worker.lora.host_adapter import Bound, HostAdapter, lay_out
 from diffusion_worker.lora.layers import BankPart, LinearPart, LoRALayer, LoRALinear
 from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece, order_of
@@ -75,7 +75,7 @@ class AdapterLayers:
         self._components = dict(components)
         self._slots, self._max_rank, self._device = slots, max_rank, device
         self._model = ModelLayers(components, part_of)
-        self._envelope = Envelope(target_modules, self._model)
+        self._envelope = LayerAllowlist(target_modules, self._model)
         self._wrapped: dict[ModelLayer, tuple[LoRALayer, Segment, list[Columns]]] = {}
         self._segments: list[Segment] = []
         self._asleep = asleep
@@ -257,22 +257,22 @@ class AdapterLayers:
             limit = f"rank {checkpoint.rank} is over the limit of {self._max_rank}, first at {first}"
             raise RequestError(ErrorCode.RANK_TOO_LARGE, f"adapter {adapter!r}: {limit}: start the worker with a larger --max-lora-rank")
         found: list[tuple[str, Piece, LoRAFactors]] = []
-        strangers: list[str] = []
+        unmatched: list[str] = []
         unknown = 0
         for name, factors in checkpoint.modules.items():
             meaning, a, b = self._model.find(name), factors.a.shape, factors.b.shape
             if meaning.pieces and meaning.fits(a, b):
                 found += [(name, piece, factors) for piece in meaning.pieces]
             elif meaning.pieces:
-                strangers.append(f"{name} ({meaning.misfit(a, b)})")
+                unmatched.append(f"{name} ({meaning.misfit(a, b)})")
             else:
                 unknown += 1
                 kind = self._model.kind_of(name)
-                strangers.append(f"{name} ({kind} cannot have adapters)" if kind else f"{name} (no such layer)")
-        if strangers:
+                unmatched.append(f"{name} ({kind} cannot have adapters)" if kind else f"{name} (no such layer)")
+        if unmatched:
             models = ", ".join(type(module).__name__ for module in self._components.values())
-            count = f"{len(strangers)} of {len(checkpoint.modules)} modules"
-            message = f"adapter {adapter!r}: {count} do not match {models}: {', '.join(strangers[:MOST_NAMES])}"
+            count = f"{len(unmatched)} of {len(checkpoint.modules)} modules"
+            message = f"adapter {adapter!r}: {count} do not match {models}: {', '.join(unmatched[:MOST_NAMES])}"
             none = unknown == len(checkpoint.modules)
             raise RequestError(ErrorCode.NO_MATCHING_MODULES if none else ErrorCode.INVALID_ADAPTER, message)
         self._envelope.require(adapter, found)

@@ -39,7 +39,7 @@ class Scaling(NamedTuple):
     factor: float
 
 
-class Run(NamedTuple):
+class ColumnRun(NamedTuple):
     """What an adapter has for adjacent columns of a segment: [rank, columns], in the dtype of its file."""
 
     segment: "Segment"
@@ -126,7 +126,7 @@ class Segment:
         return self.rows[slot * self._max_rank : (slot + 1) * self._max_rank]
 
     @torch.no_grad()
-    def write(self, slot: int, runs: Sequence[Run]) -> None:
+    def write(self, slot: int, runs: Sequence[ColumnRun]) -> None:
         """Have these in a slot and nothing else. No more is zeroed than what was there and is not overwritten."""
         rows = self.of_slot(slot)
         ranks = {(run.span.start, run.span.stop): run.span.rank for run in runs}
@@ -139,7 +139,7 @@ class Segment:
             _copy(rows[: span.rank, span.start : span.stop], run)
 
     @torch.no_grad()
-    def holds(self, slot: int, run: Run) -> bool:
+    def holds(self, slot: int, run: ColumnRun) -> bool:
         """Whether a slot has what `write` makes of this run."""
         span = run.span
         found = self.of_slot(slot)[: span.rank, span.start : span.stop]
@@ -159,7 +159,7 @@ def _layout(widths: Sequence[Widths]) -> tuple[list[Columns], int]:
     return columns, end
 
 
-def _copy(target: torch.Tensor, run: Run) -> None:
+def _copy(target: torch.Tensor, run: ColumnRun) -> None:
     """Copy and scale, with no rounding but the one to the bank's dtype."""
     exact = target.dtype in (run.values.dtype, torch.float32)
     if exact or not run.scalings:

@@ -18,7 +18,7 @@ PREFIXES = ("lora_unet_", "diffusion_model.")
 STAND_IN_ROWS = 6
 
 
-class WeightsOfSD3(dict[str, torch.Tensor]):
+class PaddedSD3Checkpoint(dict[str, torch.Tensor]):
     """What the conversion of Stable Diffusion 3 takes for a whole checkpoint."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], *, blocks: int, dual: tuple[int, ...]) -> None:
@@ -50,7 +50,7 @@ class WeightsOfSD3(dict[str, torch.Tensor]):
 
 def convert_sd3(
     tensors: Mapping[str, torch.Tensor],
-    convert: Callable[[WeightsOfSD3], Mapping[str, torch.Tensor]],
+    convert: Callable[[PaddedSD3Checkpoint], Mapping[str, torch.Tensor]],
     *,
     blocks: int,
     dual: tuple[int, ...],
@@ -70,7 +70,7 @@ def convert_sd3(
             module = module_of[name] = taken.module.removeprefix(prefix).replace(".", "_")
             {Part.A: first, Part.B: second}.get(taken.part, {})[module] = tensor
     found = {}
-    for name, weight in convert(WeightsOfSD3(second, blocks=blocks, dual=dual)).items():
+    for name, weight in convert(PaddedSD3Checkpoint(second, blocks=blocks, dual=dual)).items():
         owner = module_of.get(source_of(weight))
         if owner is not None:
             found[f"transformer.{name.removesuffix('.weight')}.lora_A.weight"] = first[owner]

@@ -7,17 +7,17 @@ import gc
 import torch
 
 
-def settle_heap() -> None:
+def freeze_gc() -> None:
     """What is alive now stays, in a process that serves one model to its end: a collection of all that took a third of a second.
 
-    Without `unsettle_heap`, what goes and is in a cycle stays too.
+    Without `unfreeze_gc`, what goes and is in a cycle stays too.
     """
-    unsettle_heap()
+    unfreeze_gc()
     gc.collect()
     gc.freeze()
 
 
-def unsettle_heap() -> None:
+def unfreeze_gc() -> None:
     """What was settled may go: to be called before a model is given up for another one."""
     gc.unfreeze()
 

@@ -22,7 +22,7 @@ from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.sources.parsing import parse_source
 from diffusion_worker.sources.source import Source
 
-Wanted = str | LoRARequest | Sequence[str | LoRARequest] | None
+AdapterArgument = str | LoRARequest | Sequence[str | LoRARequest] | None
 Scales = float | Sequence[float] | None
 # What a folder of an adapter is read from.
 READ = ("*.safetensors", "adapter_config.json")
@@ -41,7 +41,7 @@ class WantedAdapter(NamedTuple):
     scale: float | None
 
 
-def wanted_adapters(lora_request: Wanted, lora_scale: Scales) -> list[WantedAdapter]:
+def wanted_adapters(lora_request: AdapterArgument, lora_scale: Scales) -> list[WantedAdapter]:
     """The adapters of a call; one number for several of them is left to the engine to judge.
 
     Raises:

@@ -17,7 +17,7 @@ from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.engine.state.request_events import Generation, RequestEvent
 from diffusion_worker.engine.state.state_document import AdapterState
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError, refused
-from diffusion_worker.offline.adapters import RequestedAdapters, Scales, Wanted, WantedAdapter, wanted_adapters
+from diffusion_worker.offline.adapters import AdapterArgument, RequestedAdapters, Scales, WantedAdapter, wanted_adapters
 from diffusion_worker.offline.engine_thread import EngineThread
 from diffusion_worker.offline.generated_image import GeneratedImage
 from diffusion_worker.offline.inputs import image_fields
@@ -92,7 +92,7 @@ class DiffusionEngine:
         steps: int | None = None,
         guidance_scale: float | None = None,
         negative_prompt: str | None = None,
-        lora_request: Wanted = None,
+        lora_request: AdapterArgument = None,
         lora_scale: Scales = None,
         image: Image | Sequence[Image] | None = None,
         mask: Image | None = None,

@@ -9,7 +9,7 @@ from diffusion_worker.engine.state.rank_protocol import Loss, TickReport
 from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import Fault, GroupFailed
 from diffusion_worker.messages import MemoryReport, ModelInfo, RpcReply, Tick
-from diffusion_worker.ranks.rank_generation import Generation
+from diffusion_worker.ranks.rank_generation import RankGeneration
 
 
 class RankExecutor:
@@ -18,7 +18,7 @@ class RankExecutor:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._number = 1
-        self._current: Generation | None = None
+        self._current: RankGeneration | None = None
         self._dropped_before = (0, 0)
         self._stopped = False
 
@@ -43,7 +43,7 @@ class RankExecutor:
         """Start the processes and wait until all have loaded; raises ConfigError, LoadTimeout or GroupFailed."""
         if self._stopped:
             raise GroupFailed("the ranks were ended")
-        self._current = Generation(self._config, self._number, asleep=asleep)
+        self._current = RankGeneration(self._config, self._number, asleep=asleep)
         return await self._current.start()
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
@@ -98,7 +98,7 @@ class RankExecutor:
             ended, self._current = self._current, None
             await ended.end()
 
-    def _running(self) -> Generation:
+    def _running(self) -> RankGeneration:
         if self._current is None:
             raise GroupFailed("the ranks are not running")
         return self._current

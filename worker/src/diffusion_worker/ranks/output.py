@@ -18,7 +18,7 @@ Said = tuple[ToServer, Frames]
 LAST_WORDS_S = 5.0
 
 
-class Output:
+class RankSender:
     """Use from the rank's main thread. `send` puts a message on the wire."""
 
     def __init__(self, send: Callable[[ToServer, Frames], None]) -> None:
@@ -35,9 +35,9 @@ class Output:
             if not self._waiting:
                 self._send(message, ())
                 return
-        self.send_made(lambda: (message, ()))
+        self.send_when_ready(lambda: (message, ()))
 
-    def send_made(self, make: Callable[[], Said]) -> None:
+    def send_when_ready(self, make: Callable[[], Said]) -> None:
         """Send what `make` returns, which is called in the thread. Raises what ended that; `make` may raise nothing else."""
         with self._changed:
             self.check()
@@ -58,7 +58,7 @@ class Output:
             self._changed.wait_for(lambda: not self._waiting or self._error is not None, timeout_s)
             self.check()
 
-    def last_words(self, message: ToServer) -> None:
+    def send_final(self, message: ToServer) -> None:
         """Send a message after all that can still be sent."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._error is not None, LAST_WORDS_S)

@@ -52,7 +52,7 @@ LAST_WORDS_S = 0.2
 STOP_WATCH_S = 0.5
 
 
-class Generation:
+class RankGeneration:
     """One generation. Make and use it on the event loop of the server; `start` once, `end` once."""
 
     def __init__(self, config: WorkerConfig, number: int, *, asleep: bool) -> None:
@@ -88,7 +88,7 @@ class Generation:
             self.lose(reason, Fault.STALLED)
             raise LoadTimeout(reason) from None
         except GroupFailed:
-            words = next((rank.last_words for rank in self.ranks if rank.last_words and rank.last_words.config), None)
+            words = next((rank.last_report for rank in self.ranks if rank.last_report and rank.last_report.config), None)
             if words is not None:
                 raise ConfigError(words.message) from None
             raise
@@ -208,7 +208,7 @@ class Generation:
     def _explain_death(self, rank: RankProcess) -> None:
         if self._ending or self.loss.done():
             return
-        words = rank.last_words
+        words = rank.last_report
         said = f": {words.message}" if words else ""
         self.lose(f"rank {rank.number} (pid {rank.pid}) {rank.exit_text()}{said}", words.fault if words else Fault.DIED)
 
@@ -261,7 +261,7 @@ class Generation:
             if all(other.model is not None for other in self.ranks):
                 self._ready.set()
         elif isinstance(message, Fatal):
-            rank.last_words = message
+            rank.last_report = message
         elif isinstance(message, Dropped):
             rank.dropped_frames = message.count
         else:

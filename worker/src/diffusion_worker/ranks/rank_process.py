@@ -26,7 +26,7 @@ class RankProcess:
         self.memory = MemoryReport()
         self.loaded: tuple[int, int] = (0, 0)
         self.model: ModelInfo | None = None
-        self.last_words: Fatal | None = None
+        self.last_report: Fatal | None = None
         self.heard_at = time.monotonic()
         self.gone = asyncio.Event()
         self.dropped_frames = 0

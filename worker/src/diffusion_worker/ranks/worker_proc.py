@@ -40,7 +40,7 @@ from diffusion_worker.messages import (
 from diffusion_worker.ranks.broadcast import Endpoints, RankEnd
 from diffusion_worker.ranks.extension import extended_worker
 from diffusion_worker.ranks.finished_images import ImageReport
-from diffusion_worker.ranks.output import Output
+from diffusion_worker.ranks.output import RankSender
 from diffusion_worker.ranks.start_check import check_start
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous
 from diffusion_worker.runner.model_call.faults import RankFault, classify, require_usable_rank
@@ -87,7 +87,9 @@ class WorkerProc:
     Whatever it says goes through `output`, in order: an answer to sleep comes after the images that were finished before.
     """
 
-    def __init__(self, rank: int, output: Output, wire: RankEnd, worker: DiffusionWorker, extension: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, rank: int, output: RankSender, wire: RankEnd, worker: DiffusionWorker, extension: frozenset[str] = frozenset()
+    ) -> None:
         self.worker = worker
         self._rank = rank
         self._output = output
@@ -208,11 +210,11 @@ class WorkerProc:
             return
         report = ImageReport(done, output)
         report.begin_copies()
-        self._output.send_made(report.make)
+        self._output.send_when_ready(report.make)
 
 
 def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> int:
-    output = Output(wire.send)
+    output = RankSender(wire.send)
     try:
         check_start(arguments.config.device, arguments.rank, arguments.start_method)
         worker_class, extension = extended_worker(arguments.config.worker_extension)
@@ -223,16 +225,16 @@ def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None
         worker.shutdown()
         return 0
     except ConfigError as error:
-        output.last_words(Fatal(arguments.rank, str(error), config=True))
+        output.send_final(Fatal(arguments.rank, str(error), config=True))
         return 1
     except RankFault as error:
         log.error("rank ends: %s", error)
-        output.last_words(Fatal(arguments.rank, str(error), fault=error.fault))
+        output.send_final(Fatal(arguments.rank, str(error), fault=error.fault))
     except Exception as error:
         log.exception("rank failed")
         fault = classify(error)
         words = withheld.words_of(error)
-        output.last_words(Fatal(arguments.rank, words, fault=Fault.DEFECT if fault is Fault.REQUEST else fault))
+        output.send_final(Fatal(arguments.rank, words, fault=Fault.DEFECT if fault is Fault.REQUEST else fault))
     return EXIT_FAULT
 
 

@@ -18,7 +18,7 @@ from diffusion_worker.config import WorkerConfig, usable_cores
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
-from diffusion_worker.memory.heap import give_back_heap, settle_heap
+from diffusion_worker.memory.heap import freeze_gc, give_back_heap
 from diffusion_worker.messages import (
     Fingerprint,
     LoadedLoRA,
@@ -96,7 +96,7 @@ class DiffusionWorker:
         """Load the model, or with `asleep` all of it but its weights; raises ConfigError."""
         check_device(self._config.offload, self.device)
         model = self.model_runner.load_model(report, asleep=asleep)
-        settle_heap()
+        freeze_gc()
         resident = self.memory().weights_resident_bytes
         free = free_bytes(self.device, ranks=self._config.ranks, weights_bytes=model.weights_bytes, resident_bytes=resident)
         return msgspec.structs.replace(model, free_bytes=free)
@@ -215,7 +215,7 @@ class DiffusionWorker:
             RequestError: InvalidRequest, the class does not fit; the pipeline of the options is loaded again then.
         """
         model = self.model_runner.re_init_pipeline(pipeline)
-        settle_heap()
+        freeze_gc()
         return model
 
     def profile(self, *, is_start: bool, prefix: str = "") -> str | bool | None:

@@ -16,7 +16,7 @@ from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.checksum import checksum
-from diffusion_worker.memory.heap import give_back_heap, unsettle_heap
+from diffusion_worker.memory.heap import give_back_heap, unfreeze_gc
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
 from diffusion_worker.messages import (
@@ -47,7 +47,7 @@ from diffusion_worker.runner.pipelines.description import describe
 from diffusion_worker.runner.pipelines.tasks import TaskPipelines
 from diffusion_worker.runner.pipelines.view import compute_on, modules_of
 from diffusion_worker.runner.rank_memory import RankMemory
-from diffusion_worker.runner.step_cache.cache import StepCache
+from diffusion_worker.runner.step_cache.cache import PipelineStepCache
 from diffusion_worker.runner.stepping.pixels import Pixels, pixels_of
 from diffusion_worker.runner.stepping.request_state import Body, DiffusionRequestState
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper, report_of
@@ -80,7 +80,7 @@ class DiffusionModelRunner:
         self._offloading = Offloading(Offload.NONE, device)
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
-        self._cache: StepCache | None = None
+        self._cache: PipelineStepCache | None = None
         self._kinds: ParallelKinds | None = None
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
@@ -286,7 +286,7 @@ class DiffusionModelRunner:
         self._compilation = Compilation(Compile.NONE, {})
         self.weights = ModelWeights(home_of(self._config.offload, self._device))
         self._memory = RankMemory(self._device, ranks=self._config.ranks, prompts=self._prompts)
-        unsettle_heap()
+        unfreeze_gc()
         give_back_heap(self._device)
 
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.job import Event, Failed, FetchJob, Progress
+from diffusion_worker.sources.job import Event, FetchFailed, FetchJob, FetchProgress
 
 PR_SET_PDEATHSIG = 1
 # Beside the deadline, so that it is the server that ends a fetch, and says why.
@@ -42,16 +42,16 @@ def _outcome(job: FetchJob, leases: ExitStack) -> Event:
         # Late, so that the limits hold for what the libraries do as well.
         from diffusion_worker.sources.running import fetch
 
-        return fetch(job, lambda done, total: tell(Progress(done, total)), leases)
+        return fetch(job, lambda done, total: tell(FetchProgress(done, total)), leases)
     except RequestError as error:
-        return Failed(error.code, error.message)
+        return FetchFailed(error.code, error.message)
     except MemoryError:
-        return Failed(ErrorCode.TOO_LARGE, f"{job.what}: fetching it needs more memory than {job.limits.memory_bytes} bytes")
+        return FetchFailed(ErrorCode.TOO_LARGE, f"{job.what}: fetching it needs more memory than {job.limits.memory_bytes} bytes")
     except OSError as error:
-        return Failed(ErrorCode.CACHE_FULL, f"{job.what}: the cache {job.cache_dir} cannot be written to: {error.strerror}")
+        return FetchFailed(ErrorCode.CACHE_FULL, f"{job.what}: the cache {job.cache_dir} cannot be written to: {error.strerror}")
     except Exception as error:
         # Not its text: it may hold what is secret.
-        return Failed(ErrorCode.NETWORK_ERROR, f"{job.what}: fetching it failed unexpectedly ({type(error).__name__})")
+        return FetchFailed(ErrorCode.NETWORK_ERROR, f"{job.what}: fetching it failed unexpectedly ({type(error).__name__})")
 
 
 def _bound(job: FetchJob) -> None:

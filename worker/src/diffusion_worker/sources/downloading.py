@@ -18,7 +18,7 @@ import httpx2
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.file_cache import Blob, Cache, Lease, Partial, Record, key_of
+from diffusion_worker.sources.file_cache import Blob, FileCache, Lease, Partial, Record, key_of
 
 PIECE_BYTES = 1 << 20
 # Tries in a row in which nothing arrived, and the pause after the first of them.
@@ -101,7 +101,7 @@ class Totals:
 class Downloader:
     """Brings files into a cache. Its methods block, and may run in several threads."""
 
-    def __init__(self, client: httpx2.Client, cache: Cache, *, max_bytes: int, stall_s: float, totals: Totals) -> None:
+    def __init__(self, client: httpx2.Client, cache: FileCache, *, max_bytes: int, stall_s: float, totals: Totals) -> None:
         self.stop = threading.Event()
         self._client = client
         self._cache = cache
@@ -182,7 +182,9 @@ class Downloader:
 class Transfer:
     """One file on its way: what of it is here, and its digest so far."""
 
-    def __init__(self, partial: Partial, file: RemoteFile, cache: Cache, max_bytes: int, moved: Callable[[int, int | None], None]) -> None:
+    def __init__(
+        self, partial: Partial, file: RemoteFile, cache: FileCache, max_bytes: int, moved: Callable[[int, int | None], None]
+    ) -> None:
         self._descriptor = partial.descriptor
         self._file = file
         self._cache = cache

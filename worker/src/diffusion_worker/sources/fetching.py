@@ -16,9 +16,9 @@ import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.file_cache import Cache, Lease
+from diffusion_worker.sources.file_cache import FileCache, Lease
 from diffusion_worker.sources.in_place import claim_path, local_adapter, local_model
-from diffusion_worker.sources.job import Done, FetchJob, FetchLimits, Wanted
+from diffusion_worker.sources.job import ArtifactKind, FetchDone, FetchJob, FetchLimits
 from diffusion_worker.sources.parsing import is_remote
 from diffusion_worker.sources.process import Report, fetch_in_process
 from diffusion_worker.sources.source import Source
@@ -67,7 +67,7 @@ class Fetcher:
         """
         if not is_remote(source):
             return await self._local(source, f"adapter {name!r}", local_adapter, deadline_s)
-        return await self._remote(self._job(source, Wanted.ADAPTER, digest=digest, deadline_s=deadline_s, name=name), report)
+        return await self._remote(self._job(source, ArtifactKind.ADAPTER, digest=digest, deadline_s=deadline_s, name=name), report)
 
     async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
         """Look at an adapter that was fetched and that no rank reads yet; what came from elsewhere was looked at on its way.
@@ -95,7 +95,7 @@ class Fetcher:
         """
         if not is_remote(source):
             return await self._local(source, "model", local_model, deadline_s)
-        return await self._remote(self._job(source, Wanted.MODEL, digest=digest, revision=revision, deadline_s=deadline_s), report)
+        return await self._remote(self._job(source, ArtifactKind.MODEL, digest=digest, revision=revision, deadline_s=deadline_s), report)
 
     def release(self, fetched: Fetched) -> None:
         """One reader less: after the last the cache may evict it. Harmless for what is not from the cache."""
@@ -116,7 +116,7 @@ class Fetcher:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _job(
-        self, source: Source, wanted: Wanted, *, digest: str | None, deadline_s: float, revision: str | None = None, name: str = ""
+        self, source: Source, wanted: ArtifactKind, *, digest: str | None, deadline_s: float, revision: str | None = None, name: str = ""
     ) -> FetchJob:
         config = self._config
         return FetchJob(
@@ -153,9 +153,9 @@ class Fetcher:
         log.info("%s fetched digest=%s revision=%s bytes=%d", job.what, done.digest, done.revision, done.size_bytes)
         return Fetched(done.path, done.digest, done.revision, done.size_bytes)
 
-    def _adopt(self, job: FetchJob, done: Done) -> None:
+    def _adopt(self, job: FetchJob, done: FetchDone) -> None:
         """Keep it from eviction from now on, before the process that fetched it lets go."""
-        lease = Cache(Path(job.cache_dir)).lease(dict.fromkeys(done.blobs))
+        lease = FileCache(Path(job.cache_dir)).lease(dict.fromkeys(done.blobs))
         if lease is None:
             raise RequestError(ErrorCode.CACHE_FULL, f"{job.what}: was removed from the cache while it was fetched")
         self._leases.setdefault(done.path, []).append(lease)

@@ -55,7 +55,7 @@ class Lease:
             os.close(self._descriptors.pop())
 
 
-class Cache:
+class FileCache:
     """One folder of fetched files. Its methods block; they are for the process that fetches, but for `lease`."""
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None) -> None:

@@ -13,14 +13,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.downloading import RemoteFile
-from diffusion_worker.sources.job import Wanted
+from diffusion_worker.sources.job import ArtifactKind
 from diffusion_worker.sources.mounted_secrets import read_secret
-from diffusion_worker.sources.resolving import Question, Resolved
+from diffusion_worker.sources.resolving import ResolveContext, Resolved
 from diffusion_worker.sources.selection import ADAPTER_WEIGHTS, adapter_files, model_files, single_adapter
 from diffusion_worker.sources.source import HuggingFaceSource
 
 
-def resolve_hub(source: HuggingFaceSource, question: Question) -> Resolved:
+def resolve_hub(source: HuggingFaceSource, question: ResolveContext) -> Resolved:
     """The files of a repository at the commit that its revision is now.
 
     Raises:
@@ -39,7 +39,7 @@ def resolve_hub(source: HuggingFaceSource, question: Question) -> Resolved:
     chosen = _choose(source, list(siblings), question.wanted, what)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     files = {name: _remote(source.repo, commit, siblings[path], headers=headers, what=f"{what}: {path}") for name, path in chosen.items()}
-    return Resolved(files=files, revision=commit, folder=question.wanted is Wanted.MODEL or len(files) > 1)
+    return Resolved(files=files, revision=commit, folder=question.wanted is ArtifactKind.MODEL or len(files) > 1)
 
 
 def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, what: str) -> Any:
@@ -66,9 +66,9 @@ def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
     return RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the hub answered {status}")
 
 
-def _choose(source: HuggingFaceSource, paths: list[str], wanted: Wanted, what: str) -> dict[str, str]:
+def _choose(source: HuggingFaceSource, paths: list[str], wanted: ArtifactKind, what: str) -> dict[str, str]:
     """Paths in the repository by the names they are kept under."""
-    if wanted is Wanted.ADAPTER and source.file is not None:
+    if wanted is ArtifactKind.ADAPTER and source.file is not None:
         path = f"{source.subfolder}/{source.file}" if source.subfolder else source.file
         single_adapter(path, what)
         if path not in paths:
@@ -78,7 +78,7 @@ def _choose(source: HuggingFaceSource, paths: list[str], wanted: Wanted, what: s
     names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
     if prefix and not names:
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: there is no folder {source.subfolder!r}")
-    choose = adapter_files if wanted is Wanted.ADAPTER else model_files
+    choose = adapter_files if wanted is ArtifactKind.ADAPTER else model_files
     return {name: prefix + path for name, path in choose(names, what, patterns=source.allow_patterns).items()}
 
 

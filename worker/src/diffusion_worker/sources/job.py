@@ -11,7 +11,7 @@ from diffusion_worker.sources.source import Source
 GIB = 1 << 30
 
 
-class Wanted(enum.StrEnum):
+class ArtifactKind(enum.StrEnum):
     """What is fetched."""
 
     ADAPTER = "adapter"
@@ -34,7 +34,7 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
     # The process ends with the one that started it.
     parent_pid: int
     source: Source
-    wanted: Wanted
+    wanted: ArtifactKind
     # Of an adapter, for messages.
     name: str
     # What the weights of an adapter must have; of a model, what may be another revision where it is the same bytes.
@@ -51,22 +51,22 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def what(self) -> str:
         """The beginning of every message."""
-        return f"adapter {self.name!r}" if self.wanted is Wanted.ADAPTER else "model"
+        return f"adapter {self.name!r}" if self.wanted is ArtifactKind.ADAPTER else "model"
 
     @property
     def max_bytes(self) -> int:
         """The most that may be fetched."""
-        return self.limits.adapter_bytes if self.wanted is Wanted.ADAPTER else self.limits.model_bytes
+        return self.limits.adapter_bytes if self.wanted is ArtifactKind.ADAPTER else self.limits.model_bytes
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class FetchProgress(msgspec.Struct, frozen=True, tag="progress"):
     """Bytes so far, and in all where that is known."""
 
     done: int
     total: int | None
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class FetchDone(msgspec.Struct, frozen=True, tag="done"):
     """It is in the cache: a path there, and the blobs it needs, by their digests without `sha256:`."""
 
     path: str
@@ -78,11 +78,11 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     note: str | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class FetchFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Why it is not."""
 
     code: ErrorCode
     message: str
 
 
-Event = Progress | Done | Failed
+Event = FetchProgress | FetchDone | FetchFailed

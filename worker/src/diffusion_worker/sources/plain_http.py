@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.downloading import RemoteFile
 from diffusion_worker.sources.in_place import refuse_endings
-from diffusion_worker.sources.job import Wanted
-from diffusion_worker.sources.resolving import Question, Resolved
+from diffusion_worker.sources.job import ArtifactKind
+from diffusion_worker.sources.resolving import ResolveContext, Resolved
 from diffusion_worker.sources.selection import ADAPTER_WEIGHTS
 from diffusion_worker.sources.source import HttpSource
 from diffusion_worker.sources.transport_rules import require_scheme
@@ -24,9 +24,9 @@ def http_digest(source: HttpSource) -> str:
     return digest
 
 
-def resolve_http(source: HttpSource, question: Question) -> Resolved:
+def resolve_http(source: HttpSource, question: ResolveContext) -> Resolved:
     """Nothing is asked: the address and the digest say all. Raises RequestError (InvalidRequest, UnsupportedFormat)."""
-    if question.wanted is Wanted.MODEL:
+    if question.wanted is ArtifactKind.MODEL:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: a model is a folder, and an address over http is one file")
     try:
         parts = urlsplit(source.url)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.job import Done, Event, Failed, FetchJob, Progress
+from diffusion_worker.sources.job import Event, FetchDone, FetchFailed, FetchJob, FetchProgress
 
 # What a fetch may take from its server's surroundings. Not there: tokens and keys, which come from mounted Secrets, and proxies,
 # which would connect to addresses that nobody checked.
@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 1 << 20
 Report = Callable[[int, int | None], None]
 
 
-async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Done], None]) -> Done:
+async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[FetchDone], None]) -> FetchDone:
     """Run a job; `adopt` is called in a thread while what was fetched is still kept from eviction.
 
     Raises:
@@ -57,9 +57,9 @@ async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Done]
         await process.wait()
 
 
-async def _follow(lines: asyncio.StreamReader, job: FetchJob, report: Report) -> Done:
+async def _follow(lines: asyncio.StreamReader, job: FetchJob, report: Report) -> FetchDone:
     """The outcome, with progress on the way."""
-    last: Progress | None = None
+    last: FetchProgress | None = None
     moved_at = time.monotonic()
     while True:
         try:
@@ -71,9 +71,9 @@ async def _follow(lines: asyncio.StreamReader, job: FetchJob, report: Report) ->
         if not line:
             raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: the process that fetches it died")
         event: Event = msgspec.json.decode(line, type=Event)
-        if isinstance(event, Done):
+        if isinstance(event, FetchDone):
             return event
-        if isinstance(event, Failed):
+        if isinstance(event, FetchFailed):
             raise RequestError(event.code, event.message)
         if event != last:
             last, moved_at = event, time.monotonic()

@@ -7,14 +7,14 @@ import httpx2
 import msgspec
 
 from diffusion_worker.sources.downloading import RemoteFile
-from diffusion_worker.sources.job import Wanted
+from diffusion_worker.sources.job import ArtifactKind
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class ResolveContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a kind has to know beside the source itself."""
 
     client: httpx2.Client
-    wanted: Wanted
+    wanted: ArtifactKind
     # For messages.
     what: str
     secrets: Path

@@ -12,10 +12,10 @@ import msgspec
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.header import read_header
 from diffusion_worker.sources.downloading import Downloader, RemoteFile, Totals, bring_all
-from diffusion_worker.sources.file_cache import Blob, Cache, Record, key_of
-from diffusion_worker.sources.job import Done, FetchJob, Wanted
+from diffusion_worker.sources.file_cache import Blob, FileCache, Record, key_of
+from diffusion_worker.sources.job import ArtifactKind, FetchDone, FetchJob
 from diffusion_worker.sources.plain_http import http_digest, resolve_http
-from diffusion_worker.sources.resolving import Question, Resolved
+from diffusion_worker.sources.resolving import ResolveContext, Resolved
 from diffusion_worker.sources.selection import ADAPTER_WEIGHTS
 from diffusion_worker.sources.source import HuggingFaceSource, S3Source, Source
 from diffusion_worker.sources.transport import checked_client
@@ -25,18 +25,18 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 UNREACHABLE = frozenset({ErrorCode.NETWORK_ERROR, ErrorCode.SOURCE_NOT_FOUND})
 
 
-def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: ExitStack) -> Done:
+def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: ExitStack) -> FetchDone:
     """Have what a job wants in the cache; it cannot be evicted until `leases` is closed.
 
     Raises:
         RequestError: as `Fetcher` says.
     """
-    cache = Cache(Path(job.cache_dir), limit_bytes=job.cache_bytes)
+    cache = FileCache(Path(job.cache_dir), limit_bytes=job.cache_bytes)
     pinned = _pinned(job)
     if (known := _known(job, cache, pinned, leases)) is not None:
         return known
     with checked_client(allow_http=job.allow_http, read_timeout_s=job.limits.stall_s / 2) as client:
-        question = Question(
+        question = ResolveContext(
             client=client,
             wanted=job.wanted,
             what=job.what,
@@ -47,7 +47,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
         try:
             resolved = _pin(resolve(_at_revision(job), question), pinned)
         except RequestError as error:
-            last = _recorded(job, cache, "last", leases) if job.revision is None and job.wanted is Wanted.MODEL else None
+            last = _recorded(job, cache, "last", leases) if job.revision is None and job.wanted is ArtifactKind.MODEL else None
             if last is None or error.code not in UNREACHABLE:
                 raise
             return msgspec.structs.replace(last, note=f"used as it was fetched last, at {last.revision}: {error.message}")
@@ -68,7 +68,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
     return msgspec.structs.replace(done, revision=job.revision, note=f"the bytes of {job.revision} are those of {resolved.revision}")
 
 
-def resolve(source: Source, question: Question) -> Resolved:
+def resolve(source: Source, question: ResolveContext) -> Resolved:
     """What a source has. The library of a kind is imported where that kind is asked for."""
     if source.http is not None:
         return resolve_http(source.http, question)
@@ -85,7 +85,7 @@ def resolve(source: Source, question: Question) -> Resolved:
 
 def _pinned(job: FetchJob) -> str | None:
     """The digest that the weights of an adapter must have, in hex. Raises RequestError (DigestMismatch)."""
-    pinned = job.digest.lower().removeprefix("sha256:") if job.digest and job.wanted is Wanted.ADAPTER else None
+    pinned = job.digest.lower().removeprefix("sha256:") if job.digest and job.wanted is ArtifactKind.ADAPTER else None
     if job.source.http is None:
         return pinned
     named = http_digest(job.source.http)
@@ -118,7 +118,7 @@ def _moved(job: FetchJob, resolved: Resolved) -> RequestError:
     return RequestError(ErrorCode.DIGEST_MISMATCH, f"{job.what}: {found}, which is another model")
 
 
-def _known(job: FetchJob, cache: Cache, pinned: str | None, leases: ExitStack) -> Done | None:
+def _known(job: FetchJob, cache: FileCache, pinned: str | None, leases: ExitStack) -> FetchDone | None:
     """What needs no network: a pinned digest or a revision that is here, or a commit, which never changes."""
     if job.revision is not None:
         return _recorded(job, cache, job.revision, leases)
@@ -140,31 +140,31 @@ def _is_single(source: Source) -> bool:
     return source.http is not None or (hub is not None and hub.file is not None) or (s3 is not None and not s3.uri.endswith("/"))
 
 
-def _recorded(job: FetchJob, cache: Cache, state: str, leases: ExitStack) -> Done | None:
+def _recorded(job: FetchJob, cache: FileCache, state: str, leases: ExitStack) -> FetchDone | None:
     """A state of the source that was fetched before, if all of it is still here."""
     record = cache.read_record(_state_key(job, state))
     return _done(job, cache, record, leases) if record is not None else None
 
 
-def _done(job: FetchJob, cache: Cache, record: Record, leases: ExitStack) -> Done | None:
+def _done(job: FetchJob, cache: FileCache, record: Record, leases: ExitStack) -> FetchDone | None:
     blobs = {blob.sha256: blob.size for blob in record.files.values()}
     lease = cache.lease(blobs)
     if lease is None:
         return None
     leases.callback(lease.close)
     folder, digest = cache.tree(record.files)
-    if job.wanted is Wanted.ADAPTER:
+    if job.wanted is ArtifactKind.ADAPTER:
         digest = record.files[ADAPTER_WEIGHTS].sha256
         folder = folder if len(record.files) > 1 else folder / ADAPTER_WEIGHTS
-    return Done(str(folder), f"sha256:{digest}", record.revision, sum(blobs.values()), list(blobs))
+    return FetchDone(str(folder), f"sha256:{digest}", record.revision, sum(blobs.values()), list(blobs))
 
 
-def _finish(job: FetchJob, cache: Cache, resolved: Resolved, blobs: dict[str, Blob]) -> Done:
+def _finish(job: FetchJob, cache: FileCache, resolved: Resolved, blobs: dict[str, Blob]) -> FetchDone:
     """Everything is here: look at the header of an adapter, remember what the source had, give it names."""
-    if job.wanted is Wanted.ADAPTER:
+    if job.wanted is ArtifactKind.ADAPTER:
         read_header(cache.blob(blobs[ADAPTER_WEIGHTS].sha256), name=job.name)
     record = Record(blobs, resolved.revision)
-    lasting = blobs[ADAPTER_WEIGHTS].sha256 if job.wanted is Wanted.ADAPTER else resolved.revision
+    lasting = blobs[ADAPTER_WEIGHTS].sha256 if job.wanted is ArtifactKind.ADAPTER else resolved.revision
     for state in ("last", lasting) if lasting is not None else ("last",):
         cache.write_record(_state_key(job, state), record)
     with ExitStack() as briefly:  # the caller holds leases on all of them already

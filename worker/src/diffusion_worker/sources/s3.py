@@ -18,9 +18,9 @@ from obstore.store import S3Store
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.downloading import Interrupted, RemoteFile, raise_for_status
 from diffusion_worker.sources.file_cache import key_of
-from diffusion_worker.sources.job import Wanted
+from diffusion_worker.sources.job import ArtifactKind
 from diffusion_worker.sources.mounted_secrets import read_optional_secret, read_secret
-from diffusion_worker.sources.resolving import Question, Resolved
+from diffusion_worker.sources.resolving import ResolveContext, Resolved
 from diffusion_worker.sources.selection import ADAPTER_WEIGHTS, adapter_files, model_files, single_adapter
 from diffusion_worker.sources.source import S3Source
 from diffusion_worker.sources.transport_rules import allowed_addresses, require_scheme
@@ -34,7 +34,7 @@ LIST_TIMEOUT_S = 30
 MAX_SIGNED_S = 7 * 86_400
 
 
-def resolve_s3(source: S3Source, question: Question) -> Resolved:
+def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
     """The object of a key, or those of a folder.
 
     Raises:
@@ -43,22 +43,22 @@ def resolve_s3(source: S3Source, question: Question) -> Resolved:
     """
     bucket = Bucket(source, question)
     if bucket.key and not bucket.key.endswith("/"):
-        if question.wanted is Wanted.MODEL:
+        if question.wanted is ArtifactKind.MODEL:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{bucket.what}: a model is a folder, expected a slash at the end")
         single_adapter(bucket.key, bucket.what)
         file, revision = bucket.object()
         return Resolved(files={ADAPTER_WEIGHTS: file}, revision=revision, folder=False)
     objects = bucket.list()
-    choose = adapter_files if question.wanted is Wanted.ADAPTER else model_files
+    choose = adapter_files if question.wanted is ArtifactKind.ADAPTER else model_files
     files = {name: bucket.remote(objects[path]) for name, path in choose(list(objects), bucket.what).items()}
     state = key_of(*(f"{name} {file.etag}" for name, file in sorted(files.items())))
-    return Resolved(files=files, revision=f"etags-{state[:16]}", folder=question.wanted is Wanted.MODEL or len(files) > 1)
+    return Resolved(files=files, revision=f"etags-{state[:16]}", folder=question.wanted is ArtifactKind.MODEL or len(files) > 1)
 
 
 class Bucket:
     """Where an `s3://` address leads, with what it takes to read there."""
 
-    def __init__(self, source: S3Source, question: Question) -> None:
+    def __init__(self, source: S3Source, question: ResolveContext) -> None:
         parts = urlsplit(source.uri)
         if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"source.s3.uri: expected s3://bucket/key, found {source.uri[:200]!r}")
@@ -121,7 +121,7 @@ class Bucket:
         return f"{self._endpoint}/{self._name}/{quote(path)}"
 
 
-def _settings(source: S3Source, question: Question) -> "S3Config":
+def _settings(source: S3Source, question: ResolveContext) -> "S3Config":
     """The credentials of the source's Secret; without one nothing is signed."""
     if source.credentials_secret_ref is None:
         return {"skip_signature": True}
@@ -135,7 +135,7 @@ def _settings(source: S3Source, question: Question) -> "S3Config":
     return settings
 
 
-def _check_endpoint(endpoint: str, question: Question) -> None:
+def _check_endpoint(endpoint: str, question: ResolveContext) -> None:
     parts = urlsplit(endpoint)
     if not parts.hostname or parts.username is not None or parts.query:
         raise RequestError(ErrorCode.INVALID_REQUEST, "source.s3.endpoint: expected https://host without a user's name")

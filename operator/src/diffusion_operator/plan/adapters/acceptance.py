@@ -113,7 +113,9 @@ def _refusal(
         return "NameConflict", f"the name {name!r} belongs to the older LoRAAdapter {owner}"
     if _held_by_another(deployment, adapter, holders.get(name, ())):
         return "NameConflict", f"the adapter that had the name {name!r} before is still being unloaded"
-    return _not_mounted(adapter, lora, where) or _too_large(deployment, adapter, where) or _crowded(adapter, lora, where, residents)
+    return (
+        _not_mounted(adapter, lora, where) or _too_large(deployment, adapter, where) or _capacity_refusal(adapter, lora, where, residents)
+    )
 
 
 def _held_by_another(deployment: DiffusionDeployment, adapter: LoRAAdapter, records: Sequence[AdapterRecord]) -> bool:
@@ -144,7 +146,7 @@ def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, where: str
     return "RankTooLarge", f"the adapter has rank {rank}, and spec.lora.maxRank of {where} is {limit}: {advice}"
 
 
-def _crowded(adapter: LoRAAdapter, lora: Lora, where: str, residents: int) -> tuple[str, str] | None:
+def _capacity_refusal(adapter: LoRAAdapter, lora: Lora, where: str, residents: int) -> tuple[str, str] | None:
     """Only Resident ones take a place for good; the others take turns."""
     if lora.slots == 0:
         return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0: no adapter can be used"

@@ -95,7 +95,7 @@ def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, .
     )
 
 
-def strays(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
+def undeclared_removals(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
     """What runs and is no longer declared."""
     address = worker_address(group)
     if address is None or group.document is None or group.state not in ADAPTER_CALL_STATES:

@@ -16,7 +16,7 @@ from diffusion_operator.api.deployment_spec import Lora, OnMissing
 from diffusion_operator.api.deployment_status import AdaptersStatus, ReplicaState
 from diffusion_operator.api.worker_state import AdapterRecord, WireError
 from diffusion_operator.plan.adapters.acceptance import Decision, DesiredAdapter, Holders, decide_all, overruled
-from diffusion_operator.plan.adapters.instances import Instance, instance_of, leaving_instances, strays
+from diffusion_operator.plan.adapters.instances import Instance, instance_of, leaving_instances, undeclared_removals
 from diffusion_operator.plan.adapters.load_attempts import learn
 from diffusion_operator.plan.adapters.refilling import refills
 from diffusion_operator.plan.adapters.usage import usage_of
@@ -103,7 +103,7 @@ def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime, 
     table = [_instances(decision, present, attempts, now) for decision in decisions]
     wanted = frozenset(one.name for one in desired)
     lora = observed.deployment.spec.lora
-    removals = {group.index: strays(group, wanted, lora=lora) for group in present}
+    removals = {group.index: undeclared_removals(group, wanted, lora=lora) for group in present}
     rows = [row for decision, row in zip(decisions, table, strict=True) if decision.desired is not None]
     verified = {
         group.index: _verified(group, [row[column] for row in rows], removals=removals[group.index]) for column, group in enumerate(present)

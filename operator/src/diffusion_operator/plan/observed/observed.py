@@ -59,14 +59,14 @@ class Attempt(msgspec.Struct, frozen=True):
     """Of the last ten minutes: it was in memory, should have stayed there, and was not at the next look."""
 
 
-Place = tuple[str, str]
+AdapterPlace = tuple[str, str]
 """Boot id and name."""
 
 
 class Departures(msgspec.Struct, frozen=True):
     owners: Mapping[str, ObjectMeta] = {}
     """By name: the adapter that has it, or had it last."""
-    leaving: Mapping[Place, ObjectMeta] = {}
+    leaving: Mapping[AdapterPlace, ObjectMeta] = {}
     """What was told to go and has not gone yet."""
 
 

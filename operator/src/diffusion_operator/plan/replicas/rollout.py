@@ -20,7 +20,7 @@ from diffusion_operator.plan.observed.states import MOVING_STATES
 _REMOVED_FIRST = (ReplicaState.FAILED, ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.ASLEEP, ReplicaState.SLEEPING)
 
 
-class Progress(msgspec.Struct, frozen=True):
+class RolloutProgress(msgspec.Struct, frozen=True):
     """Of the template that the spec has now."""
 
     record: RolloutStatus | None = None
@@ -43,23 +43,23 @@ def usable(group: Group, revision: str) -> bool:
 
 def progress_of(
     spec: DeploymentSpec, before: DeploymentStatus, groups: Sequence[Group], *, revision: str, refused: bool = False, now: datetime
-) -> Progress:
+) -> RolloutProgress:
     """`refused`: there is no rollout yet, and its clock does not run. `groups` are those that are not on their way out.
 
     It gets further with every replica more that serves the new template, and every old one less. Both are kept as the best so far, so
     that a replica that comes and goes is no progress.
     """
     if spec.suspend or refused:
-        return Progress()
+        return RolloutProgress()
     served = sum(group.pod.revision == revision and usable(group, revision) for group in groups)
     remaining = sum(group.pod.revision != revision for group in groups)
     known = before.rollout if before.rollout is not None and before.rollout.revision == revision else None
     if remaining == 0 and (served >= spec.replicas or (known is None and before.current_revision == revision)):
-        return Progress(done=True)
+        return RolloutProgress(done=True)
     if known is None or served > known.served or remaining < known.remaining:
-        return Progress(record=RolloutStatus(revision=revision, served=served, remaining=remaining, progress_time=now))
+        return RolloutProgress(record=RolloutStatus(revision=revision, served=served, remaining=remaining, progress_time=now))
     deadline = timedelta(seconds=spec.rollout.progress_deadline_seconds)
-    return Progress(record=known, stalled=now - known.progress_time >= deadline)
+    return RolloutProgress(record=known, stalled=now - known.progress_time >= deadline)
 
 
 def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> int:

@@ -14,7 +14,7 @@ from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.replicas.recovery import due
-from diffusion_operator.plan.replicas.rollout import Progress, allowed, by_removal_priority, missing, to_replace, usable
+from diffusion_operator.plan.replicas.rollout import RolloutProgress, allowed, by_removal_priority, missing, to_replace, usable
 from diffusion_operator.plan.results.actions import CreatePod, DeletePod
 
 
@@ -27,7 +27,14 @@ class ReplicaPlan(msgspec.Struct, frozen=True):
 
 
 def plan_replicas(
-    observed: Observed, groups: Sequence[Group], *, revision: str, progress: Progress, held: bool, raced: Collection[str], now: datetime
+    observed: Observed,
+    groups: Sequence[Group],
+    *,
+    revision: str,
+    progress: RolloutProgress,
+    held: bool,
+    raced: Collection[str],
+    now: datetime,
 ) -> ReplicaPlan:
     """`held`: no pod can be made now, so none goes for another one; `raced`: UIDs of pods with another model than the pinned one."""
     spec = observed.deployment.spec
@@ -61,7 +68,7 @@ def _replaced(
     if retire or quiet:
         return retire
     old = to_replace(spec.rollout, kept, replicas=spec.wanted_replicas, revision=revision) if not stalled else ()
-    losers = _losers(kept, raced, revision=revision) if not old else ()
+    losers = _wrongly_pinned(kept, raced, revision=revision) if not old else ()
     return [_retire(group, "the template changed") for group in old] + [
         _retire(group, "another state of its model's source is pinned") for group in losers
     ]
@@ -74,7 +81,7 @@ def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
     return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the place of this replica") for pod in older]
 
 
-def _losers(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
+def _wrongly_pinned(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
     """Retire one conflicting replica at a time, and none while another one is starting or ending."""
     first = by_removal_priority([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
     settled = all(usable(group, revision) or group.state is ReplicaState.FAILED for group in kept if group not in first)

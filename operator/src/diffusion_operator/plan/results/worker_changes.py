@@ -13,13 +13,13 @@ from diffusion_operator.plan.observed.states import SERVING_PHASES
 _WRONG = "VerificationFailed"
 
 
-class AdapterLoad(msgspec.Struct, frozen=True):
+class AdapterLoadTime(msgspec.Struct, frozen=True):
     seconds: float
     size_bytes: int
 
 
-class Happened(msgspec.Struct, frozen=True):
-    loads: tuple[AdapterLoad, ...] = ()
+class WorkerChanges(msgspec.Struct, frozen=True):
+    loads: tuple[AdapterLoadTime, ...] = ()
     evictions: int = 0
     """Adapters that went out of memory for others."""
     wrong_wakes: int = 0
@@ -28,17 +28,17 @@ class Happened(msgspec.Struct, frozen=True):
     """Adapters that a wake found to be not what they were: they are loaded again."""
 
 
-def happened(before: WorkerState | None, after: WorkerState) -> Happened:
+def happened(before: WorkerState | None, after: WorkerState) -> WorkerChanges:
     """Nothing without a document from before: it may be as old as the operator's last process."""
     if before is None:
-        return Happened()
+        return WorkerChanges()
     # All of what another process says is new.
     known = before if before.boot_id == after.boot_id else WorkerState(boot_id=after.boot_id, state=WorkerPhase.STARTING)
     told = {_load_of(one) for one in known.adapters}
     wrong = {one.name for one in known.adapters if one.verification_failed}
-    return Happened(
+    return WorkerChanges(
         loads=tuple(
-            AdapterLoad(seconds=one.load_seconds, size_bytes=one.size_bytes or 0)
+            AdapterLoadTime(seconds=one.load_seconds, size_bytes=one.size_bytes or 0)
             for one in after.adapters
             if one.load_seconds is not None and _load_of(one) not in told
         ),

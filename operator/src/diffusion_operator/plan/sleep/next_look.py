@@ -22,7 +22,7 @@ FAILING_POLL_S = 5.0
 WAKEABLE_POLL_S = 2.0  # a request wakes a replica without us, and the others are to be routed around
 
 
-def look_again(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: datetime) -> float | None:
+def next_look_s(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: datetime) -> float | None:
     """Seconds; None: nothing moves, the steady poll is soon enough."""
     groups = adapters.groups
     if observed.refusal or pods_wait_for(observed.children):

@@ -16,7 +16,7 @@ from diffusion_operator.plan.sleep.traffic import held_requests, last_request_ti
 from diffusion_operator.plan.status.conditions import deployment_verdicts
 from diffusion_operator.plan.status.inputs import Situation
 from diffusion_operator.plan.status.load_progress import load_status
-from diffusion_operator.plan.status.size_limit import fitted
+from diffusion_operator.plan.status.size_limit import truncate_groups
 
 
 def deployment_status(
@@ -31,7 +31,7 @@ def deployment_status(
     """`groups` has the terminating ones too, `situation` only what counts; `made` are asked for in this pass."""
     name, before = deployment.metadata.name, deployment.status
     count = situation.count
-    shown, truncated = fitted((*(group_status(group) for group in groups), *_between_pods(before, groups, made)))
+    shown, truncated = truncate_groups((*(group_status(group) for group in groups), *_between_pods(before, groups, made)))
     updated = sum(group.pod.revision == template.revision for group in situation.groups)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,

@@ -11,7 +11,7 @@ from diffusion_operator.plan.observed.control_security import PolicyOutcome
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.observed.states import RESTING_STATES
 from diffusion_operator.plan.replicas.model_pinning import Resolution
-from diffusion_operator.plan.replicas.rollout import Progress
+from diffusion_operator.plan.replicas.rollout import RolloutProgress
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class Situation(msgspec.Struct, frozen=True):
     """Without those on their way out."""
     adapters: AdapterPlan
     outdated: int
-    progress: Progress
+    progress: RolloutProgress
     resolution: Resolution
     refusal: str
     template_refusal: str = ""

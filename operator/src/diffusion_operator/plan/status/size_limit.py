@@ -13,11 +13,11 @@ from diffusion_operator.api.deployment_status import FailureStatus, OperationSta
 
 GROUPS_SHOWN = 64  # as the schema has it
 GROUPS_BYTES = 256 << 10
-Told = TypeVar("Told", FailureStatus, OperationStatus)
+StatusWithMessage = TypeVar("StatusWithMessage", FailureStatus, OperationStatus)
 _SHORTER = (512, 128, 32)  # characters, of up to four bytes; the last fits in any case
 
 
-def fitted(groups: Sequence[ReplicaStatus]) -> tuple[tuple[ReplicaStatus, ...], bool]:
+def truncate_groups(groups: Sequence[ReplicaStatus]) -> tuple[tuple[ReplicaStatus, ...], bool]:
     """The records that are shown, by index, and whether that is not everything. Those with something to tell come before the others."""
     shown = sorted(sorted(groups, key=_silent)[:GROUPS_SHOWN], key=lambda group: group.index)
     whole = len(shown) == len(groups)
@@ -42,7 +42,7 @@ def _cut(group: ReplicaStatus, limit: int) -> ReplicaStatus:
     )
 
 
-def _with_shorter_message(told: Told | None, limit: int) -> Told | None:
+def _with_shorter_message(told: StatusWithMessage | None, limit: int) -> StatusWithMessage | None:
     return None if told is None else msgspec.structs.replace(told, message=_shorter(told.message, limit))
 
 

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, Problem, Residency
+from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, ProblemReport, Residency
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import LoadedLoRA
 from diffusion_worker.sources.fetching import Fetched
@@ -82,7 +82,7 @@ class Adapter:
         self.found_wrong_s: float | None = None
         self.fetched: Fetched | None = None
         self.progress: tuple[int, int | None] | None = None
-        self.error: Problem | None = None
+        self.error: ProblemReport | None = None
         self.load: Load | None = None
         # The ranks hold its weights, or may hold them.
         self.registered = False

@@ -15,7 +15,7 @@ from diffusion_worker.engine.adapters.on_ranks import AdapterLoads, AdapterRanks
 from diffusion_worker.engine.adapters.outcomes import Abort, AdapterOutcomes, InBackground
 from diffusion_worker.engine.adapters.table import AdapterTable, is_wanted_more
 from diffusion_worker.engine.state.lifecycle import ENDING, EngineLife
-from diffusion_worker.engine.state.state_document import AdapterState, EngineState, Problem, Residency
+from diffusion_worker.engine.state.state_document import AdapterState, EngineState, ProblemReport, Residency
 from diffusion_worker.errors import ErrorCode, RequestError
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class AdapterWaking:
 
     async def _when_serving(self) -> None:
         while self._life.state not in (EngineState.READY, EngineState.DRAINING):
-            if self._life.beneath in ENDING:
+            if self._life.state_after_restart in ENDING:
                 return
             await self._life.wait_for_change()
         for adapter in self._table.deferred():
@@ -191,6 +191,6 @@ class AdapterWaking:
             self._tell.undo(adapter)
             self._loads.codes[error.code] += 1
             if adapter.state is AdapterState.LOADED:
-                self._outcomes.mark_failed(adapter, Problem(error.code, error.message, error.retryable))
+                self._outcomes.mark_failed(adapter, ProblemReport(error.code, error.message, error.retryable))
             why = f"adapter {adapter.name!r} could not be loaded again: {error.message}"
             self._abort(sorted(adapter.users), ErrorCode.ADAPTER_NOT_LOADED, why)

@@ -10,7 +10,7 @@ from diffusion_worker.engine.adapters.adapter import Adapter, Load
 from diffusion_worker.engine.adapters.on_ranks import AdapterLoads, AdapterRanks
 from diffusion_worker.engine.adapters.table import AdapterTable
 from diffusion_worker.engine.state.lifecycle import ENDING, EngineLife
-from diffusion_worker.engine.state.state_document import AdapterState, EngineState, Problem
+from diffusion_worker.engine.state.state_document import AdapterState, EngineState, ProblemReport
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoadedLoRA
 from diffusion_worker.sources.fetching import Fetcher
@@ -26,7 +26,7 @@ Abort = Callable[[list[str], ErrorCode, str], None]
 InBackground = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
-def passes(problem: Problem | RequestError) -> bool:
+def passes(problem: ProblemReport | RequestError) -> bool:
     """Return True where a load that failed so may succeed without a change of its file or its call."""
     return problem.retryable or problem.code == ErrorCode.CAPACITY_EXCEEDED
 
@@ -56,7 +56,7 @@ class AdapterOutcomes:
     @property
     def deferring(self) -> bool:
         """Whether the ranks sleep, or are not through with waking: what comes for them, and what goes, waits until they are."""
-        return self._life.beneath in DEFERRING
+        return self._life.state_after_restart in DEFERRING
 
     # --- the end of a load ----------------------------------------------------------------------------------------------
 
@@ -86,13 +86,13 @@ class AdapterOutcomes:
         """The name keeps what it had; one that had nothing is Failed, or where the reason passes may be tried by a request."""
         adapter.load = None
         load.end(error)
-        problem = Problem(error.code, error.message, error.retryable)
+        problem = ProblemReport(error.code, error.message, error.retryable)
         current = self._table.get(adapter.name)
         if load.superseded is not None:
             if current is not adapter:
                 self.release(adapter)
                 return
-            problem = Problem(load.superseded.code, load.superseded.message, load.superseded.retryable)
+            problem = ProblemReport(load.superseded.code, load.superseded.message, load.superseded.retryable)
         self._loads.codes[problem.code] += 1
         if current is not adapter:
             self._table.drop_arriving(adapter.name)
@@ -106,7 +106,7 @@ class AdapterOutcomes:
         else:
             self.mark_failed(adapter, problem)
 
-    def mark_failed(self, adapter: Adapter, problem: Problem) -> None:
+    def mark_failed(self, adapter: Adapter, problem: ProblemReport) -> None:
         """It is in no memory, and nobody but a call tries it again."""
         adapter.state, adapter.error, adapter.loaded = AdapterState.FAILED, problem, None
         self.release(adapter)
@@ -161,7 +161,7 @@ class AdapterOutcomes:
 
     async def unloaded(self, adapter: Adapter) -> None:
         """Take a leaving adapter that nobody uses out of the ranks' memory; raises RequestError."""
-        if adapter.unloading or self._life.beneath in ENDING:
+        if adapter.unloading or self._life.state_after_restart in ENDING:
             return
         adapter.unloading = True
         try:

@@ -16,7 +16,7 @@ from diffusion_worker.engine.requests.admission import AdapterChoice, Generation
 from diffusion_worker.engine.requests.holding import NoLongerServing
 from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.request_events import AppliedAdapter
-from diffusion_worker.engine.state.state_document import AdapterState, EngineState, Problem, Residency
+from diffusion_worker.engine.state.state_document import AdapterState, EngineState, ProblemReport, Residency
 from diffusion_worker.errors import ErrorCode, RequestError, refused
 from diffusion_worker.messages import LoRAUse
 
@@ -80,7 +80,7 @@ class AdapterWait:
         return self._until_s
 
 
-class AdapterUse:
+class AdapterSelection:
     """Hands adapters to requests; those that are not in memory are loaded first, where that is wanted."""
 
     def __init__(self, table: AdapterTable, loader: AdapterLoader, config: WorkerConfig, life: EngineLife) -> None:
@@ -207,12 +207,12 @@ class AdapterUse:
             cold.cancel()
 
     async def _cold(self) -> None:
-        while self._life.beneath is EngineState.READY:
+        while self._life.state_after_restart is EngineState.READY:
             await self._life.wait_for_change()
 
     def _require_serving(self) -> None:
         """While the ranks are started again, to serve, one waits on."""
-        if self._life.beneath is not EngineState.READY:
+        if self._life.state_after_restart is not EngineState.READY:
             raise NoLongerServing
 
     def _too_late(self, choices: Sequence[AdapterChoice]) -> RequestError:
@@ -233,7 +233,7 @@ class AdapterUse:
         return None if adapter.state in LOADING else adapter
 
 
-def _told(adapter: Adapter, error: Problem | RequestError) -> str:
+def _told(adapter: Adapter, error: ProblemReport | RequestError) -> str:
     """Why a load failed, without where this worker has its files: that is for the control port."""
     message = error.message
     for path in (adapter.call.source.path, adapter.fetched and adapter.fetched.path):

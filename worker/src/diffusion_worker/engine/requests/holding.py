@@ -46,11 +46,11 @@ class HeldOutcome(enum.StrEnum):
     REFUSED = "refused"
 
 
-class Situation(msgspec.Struct, frozen=True):
-    """Everything that decides on a request. `beneath` is the state the engine returns to after a restart."""
+class ColdSituation(msgspec.Struct, frozen=True):
+    """Everything that decides on a request. `state_after_restart` is the state the engine returns to after a restart."""
 
     state: EngineState
-    beneath: EngineState
+    state_after_restart: EngineState
     policy: SleepPolicy
     cold: ColdRequests
 
@@ -62,7 +62,7 @@ class Situation(msgspec.Struct, frozen=True):
     @property
     def cold_state(self) -> EngineState:
         """The state as a request meets it: a group that is started again to sleep is as good as asleep."""
-        restarts_to_sleep = self.state is EngineState.RESTARTING and self.beneath in TO_SLEEP
+        restarts_to_sleep = self.state is EngineState.RESTARTING and self.state_after_restart in TO_SLEEP
         # It loads only to sleep.
         loads_to_sleep = self.state is EngineState.STARTING and self.policy is SleepPolicy.ASLEEP
         return EngineState.ASLEEP if restarts_to_sleep or loads_to_sleep else self.state
@@ -73,7 +73,7 @@ class Situation(msgspec.Struct, frozen=True):
         return self.cold_state in TO_SLEEP and self.policy is SleepPolicy.ON_IDLE
 
 
-def decide(now: Situation, held: int) -> RequestError | None:
+def decide(now: ColdSituation, held: int) -> RequestError | None:
     """None for a request that may wait, or need not; otherwise the error that it gets, beside `held` that wait already."""
     if now.serves:
         return None
@@ -87,7 +87,7 @@ def decide(now: Situation, held: int) -> RequestError | None:
     return None
 
 
-def why_gone(now: Situation) -> RequestError | None:
+def why_gone(now: ColdSituation) -> RequestError | None:
     """The error of requests for which nothing is worth waiting: the worker ends, or somebody wants the model to sleep."""
     if now.cold_state in ENDING or (now.cold_state in TO_SLEEP and not now.wakes):
         code, why, retry_after_s = REFUSALS[now.cold_state]
@@ -95,13 +95,13 @@ def why_gone(now: Situation) -> RequestError | None:
     return None
 
 
-def refusal(now: Situation, what: str) -> RequestError:
+def refusal(now: ColdSituation, what: str) -> RequestError:
     """The error of a request that could have waited, with the code of the state and a time to come back."""
     code, why, _ = REFUSALS[now.cold_state]
     return RequestError(code, f"this request {what}: {why}", retry_after_s=_retry_after_s(now))
 
 
-def _retry_after_s(now: Situation) -> float:
+def _retry_after_s(now: ColdSituation) -> float:
     return REFUSALS[now.cold_state][2] or RETRY_AFTER_S
 
 
@@ -125,14 +125,14 @@ class Life(Protocol):
         """As it is shown."""
 
     @property
-    def beneath(self) -> EngineState:
+    def state_after_restart(self) -> EngineState:
         """What comes after a restart."""
 
     async def wait_for_change(self) -> None:
         """Returns when another state is shown."""
 
 
-class Turn:
+class HoldBudget:
     """One request's way to the ranks. It may have to wait more than once; how long it may is for all of it."""
 
     def __init__(self, on_event: Callable[[RequestEvent], None] | None = None) -> None:
@@ -140,7 +140,7 @@ class Turn:
         self.held_s = 0.0
 
 
-class Place(msgspec.Struct, eq=False):
+class HeldRequest(msgspec.Struct, eq=False):
     """One held request. `go` is done when it may look whether it is served, or with the error that it ends with."""
 
     go: "asyncio.Future[Exception | None]"
@@ -179,7 +179,7 @@ class Holding:
         self._clock = clock
         self._numbers = itertools.count()
         # By number, so that one that leaves from the middle costs no more than the first.
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, HeldRequest] = {}
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -192,7 +192,7 @@ class Holding:
         first = next(iter(self._places.values()), None)
         return HeldDocument(self.current, None if first is None else round(self._clock() - first.since_s, 3))
 
-    async def admit(self, turn: Turn) -> None:
+    async def admit(self, turn: HoldBudget) -> None:
         """Returns when the model serves and all that came before have gone; then nothing may be awaited on the way to the ranks.
 
         Raises:
@@ -208,9 +208,9 @@ class Holding:
             raise error
         await self._held(turn, now)
 
-    async def _held(self, turn: Turn, now: Situation) -> None:
+    async def _held(self, turn: HoldBudget, now: ColdSituation) -> None:
         number, arrived_s = next(self._numbers), self._clock()
-        place = Place(_future(), turn.on_event, arrived_s, arrived_s + now.cold.hold_timeout_seconds - turn.held_s)
+        place = HeldRequest(_future(), turn.on_event, arrived_s, arrived_s + now.cold.hold_timeout_seconds - turn.held_s)
         ahead = self.current
         self._places[number] = place
         try:
@@ -228,7 +228,7 @@ class Holding:
             self.outcomes[place.outcome] += 1
             self._left()
 
-    def _begin(self, place: Place, ahead: int, now: Situation) -> None:
+    def _begin(self, place: HeldRequest, ahead: int, now: ColdSituation) -> None:
         """What is done at once for a request that begins to wait."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -245,7 +245,7 @@ class Holding:
             self._watching.cancel()
             self._watching = None
 
-    async def _turn_of(self, place: Place) -> None:
+    async def _turn_of(self, place: HeldRequest) -> None:
         """The model may sleep again before a request that was told to go could; it keeps its place then."""
         while True:
             if (error := await place.go) is not None:
@@ -298,8 +298,8 @@ class Holding:
         if first is not None and not first.go.done() and self._situation().serves:
             first.go.set_result(None)
 
-    def _situation(self) -> Situation:
-        return Situation(self._life.state, self._life.beneath, self._rules.policy, self._rules.cold_requests)
+    def _situation(self) -> ColdSituation:
+        return ColdSituation(self._life.state, self._life.state_after_restart, self._rules.policy, self._rules.cold_requests)
 
 
 def _future() -> "asyncio.Future[Exception | None]":

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import msgspec
 
 from diffusion_worker.engine.requests.admission import GenerationParams, InputImage
-from diffusion_worker.engine.scheduling.step_loop import OnEvent, Outcome, StepLoop
+from diffusion_worker.engine.scheduling.step_loop import FinishedPixels, OnEvent, StepLoop
 from diffusion_worker.engine.state.request_events import FinishedImage, Timings
 from diffusion_worker.messages import ImageInput, LoRAUse, Recipe, RequestSpec
 
 
-class Work(msgspec.Struct, frozen=True):
+class AdmittedRequest(msgspec.Struct, frozen=True):
     """What a request has beside its parameters. `started_s` is when it was accepted: what it waited since is time in the queue."""
 
     request_id: str
@@ -24,7 +24,7 @@ class Work(msgspec.Struct, frozen=True):
     accelerated: bool
 
 
-async def make_images(steps: StepLoop, params: GenerationParams, work: Work, *, on_event: OnEvent | None) -> list[FinishedImage]:
+async def make_images(steps: StepLoop, params: GenerationParams, work: AdmittedRequest, *, on_event: OnEvent | None) -> list[FinishedImage]:
     """`n` images with the seeds `seed`, `seed + 1`, …; raises the first of their errors and gives the others up."""
     first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
     waited_s = time.monotonic() - work.started_s
@@ -43,13 +43,13 @@ def _input_images(params: GenerationParams) -> list[InputImage]:
     return [*params.images, *([params.mask] if params.mask else [])]
 
 
-def _image(spec: RequestSpec, made: Outcome, work: Work, waited_s: float) -> FinishedImage:
+def _image(spec: RequestSpec, made: FinishedPixels, work: AdmittedRequest, waited_s: float) -> FinishedImage:
     stages, total_s = made.stages, time.monotonic() - work.started_s
     timings = Timings(waited_s + made.queued_s, stages.encode, stages.denoise, stages.decode, stages.post, total_s)
     return FinishedImage(made.pixels, made.height, made.width, spec.seed, timings, stages.peak_bytes)
 
 
-def _spec(params: GenerationParams, work: Work, index: int, seed: int) -> RequestSpec:
+def _spec(params: GenerationParams, work: AdmittedRequest, index: int, seed: int) -> RequestSpec:
     inputs = [ImageInput(frame, (item.height, item.width, item.channels)) for frame, item in enumerate(_input_images(params))]
     return RequestSpec(
         request_id=f"{work.request_id}-{index}",

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from diffusion_worker.config import StepCache, WorkerConfig
 from diffusion_worker.engine.requests import admission, recipes
-from diffusion_worker.engine.requests.adapter_selection import AdapterUse, AdapterWait, chosen
+from diffusion_worker.engine.requests.adapter_selection import AdapterSelection, AdapterWait, chosen
 from diffusion_worker.engine.requests.admission import AdapterChoice, GenerationParams
-from diffusion_worker.engine.requests.holding import Holding, NoLongerServing, Turn
-from diffusion_worker.engine.requests.image_generation import Work, make_images
+from diffusion_worker.engine.requests.holding import HoldBudget, Holding, NoLongerServing
+from diffusion_worker.engine.requests.image_generation import AdmittedRequest, make_images
 from diffusion_worker.engine.scheduling.step_loop import OnEvent, StepLoop
 from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.request_events import AppliedAdapter, Generation, Provenance
@@ -23,11 +23,11 @@ from diffusion_worker.messages import ModelInfo, Recipe
 Identity = Callable[[], tuple[str | None, str | None]]
 
 
-class Requests:
+class RequestService:
     """The requests of one engine."""
 
     def __init__(
-        self, config: WorkerConfig, life: EngineLife, steps: StepLoop, adapters: AdapterUse, holding: Holding, *, identity: Identity
+        self, config: WorkerConfig, life: EngineLife, steps: StepLoop, adapters: AdapterSelection, holding: Holding, *, identity: Identity
     ) -> None:
         # Set when it was loaded.
         self.model: ModelInfo | None = None
@@ -61,7 +61,7 @@ class Requests:
         """
         choices = self._checked(params)
         with self._counted() as started_s:
-            turn, wait = Turn(on_event), AdapterWait()
+            turn, wait = HoldBudget(on_event), AdapterWait()
             while True:
                 await self.holding.admit(turn)
                 with contextlib.suppress(NoLongerServing):
@@ -100,7 +100,7 @@ class Requests:
             recipe, owners = recipes.agreed([(adapter.name, adapter.loaded.recipe if adapter.loaded else None) for adapter, _ in taken])
             params = self._admit(recipes.inherit(params, recipe, owners))
             applied = [each.applied for each in taken]
-            work = Work(request_id, started_s, [each.use for each in taken], recipe, self.accelerates(params))
+            work = AdmittedRequest(request_id, started_s, [each.use for each in taken], recipe, self.accelerates(params))
             images = await make_images(self._steps, params, work, on_event=on_event)
         return Generation(images, self._provenance(params, applied, recipe))
 

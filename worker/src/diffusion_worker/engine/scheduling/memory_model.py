@@ -19,7 +19,7 @@ FORGET_S = 600.0
 REMEMBERED = 256
 
 
-class Line(msgspec.Struct):
+class PeakModel(msgspec.Struct):
     """A straight line through the peaks at the smallest and the largest measured amount of something."""
 
     peaks: dict[float, int] = {}
@@ -46,8 +46,8 @@ class MemoryModel:
     def __init__(self, free_bytes: int = 0) -> None:
         self.free_bytes = free_bytes
         # Of requests alone by their load, decoding included; and of each class by the number of its requests in a step.
-        self._alone = Line()
-        self._batches: dict[RequestClass, Line] = {}
+        self._alone = PeakModel()
+        self._batches: dict[RequestClass, PeakModel] = {}
         self._failed_load = math.inf
         self._failed_at_s = 0.0
 
@@ -57,7 +57,7 @@ class MemoryModel:
             return
         if requests == 1:
             self._alone.add(kind.load, peak_bytes)
-        line = self._batches.pop(kind, None) or Line()
+        line = self._batches.pop(kind, None) or PeakModel()
         line.add(requests, peak_bytes)
         self._batches[kind] = line  # the newest last
         if len(self._batches) > REMEMBERED:

@@ -15,7 +15,7 @@ USUAL_STEPS = 50
 REMEMBERED_COURSES = 1024
 
 
-class Course(msgspec.Struct, frozen=True):
+class RunLengthKey(msgspec.Struct, frozen=True):
     """What of a request decides how many ticks it takes; an edit of little strength leaves most of its steps out."""
 
     steps: int | None
@@ -30,19 +30,19 @@ class RunLengths:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Course, int] = {}
-        self._varying: set[Course] = set()
+        self._seen: dict[RunLengthKey, int] = {}
+        self._varying: set[RunLengthKey] = set()
 
-    def of(self, course: Course) -> int:
+    def of(self, course: RunLengthKey) -> int:
         """Ticks that a request takes, decode included."""
         steps = course.steps or USUAL_STEPS
         return self._seen.get(course, (steps if course.strength is None else math.ceil(steps * course.strength)) + 1)
 
-    def sure(self, course: Course) -> bool:
+    def sure(self, course: RunLengthKey) -> bool:
         """Whether that is known: seen, and the same each time."""
         return course in self._seen and course not in self._varying
 
-    def observe(self, course: Course, ticks: int) -> None:
+    def observe(self, course: RunLengthKey, ticks: int) -> None:
         """A request took so many ticks."""
         if self._seen.get(course, ticks) != ticks:
             self._varying.add(course)

@@ -20,7 +20,7 @@ from diffusion_worker.engine.scheduling.adapter_slots import AdapterSlots
 from diffusion_worker.engine.scheduling.cost_curve import CostCurve
 from diffusion_worker.engine.scheduling.memory_model import MemoryModel
 from diffusion_worker.engine.scheduling.request_class import Defaults, RequestClass, class_of
-from diffusion_worker.engine.scheduling.request_queue import ClassQueue, Course, QueuedRequest, RunLengths
+from diffusion_worker.engine.scheduling.request_queue import ClassQueue, QueuedRequest, RunLengthKey, RunLengths
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import RequestSpec, Tick, TickDone
 
@@ -47,7 +47,7 @@ class SentTick(msgspec.Struct, frozen=True):
     denoising: int
 
 
-class Wave(msgspec.Struct, frozen=True):
+class TickEstimate(msgspec.Struct, frozen=True):
     """A tick that the ranks work on. `step_s` is what a step of its size takes as measured, in the `same_class` or scaled from others."""
 
     phase: str
@@ -199,14 +199,14 @@ class StepScheduler:
         held = [queue.oldest.arrived_s + self._window_s for queue in self._queues.values() if not queue.started]
         return min(held, default=None) if self._window_s else None
 
-    def oldest_wave(self) -> Wave:
+    def oldest_wave(self) -> TickEstimate:
         """What the ranks work on now: the oldest tick that was not reported."""
         sent = self._sent[0]
         if sent.kind is None:
-            return Wave("requests that leave", steps=1, step_s=0.0, same_class=True)
+            return TickEstimate("requests that leave", steps=1, step_s=0.0, same_class=True)
         curve = self._curves.get(sent.kind)
         longest = max(sent.requests, key=lambda request: request.length)
-        return Wave(
+        return TickEstimate(
             f"step {longest.reported + 1} of {longest.length} of {len(sent.requests)} requests of {sent.kind}",
             steps=longest.length,
             step_s=None if self._pixel_s is None else self._step_s(sent.kind, len(sent.requests)),
@@ -320,8 +320,8 @@ class StepScheduler:
         measured = curve.seconds(batch) if curve else None
         return kind.load * (self._pixel_s or GUESSED_PIXEL_S) * batch if measured is None else measured
 
-    def _course(self, spec: RequestSpec) -> Course:
-        return Course(spec.steps or self._defaults.steps, spec.task, spec.strength)
+    def _course(self, spec: RequestSpec) -> RunLengthKey:
+        return RunLengthKey(spec.steps or self._defaults.steps, spec.task, spec.strength)
 
     def _learn_costs(self, sent: SentTick, done: TickDone, ended: set[str]) -> None:
         """Costs from a tick's report. Those that ended in it were decoded, not denoised."""

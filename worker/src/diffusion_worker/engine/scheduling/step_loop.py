@@ -35,7 +35,7 @@ InputFrames = Sequence[bytes | memoryview]
 OnEvent = Callable[[RequestEvent], None]
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class FinishedPixels(msgspec.Struct, frozen=True):
     """A finished image: rows of RGB bytes, and what it took. `queued_s` is the time until it joined."""
 
     pixels: bytes | memoryview
@@ -48,7 +48,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class Submission(msgspec.Struct, eq=False):
     """A request that somebody waits for: image `index` of its caller's. `joined_s` is when it went to the ranks first."""
 
-    outcome: "asyncio.Future[Outcome]"
+    outcome: "asyncio.Future[FinishedPixels]"
     frames: InputFrames
     index: int
     on_event: OnEvent | None
@@ -156,12 +156,12 @@ class StepLoop:
 
     def submit(
         self, spec: RequestSpec, frames: InputFrames = (), *, index: int = 0, on_event: OnEvent | None = None
-    ) -> asyncio.Future[Outcome]:
+    ) -> asyncio.Future[FinishedPixels]:
         """Queue a request with the frames of its images; whoever submits also calls `forget`, however it ends.
 
         `on_event` is called on the event loop, with `index` in each event.
         """
-        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[FinishedPixels] = asyncio.get_running_loop().create_future()
         now_s = self._clock()
         if spec.task in self.whole:
             spec = msgspec.structs.replace(spec, whole=True)
@@ -281,7 +281,7 @@ class StepLoop:
         self._tell(report)
         for finished in done.finished:
             height, width = finished.shape[-3:-1]
-            self._settle(finished.request_id, Outcome(report.frames[finished.frame], height, width, finished.stages))
+            self._settle(finished.request_id, FinishedPixels(report.frames[finished.frame], height, width, finished.stages))
         for failed in done.failed:
             self._settle(failed.request_id, failed.error)
         for replay in done.replays:
@@ -330,7 +330,7 @@ class StepLoop:
                 pixels = report.frames[preview.frame]
                 request.tell(PreviewMade(request.index, preview.number, pixels, height, width, request.attempt))
 
-    def _settle(self, request_id: str, result: Outcome | ErrorReport) -> None:
+    def _settle(self, request_id: str, result: FinishedPixels | ErrorReport) -> None:
         request = self._requests.get(request_id)
         if request is None or request.outcome.done():
             return

@@ -5,7 +5,7 @@ No constant fits: a step of a long video on a small device takes minutes, one of
 multiple of what the whole request was measured to take, which also covers its decoding, and a floor for the rest of the work.
 """
 
-from diffusion_worker.engine.scheduling.scheduler import Wave
+from diffusion_worker.engine.scheduling.scheduler import TickEstimate
 
 # A device that others use as well, or that is hot, takes so many times longer.
 FACTOR = 3.0
@@ -16,7 +16,7 @@ FLOOR_OF_NEW_CLASS_S = 600.0
 UNMEASURED_S = 1800.0
 
 
-def wave_limit_s(wave: Wave, override_s: float | None) -> float:
+def wave_limit_s(wave: TickEstimate, override_s: float | None) -> float:
     """Seconds from the start of a tick to its report; an override holds as it is."""
     if override_s is not None:
         return override_s

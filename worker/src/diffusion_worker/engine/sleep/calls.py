@@ -119,7 +119,7 @@ class SleepCalls:
 
     def _cancel_drain(self) -> bool:
         """Cancel a sleep that still drains; False where none does."""
-        if not self._is_running("sleep") or self._life.beneath is not EngineState.DRAINING:
+        if not self._is_running("sleep") or self._life.state_after_restart is not EngineState.DRAINING:
             return False
         self._sleeper.cancel_drain()
         return True
@@ -155,7 +155,7 @@ class SleepCalls:
 
     async def _wake_when_possible(self) -> OperationResult | None:
         """How the wake ended that began here; None where none is wanted any more."""
-        while self._rules.policy is SleepPolicy.ON_IDLE and self._life.beneath not in (EngineState.READY, *ENDING):
+        while self._rules.policy is SleepPolicy.ON_IDLE and self._life.state_after_restart not in (EngineState.READY, *ENDING):
             self._cancel_drain()
             running = self._operations.running()
             if running is not None:

@@ -14,7 +14,7 @@ from diffusion_worker.engine.sleep.record import SleepNotes
 from diffusion_worker.engine.startup.preparation import Preparation
 from diffusion_worker.engine.startup.supervisor import Supervisor
 from diffusion_worker.engine.state.lifecycle import EngineLife
-from diffusion_worker.engine.state.operations import Outcome
+from diffusion_worker.engine.state.operations import TaskOutcome
 from diffusion_worker.engine.state.state_document import EngineState, SleepCall, SleepMode, WakeCall
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import SleepLevel, SleepTask, TaskAck, WakeTask
@@ -48,7 +48,7 @@ class Sleeper:
     def begin_sleep(self) -> None:
         """A sleep was decided on: from now on nothing is admitted."""
         self._cancelled = False
-        self._life.enter(EngineState.DRAINING if self._life.beneath is EngineState.READY else EngineState.SLEEPING)
+        self._life.enter(EngineState.DRAINING if self._life.state_after_restart is EngineState.READY else EngineState.SLEEPING)
 
     def cancel_drain(self) -> None:
         """The sleep that drains ends as Cancelled and the model serves on; too late once the ranks are told."""
@@ -56,14 +56,14 @@ class Sleeper:
         if self._quieting is not None:
             self._quieting.cancel()
 
-    async def sleep(self, call: SleepCall) -> Outcome:
+    async def sleep(self, call: SleepCall) -> TaskOutcome:
         """After `begin_sleep`.
 
         Raises:
             RequestError: Cancelled, or what the ranks said: the model serves on, proved. Timeout and MemoryNotReleased: the
                 group was started again and sleeps. GroupFailed: it is lost for good.
         """
-        was_asleep = self._life.beneath is EngineState.SLEEPING
+        was_asleep = self._life.state_after_restart is EngineState.SLEEPING
         if not was_asleep:
             await self._quiet_down(call)
         self._life.enter(EngineState.SLEEPING)
@@ -81,9 +81,9 @@ class Sleeper:
                 await self._wake_again(call, error)
             raise
         self._fell_asleep(call.level)
-        return Outcome(acks, call.level)
+        return TaskOutcome(acks, call.level)
 
-    async def wake(self, call: WakeCall) -> Outcome:
+    async def wake(self, call: WakeCall) -> TaskOutcome:
         """In state WAKING. With tags it may end asleep as well: until nothing is missing nothing is served.
 
         Raises:
@@ -107,7 +107,7 @@ class Sleeper:
             self._serve()
         else:
             self._life.enter(EngineState.ASLEEP)
-        return Outcome(acks, level)
+        return TaskOutcome(acks, level)
 
     # --- steps of a sleep -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffusion_worker.config import WorkerConfig, read_model_index
-from diffusion_worker.engine.state.state_document import DesiredModel, Problem
+from diffusion_worker.engine.state.state_document import DesiredModel, ProblemReport
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched, Fetcher
 from diffusion_worker.sources.parsing import parse_source
@@ -33,7 +33,7 @@ class ModelFetch:
 
     def __init__(self, config: WorkerConfig, fetcher: Fetcher, pinned: Callable[[], DesiredModel | None]) -> None:
         self.revision: str | None = None
-        self.problem: Problem | None = None
+        self.problem: ProblemReport | None = None
         self.progress = (0, 0)
         self._ended = False
         self._config = config
@@ -62,7 +62,7 @@ class ModelFetch:
             except RequestError as error:
                 # A last try that was cut short before anything came tells less than what the one before ended with.
                 if error.code != ErrorCode.TIMEOUT or self.problem is None:
-                    self.problem = Problem(error.code, error.message, error.retryable)
+                    self.problem = ProblemReport(error.code, error.message, error.retryable)
                 if not error.retryable or time.monotonic() + wait_s >= ends_at:
                     raise ConfigError(f"{self.problem.code}: {self.problem.message}") from None
                 log.warning("model not fetched code=%s, next try in %g s: %s", error.code, wait_s, error.message)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from diffusion_worker.compatibility import why_awake
+from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters.loading import AdapterLoader
 from diffusion_worker.engine.requests.admission import GenerationParams, check_size
@@ -70,7 +70,7 @@ class Preparation:
         except RequestError as error:
             message = f"the warm-up before the first request failed: {error.message} (--warmup-steps 0 starts without it)"
             raise ConfigError(message) from None
-        if why_awake(self._config) is not None:
+        if sleep_blocker(self._config) is not None:
             return  # it never sleeps, and its weights may be in no memory that could be looked at
         try:
             await self._verification.record(timeout_s=self._config.startup_timeout_s)

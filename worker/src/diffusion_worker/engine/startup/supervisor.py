@@ -108,7 +108,7 @@ class Supervisor:
 
     async def _start_again(self) -> None:
         """Into the state that was asked for: a group that is to sleep allocates nothing."""
-        asleep = self._life.beneath is EngineState.ASLEEP
+        asleep = self._life.state_after_restart is EngineState.ASLEEP
         self._life.stage = LoadStage.STARTING_RANKS
         await self._preparation.begin(await self._ranks.restart(asleep=asleep), asleep=asleep)
         self._life.stage = LoadStage.LOADING_ADAPTERS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from diffusion_worker.engine.state.rank_protocol import Loss
 from diffusion_worker.engine.state.restart_budget import AFTER, LossRecord
-from diffusion_worker.engine.state.state_document import EngineState, LoadStage, Problem
+from diffusion_worker.engine.state.state_document import EngineState, LoadStage, ProblemReport
 from diffusion_worker.errors import ErrorCode, RequestError
 
 ENDING = (EngineState.FAILED, EngineState.TERMINATING)
@@ -25,7 +25,7 @@ REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
 
 
 class EngineLife:
-    """What an engine is doing. While its group is started again, `beneath` is the state that comes after."""
+    """What an engine is doing. While its group is started again, `state_after_restart` is the state that comes after."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.loaded = False
@@ -33,7 +33,7 @@ class EngineLife:
         self.failure: str | None = None
         self.losses = LossRecord()
         self._clock = clock
-        self._beneath = EngineState.STARTING
+        self._state_after_restart = EngineState.STARTING
         self._restarting = False
         self._loss_code = ErrorCode.RANK_FAILED
         self._shown, self._since_s = self.state, clock()
@@ -42,12 +42,12 @@ class EngineLife:
     @property
     def state(self) -> EngineState:
         """The state as it is shown."""
-        return EngineState.RESTARTING if self._restarting and self._beneath not in ENDING else self._beneath
+        return EngineState.RESTARTING if self._restarting and self._state_after_restart not in ENDING else self._state_after_restart
 
     @property
-    def beneath(self) -> EngineState:
+    def state_after_restart(self) -> EngineState:
         """The state the engine returns to after a restart."""
-        return self._beneath
+        return self._state_after_restart
 
     @property
     def restarting(self) -> bool:
@@ -65,15 +65,15 @@ class EngineLife:
 
     def enter(self, state: EngineState) -> None:
         """The state from now on, unless the engine failed or is ending."""
-        if self._beneath not in ENDING:
-            self._beneath = state
+        if self._state_after_restart not in ENDING:
+            self._state_after_restart = state
             self._show()
 
     def fail(self, reason: str) -> bool:
         """The engine cannot go on; False if that was known."""
-        if self._beneath is EngineState.FAILED:
+        if self._state_after_restart is EngineState.FAILED:
             return False
-        self._beneath, self.failure = EngineState.FAILED, reason
+        self._state_after_restart, self.failure = EngineState.FAILED, reason
         self._show()
         return True
 
@@ -85,7 +85,7 @@ class EngineLife:
         """The group is lost and is about to be started again."""
         self.losses.add(loss, generation, time.monotonic())
         self._restarting = True
-        self._beneath = AFTER.get(self._beneath, self._beneath)
+        self._state_after_restart = AFTER.get(self._state_after_restart, self._state_after_restart)
         self._show()
 
     def group_is_back(self) -> None:
@@ -105,17 +105,17 @@ class EngineLife:
         starting = self.stage is LoadStage.STARTING_RANKS
         return LoadStage.LOADING_WEIGHTS if starting and bytes_total else self.stage
 
-    def problem(self) -> Problem | None:
+    def problem(self) -> ProblemReport | None:
         """Why it does not serve now, where that is a fault."""
         if self.failure is not None:
-            return Problem(ErrorCode.ENGINE_FAILED, self.failure, True)
+            return ProblemReport(ErrorCode.ENGINE_FAILED, self.failure, True)
         if self._restarting and self.losses.last is not None:
-            return Problem(self._loss_code, self.losses.last.reason, True)
+            return ProblemReport(self._loss_code, self.losses.last.reason, True)
         return None
 
     def require_ready(self, what: str, *, restarting_too: bool) -> None:
         """Raises RequestError with the reason; `restarting_too` is for what can wait until a new group is there."""
-        state = self._beneath if restarting_too else self.state
+        state = self._state_after_restart if restarting_too else self.state
         if state is not EngineState.READY:
             code, why, retry_after_s = REFUSALS[state]
             raise RequestError(code, f"{what} is refused: {why}", retry_after_s=retry_after_s)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from diffusion_worker.engine.state.histogram import Durations
-from diffusion_worker.engine.state.state_document import Operation, OperationResult, Problem
+from diffusion_worker.engine.state.state_document import Operation, OperationResult, ProblemReport
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import SleepLevel, TaskAck
 
@@ -22,7 +22,7 @@ OPERATION_KINDS = ("sleep", "wake")
 REMEMBERED = 64
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TaskOutcome(msgspec.Struct, frozen=True):
     """What the ranks acknowledged, and how deep they slept by it or before it."""
 
     acks: list[TaskAck]
@@ -89,7 +89,7 @@ class Operations:
                 details={"operationId": operation_id, "kind": running},
             )
 
-    def start(self, operation_id: str, kind: str, work: Coroutine[Any, Any, Outcome]) -> None:
+    def start(self, operation_id: str, kind: str, work: Coroutine[Any, Any, TaskOutcome]) -> None:
         """Run an operation in the background; its outcome becomes `last`."""
         task = asyncio.create_task(self._run(operation_id, kind, work))
         self._running = _Running(operation_id, kind, time.monotonic(), task)
@@ -107,20 +107,20 @@ class Operations:
             self._running.task.cancel()
             await asyncio.wait({self._running.task})
 
-    async def _run(self, operation_id: str, kind: str, work: Coroutine[Any, Any, Outcome]) -> None:
-        problem, outcome = None, Outcome([], None)
+    async def _run(self, operation_id: str, kind: str, work: Coroutine[Any, Any, TaskOutcome]) -> None:
+        problem, outcome = None, TaskOutcome([], None)
         started = time.monotonic()
         try:
             outcome = await work
         except RequestError as error:
-            problem = Problem(error.code, error.message, error.retryable)
+            problem = ProblemReport(error.code, error.message, error.retryable)
         except GroupFailed as error:
-            problem = Problem(ErrorCode.ENGINE_FAILED, str(error), True)
+            problem = ProblemReport(ErrorCode.ENGINE_FAILED, str(error), True)
         except asyncio.CancelledError:
-            problem = Problem(ErrorCode.TERMINATING, "the server is shutting down", True)
+            problem = ProblemReport(ErrorCode.TERMINATING, "the server is shutting down", True)
         except Exception as error:
             log.exception("%s operation=%s broke", kind, operation_id)
-            problem = Problem(ErrorCode.ENGINE_FAILED, f"{kind} broke: {error!r}", True)
+            problem = ProblemReport(ErrorCode.ENGINE_FAILED, f"{kind} broke: {error!r}", True)
             self._broken(problem.message)
         finally:
             self._running = None

@@ -89,7 +89,7 @@ class Residency(enum.StrEnum):
     ON_DEMAND = "OnDemand"
 
 
-class Problem(msgspec.Struct, frozen=True, rename="camel"):
+class ProblemReport(msgspec.Struct, frozen=True, rename="camel"):
     """An error as it is kept in the state document."""
 
     code: str
@@ -110,7 +110,7 @@ class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
 
     operation_id: str
     kind: str
-    error: Problem | None = None
+    error: ProblemReport | None = None
     seconds: float = 0.0
     freed_bytes: int | None = None
     level: SleepLevel | None = None
@@ -185,7 +185,7 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     ranks_loaded: int
     ranks_total: int
     refs: int
-    error: Problem | None
+    error: ProblemReport | None
     revision: str | None = None
     components: list[str] = []
     format: str | None = None
@@ -222,7 +222,7 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     model: ModelDocument
     ranks: list[RankDocument]
     adapters: list[AdapterDocument]
-    failure: Problem | None
+    failure: ProblemReport | None
     restarts: int = 0
     last_loss: LossDocument | None = None
     # What became of the options that speed up or shrink the model, by their names; one that is not used is not there.

@@ -111,14 +111,14 @@ def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-class _Promised:
+class _DeferredTensor:
     """What transformers takes for a tensor in a file: asked for its contents in a dtype, it gives a placeholder."""
 
     def __init__(self, stored: StoredTensor, unread: Placeholders) -> None:
         self._stored = stored
         self._unread = unread
 
-    def __getitem__(self, index: Any) -> "_Promised":
+    def __getitem__(self, index: Any) -> "_DeferredTensor":
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _of_transformers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Ch
 
 def _promise(kind: Any, config: Any, dtype: torch.dtype, tensors: Stored, unread: Placeholders) -> tuple[Any, dict[str, Any]]:
     """The model with placeholders, and what transformers says of the names."""
-    promised = {name: _Promised(stored, unread) for name, stored in tensors.items()}
+    promised = {name: _DeferredTensor(stored, unread) for name, stored in tensors.items()}
     asked = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     says = logging.getLogger("transformers.modeling_utils")
     # It would tell of what is an error here, and take tied weights for different ones.

@@ -12,16 +12,16 @@ from diffusion_worker.runner.model_call.components import DIVISIBLE_DENOISERS
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.pipelines.step_cache_support import SUPPORTED, why_no_denoiser, why_no_pipeline
 from diffusion_worker.runner.step_cache.branch import CacheKind
-from diffusion_worker.runner.step_cache.cache import Agree, StepCache
+from diffusion_worker.runner.step_cache.cache import Agree, PipelineStepCache
 from diffusion_worker.runner.step_cache.first_block import FirstBlock
 from diffusion_worker.runner.step_cache.mag import MagCache
-from diffusion_worker.runner.step_cache.run import Verdict
+from diffusion_worker.runner.step_cache.run import CacheVerdict
 from diffusion_worker.runner.step_cache.taylor_seer import TaylorSeer
 
 KINDS: dict[Kind, Callable[[], CacheKind]] = {Kind.FIRST_BLOCK: FirstBlock, Kind.TAYLOR_SEER: TaylorSeer, Kind.MAG_CACHE: MagCache}
 
 
-def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Module], parallel: Parallel) -> StepCache | None:
+def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Module], parallel: Parallel) -> PipelineStepCache | None:
     """The step cache that a worker is told to have on a pipeline; None for none.
 
     Raises:
@@ -37,14 +37,14 @@ def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Modul
         supported = ", ".join(sorted(SUPPORTED[kind]))
         why = reason or "there is nothing to cache"
         raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} with {named} is not supported: {why}; supported: {supported}")
-    return StepCache(made, denoisers, _agreement(parallel) if parallel.world > 1 else None)
+    return PipelineStepCache(made, denoisers, _agreement(parallel) if parallel.world > 1 else None)
 
 
 def _agreement(parallel: Parallel) -> Agree:
     """A request computes if it does on any rank."""
 
-    def agree(verdicts: list[Verdict]) -> list[Verdict]:
-        computes = parallel.any_of([verdict is Verdict.COMPUTE for verdict in verdicts])
-        return [Verdict.COMPUTE if found else Verdict.SKIP for found in computes]
+    def agree(verdicts: list[CacheVerdict]) -> list[CacheVerdict]:
+        computes = parallel.any_of([verdict is CacheVerdict.COMPUTE for verdict in verdicts])
+        return [CacheVerdict.COMPUTE if found else CacheVerdict.SKIP for found in computes]
 
     return agree

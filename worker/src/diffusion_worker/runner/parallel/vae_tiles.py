@@ -69,7 +69,7 @@ class TileDecoder:
         result: torch.Tensor = self.real(tile, **options)
         return result
 
-    def note_down(self, decode: Callable[[], Any]) -> list[Asked]:
+    def record_tiles(self, decode: Callable[[], Any]) -> list[Asked]:
         """The tiles that a decode asks for."""
         self.asked = asked = list[Asked]()
         try:
@@ -103,7 +103,7 @@ class VaeTiles:
         vae = self._vae if call.module is None else call.module
         decoder: TileDecoder = vae.decoder.forward.__self__
         rows = slice(0, call.rows)
-        asked = self._parallel.agree(lambda: decoder.note_down(lambda: execute(call, rows)))
+        asked = self._parallel.agree(lambda: decoder.record_tiles(lambda: execute(call, rows)))
         if len(asked) < 2:
             return None
         tiles = self._spread(decoder, asked)

@@ -11,7 +11,7 @@ import torch
 from diffusers.utils.torch_utils import unwrap_module
 
 from diffusion_worker.config import StepCache as Kind
-from diffusion_worker.runner.pipelines.step_support import why_whole
+from diffusion_worker.runner.pipelines.step_support import whole_run_reason
 from diffusion_worker.runner.step_cache.branch import CacheKind
 
 _WITH_BLOCKS = frozenset(
@@ -41,7 +41,7 @@ SUPPORTED: dict[Kind, frozenset[str]] = {
 def why_no_pipeline(pipeline: Any) -> str | None:
     """Why no request of a pipeline can have a step cache; None where they can."""
     kind: Any = type(pipeline)
-    whole = why_whole(kind)
+    whole = whole_run_reason(kind)
     if whole is not None:
         return f"its requests run whole, because it {whole}"
     if any("controlnet" in name for name in pipeline.components):

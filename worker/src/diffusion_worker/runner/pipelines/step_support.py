@@ -35,7 +35,7 @@ def missing_libraries(found: Any) -> list[str]:
 
 
 @functools.cache
-def why_whole(pipeline_class: Any) -> str | None:
+def whole_run_reason(pipeline_class: Any) -> str | None:
     """Why requests of this class run from start to end by themselves; None where they are stepped in company."""
     changes = why_exclusive(pipeline_class)
     if changes:

@@ -51,7 +51,7 @@ MORE_PAIRS = {
 SD3_MASKED_CHANNELS = 33
 
 
-class Server(msgspec.Struct, frozen=True):
+class TaskPipeline(msgspec.Struct, frozen=True):
     """What serves a task: a pipeline, and how it takes the images; None where the task has none."""
 
     pipeline: Any
@@ -63,12 +63,12 @@ class TaskPipelines:
 
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
-        self._servers: dict[Task, Server] = {}
+        self._servers: dict[Task, TaskPipeline] = {}
         if works_from_words(pipeline):
-            self._servers[Task.GENERATE] = Server(pipeline)
+            self._servers[Task.GENERATE] = TaskPipeline(pipeline)
         for inputs in (image_inputs(pipeline), masked_inputs(pipeline)):
             if inputs is not None:
-                self._servers[inputs.task] = Server(pipeline, inputs)
+                self._servers[inputs.task] = TaskPipeline(pipeline, inputs)
         # A class that starts from an image and noise was chosen for that; from others diffusers has more to make.
         if "strength" not in inputs_of(pipeline):
             self._add_companions(pipeline)
@@ -123,7 +123,7 @@ class TaskPipelines:
                 continue
             inputs = image_inputs(companion)
             if inputs is not None and inputs.task is task:
-                self._servers[task] = Server(companion, inputs)
+                self._servers[task] = TaskPipeline(companion, inputs)
 
 
 def _paired_class(name: str, task: Task) -> Any:

@@ -18,7 +18,7 @@ from diffusers.guiders.guider_utils import BaseGuidance
 
 from diffusion_worker.runner.pipelines.schedule import own_scheduler
 from diffusion_worker.runner.stepping.request_state import take_step
-from diffusion_worker.runner.stepping.suspending_module import StandIn
+from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 
 # The scheduler of the denoising loop; a pipeline without one of this name marks the steps of all it has.
 MAIN_SCHEDULER = "scheduler"
@@ -47,7 +47,7 @@ def hooks_models(guider: Any) -> bool:
 def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
     """A view of a pipeline for one request; it has to be called inside the request's fiber. `shift` is of its flow schedulers."""
     view = copy.copy(pipeline)
-    parts: dict[str, Any] = {name: StandIn(name, module) for name, module in modules_of(pipeline).items()}
+    parts: dict[str, Any] = {name: SuspendingModule(name, module) for name, module in modules_of(pipeline).items()}
     schedulers = schedulers_of(pipeline)
     for name, scheduler in schedulers.items():
         own = own_scheduler(scheduler, shift)

@@ -10,7 +10,7 @@ from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.utils.torch_utils import unwrap_module
 
-from diffusion_worker.runner.step_cache.run import CachedModule, Verdict, hook
+from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, hook
 
 # What the last block made of what the first one got or gave is remembered under this name.
 TAIL = "tail"
@@ -68,7 +68,7 @@ def why_no_blocks(module: torch.nn.Module) -> str | None:
 
 def passed_through(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """A block that gives on what it was given, where blocks are skipped."""
-    if cached.run is None or cached.run.verdict is Verdict.COMPUTE:
+    if cached.run is None or cached.run.verdict is CacheVerdict.COMPUTE:
         return forward(*args, **kwargs)
     return block.output(*block.given(args, kwargs))
 

@@ -9,18 +9,18 @@ from diffusers.hooks.hooks import CacheContext, StateManager
 
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.model_call.call import ModelCall
-from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict
+from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, Kept, Tensors
 
 
 class Branch(Protocol):
     """What one request remembers of one kind of its calls: those with its prompt, or those without."""
 
-    verdict: Verdict
+    verdict: CacheVerdict
 
     def begin(self) -> None:
         """A call is about to be made: set the verdict on it."""
 
-    def decide(self, kept: Kept) -> Verdict:
+    def decide(self, kept: Kept) -> CacheVerdict:
         """The verdict on a call that was open, by what its first layer gave; never open."""
 
     def recall(self, place: str) -> Tensors | None:

@@ -16,17 +16,17 @@ import torch
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.outputs import split
 from diffusion_worker.runner.step_cache.branch import Branch, CachedRequest, CacheKind
-from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Run, Tensors, Verdict
+from diffusion_worker.runner.step_cache.run import CachedModule, CachedRun, CacheVerdict, FirstBlockOnly, Kept, Tensors
 
 # The verdicts of the requests on all ranks, from those on this one.
-Agree = Callable[[list[Verdict]], list[Verdict]]
+Agree = Callable[[list[CacheVerdict]], list[CacheVerdict]]
 
 
-class Divided(Exception):
+class MixedVerdicts(Exception):
     """Raised when the requests of a call turn out to skip and to compute: the call has to be made for each kind of them."""
 
 
-class StepCache:
+class PipelineStepCache:
     """A kind of cache on the denoisers of a pipeline. `agree` is None at one rank, which decides inside the call."""
 
     def __init__(self, kind: CacheKind, denoisers: dict[str, torch.nn.Module], agree: Agree | None) -> None:
@@ -62,13 +62,13 @@ class Plan:
 
     @property
     def skips(self) -> bool:
-        return self._verdict is Verdict.SKIP
+        return self._verdict is CacheVerdict.SKIP
 
     def execute(self, make: Callable[[], Any], rows: slice) -> tuple[Any, Kept]:
         """Run the module for some rows of the call; returns its output (None if only its first block ran) and what to remember."""
-        run = Run(self._verdict, lambda place: self._recall(place, rows), self._decide)
+        run = CachedRun(self._verdict, lambda place: self._recall(place, rows), self._decide)
         output = None
-        with self._module.running(run), contextlib.suppress(Probed):
+        with self._module.running(run), contextlib.suppress(FirstBlockOnly):
             output = make()
         self._verdict = run.verdict
         return output, run.kept
@@ -80,22 +80,22 @@ class Plan:
             Divided: the requests differ; each has its verdict now.
         """
         for branch, (_, kept) in zip(self._branches, made, strict=True):
-            if self._verdict is not Verdict.OPEN:
+            if self._verdict is not CacheVerdict.OPEN:
                 branch.verdict = self._verdict
             branch.keep({place: [_own(tensor) for tensor in tensors] for place, tensors in kept.items()})
-        if self._verdict is not Verdict.OPEN:
+        if self._verdict is not CacheVerdict.OPEN:
             return [output for output, _ in made]
         verdicts = [branch.decide(kept) for branch, (_, kept) in zip(self._branches, made, strict=True)]
         for branch, verdict in zip(self._branches, self._agree(verdicts) if self._agree else verdicts, strict=True):
             branch.verdict = verdict
-        raise Divided
+        raise MixedVerdicts
 
-    def _decide(self, kept: Kept) -> Verdict:
+    def _decide(self, kept: Kept) -> CacheVerdict:
         """Inside the call, at one rank: what all its requests say, or open."""
         if self._agree is not None:
-            return Verdict.OPEN
+            return CacheVerdict.OPEN
         verdicts = {branch.decide(part) for branch, part in zip(self._branches, split(kept, self._rows), strict=True)}
-        return verdicts.pop() if len(verdicts) == 1 else Verdict.OPEN
+        return verdicts.pop() if len(verdicts) == 1 else CacheVerdict.OPEN
 
     def _recall(self, place: str, rows: slice) -> Tensors | None:
         """What the requests remember of a place, one after the other, cut to some rows of the call."""

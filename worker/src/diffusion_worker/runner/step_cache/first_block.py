@@ -11,7 +11,7 @@ from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockSt
 
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
 from diffusion_worker.runner.step_cache.branch import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Probed, Tensors, Verdict
+from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, FirstBlockOnly, Kept, Tensors
 
 # What the first block gave, and what it changed.
 HEAD = "head"
@@ -20,26 +20,26 @@ RESIDUAL = "residual"
 
 class _FirstBlockBranch:
     def __init__(self, threshold: float) -> None:
-        self.verdict = Verdict.OPEN
+        self.verdict = CacheVerdict.OPEN
         self._rule = FBCHeadBlockHook(own_state(FBCSharedBlockState), threshold)
         self._state: FBCSharedBlockState = self._rule.state_manager.get_state()
         self._probed: Kept = {}
 
     def begin(self) -> None:
         self._probed = {}
-        self.verdict = Verdict.OPEN
+        self.verdict = CacheVerdict.OPEN
 
-    def decide(self, kept: Kept) -> Verdict:
-        return Verdict.COMPUTE if self._rule._should_compute_remaining_blocks(kept[RESIDUAL][0]) else Verdict.SKIP
+    def decide(self, kept: Kept) -> CacheVerdict:
+        return CacheVerdict.COMPUTE if self._rule._should_compute_remaining_blocks(kept[RESIDUAL][0]) else CacheVerdict.SKIP
 
     def recall(self, place: str) -> Tensors | None:
         return self._state.tail_block_residuals if place == TAIL else self._probed.get(place)
 
     def keep(self, kept: Kept) -> None:
-        if self.verdict is Verdict.OPEN:
+        if self.verdict is CacheVerdict.OPEN:
             self._probed = kept
             return
-        if self.verdict is Verdict.COMPUTE:
+        if self.verdict is CacheVerdict.COMPUTE:
             self._state.head_block_residual = (kept | self._probed)[RESIDUAL][0]
             self._state.tail_block_residuals = kept[TAIL]
         self._probed = {}
@@ -73,15 +73,15 @@ def _first_block(cached: CachedModule, block: Block, forward: Any, *args: Any, *
     if known is None:
         hidden, text = block.parts(forward(*args, **kwargs))
         run.kept[RESIDUAL] = [hidden - block.given(args, kwargs)[0]]
-        if run.verdict is Verdict.OPEN:
+        if run.verdict is CacheVerdict.OPEN:
             run.verdict = run.decide(run.kept)
-        if run.verdict is Verdict.OPEN:
+        if run.verdict is CacheVerdict.OPEN:
             run.kept[HEAD] = [hidden, text]
-            raise Probed
+            raise FirstBlockOnly
     else:
         hidden, text = known  # type: ignore[assignment]
     run.passed = [hidden, text]
-    if run.verdict is Verdict.SKIP:
+    if run.verdict is CacheVerdict.SKIP:
         residuals = run.recall(TAIL)
         assert residuals is not None, "nothing is skipped before it was computed"
         run.kept.clear()
@@ -91,6 +91,6 @@ def _first_block(cached: CachedModule, block: Block, forward: Any, *args: Any, *
 
 def _last_block(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
     output = passed_through(cached, block, forward, *args, **kwargs)
-    if cached.run is not None and cached.run.verdict is Verdict.COMPUTE:
+    if cached.run is not None and cached.run.verdict is CacheVerdict.COMPUTE:
         cached.run.kept[TAIL] = [minus(*pair) for pair in zip(block.parts(output), cached.run.passed, strict=True)]
     return output

@@ -13,7 +13,7 @@ from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS, MagCacheBlockHook, MagCac
 
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
 from diffusion_worker.runner.step_cache.branch import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict
+from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, Kept, Tensors
 
 # The magnitudes of these models' residuals, which diffusers has measured. Others have to be calibrated first.
 MAG_RATIOS = {"FluxTransformer2DModel": FLUX_MAG_RATIOS}
@@ -23,7 +23,7 @@ class _MagBranch:
     """Asks diffusers' hook about each step, with tensors of one number in place of the model's."""
 
     def __init__(self, config: MagCacheConfig) -> None:
-        self.verdict = Verdict.COMPUTE
+        self.verdict = CacheVerdict.COMPUTE
         self._rule = MagCacheHeadHook(own_state(MagCacheState), config)
         self._rule._metadata = types.SimpleNamespace(
             hidden_states_argument_name="hidden_states",
@@ -39,10 +39,10 @@ class _MagBranch:
         one = torch.zeros(1)
         state.previous_residual = None if self._residual is None else one
         self._rule.new_forward(None, hidden_states=one)
-        self.verdict = Verdict.COMPUTE if state.should_compute else Verdict.SKIP
+        self.verdict = CacheVerdict.COMPUTE if state.should_compute else CacheVerdict.SKIP
         self._clock._advance_step(state)
 
-    def decide(self, kept: Kept) -> Verdict:
+    def decide(self, kept: Kept) -> CacheVerdict:
         return self.verdict
 
     def recall(self, place: str) -> Tensors | None:
@@ -75,7 +75,7 @@ def _before_blocks(cached: CachedModule, block: Block, forward: Any, *args: Any,
         return forward(*args, **kwargs)
     hidden, text = block.given(args, kwargs)
     run.passed = [hidden]
-    if run.verdict is Verdict.COMPUTE:
+    if run.verdict is CacheVerdict.COMPUTE:
         return forward(*args, **kwargs)
     residual = run.recall(TAIL)
     assert residual is not None, "nothing is skipped before it was computed"
@@ -84,6 +84,6 @@ def _before_blocks(cached: CachedModule, block: Block, forward: Any, *args: Any,
 
 def _after_blocks(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
     output = passed_through(cached, block, forward, *args, **kwargs)
-    if cached.run is not None and cached.run.verdict is Verdict.COMPUTE:
+    if cached.run is not None and cached.run.verdict is CacheVerdict.COMPUTE:
         cached.run.kept[TAIL] = [minus(block.parts(output)[0], cached.run.passed[0])]
     return output

@@ -20,7 +20,7 @@ Kept = dict[str, Tensors]
 Around = Callable[..., Any]
 
 
-class Verdict(enum.Enum):
+class CacheVerdict(enum.Enum):
     """What becomes of the layers of a call: all are computed, most are skipped, or the first one has to be computed to know."""
 
     COMPUTE = "compute"
@@ -28,17 +28,17 @@ class Verdict(enum.Enum):
     OPEN = "open"
 
 
-class Probed(Exception):
+class FirstBlockOnly(Exception):
     """Raised out of a module whose first layer is computed, when that is all that was wanted; handled by who ran it."""
 
 
-class Run:
+class CachedRun:
     """One execution of a module. `recall` gives what is remembered of a place, for the rows of this execution.
 
     `decide` turns an open verdict into another one from what was kept so far, or leaves it open.
     """
 
-    def __init__(self, verdict: Verdict, recall: Callable[[str], Tensors | None], decide: Callable[[Kept], Verdict]) -> None:
+    def __init__(self, verdict: CacheVerdict, recall: Callable[[str], Tensors | None], decide: Callable[[Kept], CacheVerdict]) -> None:
         self.verdict = verdict
         self.recall = recall
         self.decide = decide
@@ -51,10 +51,10 @@ class CachedModule:
     """A denoiser with hooks on its layers, which do nothing unless `run` is set."""
 
     def __init__(self) -> None:
-        self.run: Run | None = None
+        self.run: CachedRun | None = None
 
     @contextlib.contextmanager
-    def running(self, run: Run) -> Iterator[None]:
+    def running(self, run: CachedRun) -> Iterator[None]:
         """Let the hooks go by `run`."""
         self.run = run
         try:

@@ -12,12 +12,12 @@ from diffusers.hooks import TaylorSeerCacheConfig
 from diffusers.hooks.taylorseer_cache import _TRANSFORMER_BLOCK_IDENTIFIERS, TaylorSeerCacheHook, TaylorSeerState
 
 from diffusion_worker.runner.step_cache.branch import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, Kept, Tensors, Verdict, hook
+from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, Kept, Tensors, hook
 
 
 class _TaylorBranch:
     def __init__(self, config: TaylorSeerCacheConfig) -> None:
-        self.verdict = Verdict.COMPUTE
+        self.verdict = CacheVerdict.COMPUTE
         self._config = config
         self._rule = TaylorSeerCacheHook(
             state_manager=own_state(TaylorSeerState),
@@ -32,9 +32,9 @@ class _TaylorBranch:
     def begin(self) -> None:
         computes, clock = self._rule._measure_should_compute()
         self._step = clock.current_step
-        self.verdict = Verdict.COMPUTE if computes else Verdict.SKIP
+        self.verdict = CacheVerdict.COMPUTE if computes else CacheVerdict.SKIP
 
-    def decide(self, kept: Kept) -> Verdict:
+    def decide(self, kept: Kept) -> CacheVerdict:
         return self.verdict
 
     def recall(self, place: str) -> Tensors | None:
@@ -83,7 +83,7 @@ def _continued(cached: CachedModule, place: str, forward: Any, *args: Any, **kwa
     run = cached.run
     if run is None:
         return forward(*args, **kwargs)
-    if run.verdict is Verdict.COMPUTE:
+    if run.verdict is CacheVerdict.COMPUTE:
         output = forward(*args, **kwargs)
         run.kept[place] = [output] if isinstance(output, torch.Tensor) else list(output)
         return output

@@ -9,7 +9,7 @@ import msgspec
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.model_call.call import ModelCall, group_key, merge
 from diffusion_worker.runner.step_cache.branch import Branch
-from diffusion_worker.runner.step_cache.run import Verdict
+from diffusion_worker.runner.step_cache.run import CacheVerdict
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 
 
@@ -58,7 +58,7 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
 
     def by_verdict(self) -> list["InputBatch"]:
         """The same calls, those together that the step cache makes alike."""
-        groups: dict[Verdict | None, list[Pending]] = {}
+        groups: dict[CacheVerdict | None, list[Pending]] = {}
         for item in self.items:
             groups.setdefault(_verdict(item), []).append(item)
         return list(map(InputBatch, groups.values()))
@@ -93,5 +93,5 @@ def _groups(items: list[Pending]) -> list[list[Pending]]:
     return list(groups.values())
 
 
-def _verdict(item: Pending) -> Verdict | None:
+def _verdict(item: Pending) -> CacheVerdict | None:
     return None if item.branch is None else item.branch.verdict

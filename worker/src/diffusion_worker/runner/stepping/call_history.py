@@ -58,7 +58,7 @@ class Step:
         return end
 
 
-class Way:
+class CallHistory:
     """The answers that a request was given, in order, and the newest step of each of its schedulers, in the order of their first."""
 
     def __init__(self) -> None:

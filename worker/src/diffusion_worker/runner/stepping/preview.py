@@ -20,7 +20,7 @@ from diffusion_worker.messages import ErrorReport
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.faults import require_usable_rank
 from diffusion_worker.runner.model_call.outputs import is_plain, tensors_of, with_tensors
-from diffusion_worker.runner.stepping.call_history import NoPreview, Way
+from diffusion_worker.runner.stepping.call_history import CallHistory, NoPreview
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, FiberEvent
 
 
@@ -49,7 +49,7 @@ class PreviewState(DiffusionRequestState):
 
     in_one_tick = True
 
-    def __init__(self, of: DiffusionRequestState, way: Way, number: int) -> None:
+    def __init__(self, of: DiffusionRequestState, way: CallHistory, number: int) -> None:
         spec = msgspec.structs.replace(of.spec, request_id=f"{of.spec.request_id}/preview-{number}", previews=0)
         super().__init__(spec, of.body, exact=True)
         self.of = of.spec.request_id

@@ -16,7 +16,7 @@ from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.contents import Contents
 from diffusion_worker.runner.step_cache.branch import Branch
 from diffusion_worker.runner.stepping.autocast_state import OwnPrecision
-from diffusion_worker.runner.stepping.call_history import Step, Way
+from diffusion_worker.runner.stepping.call_history import CallHistory, Step
 from diffusion_worker.runner.stepping.module_changes import ModuleChanges
 from diffusion_worker.runner.stepping.rng_state import OwnRandomness
 from diffusion_worker.runner.stepping.shared_part import NeedsModelAlone
@@ -34,7 +34,7 @@ class StepBoundary(enum.Enum):
     STEP = "step"
 
 
-class Done(msgspec.Struct, frozen=True):
+class FiberDone(msgspec.Struct, frozen=True):
     """The fiber ended; `frame` is what its body returned: for a request from the wire an image, uint8 [height, width, 3]."""
 
     frame: Any
@@ -47,7 +47,7 @@ class Broken(msgspec.Struct, frozen=True):
     asked: bool
 
 
-FiberEvent = ModelCall | StepBoundary | Done | Broken | NeedsModelAlone
+FiberEvent = ModelCall | StepBoundary | FiberDone | Broken | NeedsModelAlone
 # What a fiber runs: a pipeline on a view of it.
 Body = Callable[[], Any]
 
@@ -61,7 +61,7 @@ class Fiber(greenlet.greenlet):  # type: ignore[misc]
 
     called = False
     steps: int | None = None
-    way: Way | None = None
+    way: CallHistory | None = None
     replay: Callable[[Any], Any] | None = None
     changes: ModuleChanges | None = None
 
@@ -111,7 +111,7 @@ class DiffusionRequestState:
         self.batch_key: Hashable = getattr(body, "batch_key", None)
         self.contents = Contents()
         self.clock = StageClock()
-        self.way = Way() if spec.previews else None
+        self.way = CallHistory() if spec.previews else None
         self.previews_begun = 0
         self.steps_done = 0
         # Calls since the tick began, by component and method, and the one that was put off to the next tick.
@@ -192,7 +192,7 @@ class DiffusionRequestState:
 
     def _run(self) -> FiberEvent:
         try:
-            return Done(self.body())
+            return FiberDone(self.body())
         except greenlet.GreenletExit:
             raise
         except Exception as error:

@@ -5,7 +5,7 @@ import enum
 
 from diffusion_worker.messages import StageSeconds
 from diffusion_worker.runner.model_call.call import ModelCall
-from diffusion_worker.runner.stepping.tick_meter import Span
+from diffusion_worker.runner.stepping.tick_meter import StageSpan
 
 DECODES = frozenset({"decode", "tiled_decode"})
 
@@ -31,9 +31,9 @@ class StageClock:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._spans: list[tuple[Stage, Span]] = []
+        self._spans: list[tuple[Stage, StageSpan]] = []
 
-    def add(self, stage: Stage, span: Span) -> None:
+    def add(self, stage: Stage, span: StageSpan) -> None:
         """A call that the request was in."""
         self._spans.append((stage, span))
 

@@ -24,10 +24,10 @@ from diffusion_worker.runner.model_call.faults import classify, require_usable_r
 from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
-from diffusion_worker.runner.step_cache.cache import Divided, Plan, StepCache
+from diffusion_worker.runner.step_cache.cache import MixedVerdicts, PipelineStepCache, Plan
 from diffusion_worker.runner.stepping.batch import InputBatch, Pending, make_batches
 from diffusion_worker.runner.stepping.preview import PreviewState, preview_due
-from diffusion_worker.runner.stepping.request_state import Broken, DiffusionRequestState, Done, FiberEvent, StepBoundary
+from diffusion_worker.runner.stepping.request_state import Broken, DiffusionRequestState, FiberDone, FiberEvent, StepBoundary
 from diffusion_worker.runner.stepping.shared_part import NeedsModelAlone
 from diffusion_worker.runner.stepping.stage_clock import StageClock, stage_of
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
@@ -89,7 +89,7 @@ class Stepper:
         self._prompts = prompts
         self._modules: dict[str, torch.nn.Module] = {}
         self._loras: DiffusionLoRAManager | None = None
-        self._cache: StepCache | None = None
+        self._cache: PipelineStepCache | None = None
         self._compute: Compute = lambda module, call, plain: execute(module, call)
         # Calls whose output could not be split once are not merged again.
         self._indivisible: set[tuple[str, str]] = set()
@@ -106,7 +106,7 @@ class Stepper:
         modules: dict[str, torch.nn.Module],
         loras: DiffusionLoRAManager | None,
         *,
-        cache: StepCache | None = None,
+        cache: PipelineStepCache | None = None,
         compute: Compute = lambda module, call, plain: execute(module, call),
     ) -> None:
         """From now on calls are made on these modules, by `compute`; `cache` is on some of them."""
@@ -163,7 +163,7 @@ class Stepper:
         """Call the module once for all; if that fails, once for each, so that only the guilty request sees its error."""
         try:
             parts = self._call(batch)
-        except Divided:
+        except MixedVerdicts:
             return [event for part in batch.by_verdict() for event in self._run(part)]
         except (CallFailed, RequestError, TypeError, ValueError, torch.OutOfMemoryError) as error:
             if isinstance(error, torch.OutOfMemoryError) and self._parallel.world > 1:
@@ -244,7 +244,7 @@ class Stepper:
         begun: list[Event] = []
         for state, event in events:
             request_id = state.spec.request_id
-            if isinstance(state, PreviewState) and (request_id in failures or isinstance(event, Done)):
+            if isinstance(state, PreviewState) and (request_id in failures or isinstance(event, FiberDone)):
                 self._end_preview(state, event, failures.get(request_id))
             elif request_id in failures:
                 self._states.pop(request_id).drop()
@@ -254,7 +254,7 @@ class Stepper:
                     self._output.errors[request_id] = failures[request_id]
             elif isinstance(event, ModelCall):
                 self._ask(state, event, pending)
-            elif isinstance(event, Done):
+            elif isinstance(event, FiberDone):
                 self._output.images[request_id] = event.frame
                 self._output.clocks[request_id] = state.clock
                 del self._states[request_id]
@@ -267,7 +267,7 @@ class Stepper:
 
     def _end_preview(self, preview: PreviewState, event: FiberEvent, failure: ErrorReport | None) -> None:
         """Without it where it failed: its request has lost nothing."""
-        if failure is None and isinstance(event, Done):
+        if failure is None and isinstance(event, FiberDone):
             self._output.previews.append(PreviewOutput(preview.of, preview.number, event.frame))
             return
         preview.drop()

@@ -26,7 +26,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 _copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
-class StandIn(SharedPart):
+class SuspendingModule(SharedPart):
     """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with.
 
     Submodules are computed with in the fiber, at once; `SharedPart` says what else a request may do.
@@ -56,7 +56,7 @@ class StandIn(SharedPart):
     def _reset_stateful_cache(self, **_where: Any) -> None:
         """Nothing, though every classic pipeline asks for it at its end: a step cache keeps what it knows by request."""
 
-    def to(self, *args: Any, **kwargs: Any) -> "StandIn":
+    def to(self, *args: Any, **kwargs: Any) -> "SuspendingModule":
         """Another precision for this request only (SDXL decodes in float32): its calls go to a copy, shared by all that ask for one."""
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:

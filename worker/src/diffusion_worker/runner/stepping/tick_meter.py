@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Span:
+class StageSpan:
     """The time from its making to `end`: on a GPU that of the work put on it meanwhile, known when it is done with that."""
 
     def __init__(self, device: torch.device | None) -> None:
@@ -43,14 +43,14 @@ class TickMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._denoising: list[Span] = []
+        self._denoising: list[StageSpan] = []
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextlib.contextmanager
-    def measuring(self, *, denoises: bool) -> Iterator[Span]:
+    def measuring(self, *, denoises: bool) -> Iterator[StageSpan]:
         """The time of what runs inside, which counts where it belongs to a step; what fails does not."""
-        span = Span(self._device)
+        span = StageSpan(self._device)
         yield span
         span.end()
         if denoises:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from diffusion_worker.compatibility import why_awake
+from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.state.state_document import OperationCall, OperationResult, PauseCall, SleepCall, SleepMode, WakeCall
 from diffusion_worker.errors import ErrorCode, RequestError, refused
@@ -208,7 +208,7 @@ def _require_stage(body: OmniBody) -> None:
 
 def _cannot_sleep(engine: Engine, request: Request) -> Response | None:
     """The reference's status for a model that is not made to sleep, with the option that says so."""
-    option = why_awake(engine.config)
+    option = sleep_blocker(engine.config)
     if option is None:
         return None
     error = RequestError(ErrorCode.INVALID_REQUEST, f"sleep: not supported with {option}")

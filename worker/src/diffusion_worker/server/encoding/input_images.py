@@ -51,7 +51,7 @@ class DecodedImage(NamedTuple):
     width: int
 
 
-class Format(NamedTuple):
+class UploadFormat(NamedTuple):
     """A format of files: how they begin, the size in pixels that they claim, and what reads them."""
 
     name: str
@@ -140,7 +140,7 @@ def _fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
-def _format_of(content: bytes) -> Format | None:
+def _format_of(content: bytes) -> UploadFormat | None:
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
         return PNG
     if content.startswith(b"\xff\xd8\xff"):
@@ -165,7 +165,7 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
     raise ValueError("a WebP file without an image")
 
 
-PNG = Format("PNG", _png_size, PngImageFile)
+PNG = UploadFormat("PNG", _png_size, PngImageFile)
 # Its reader stops at the header.
-JPEG = Format("JPEG", lambda content: None, JpegImageFile)
-WEBP = Format("WebP", _webp_size, WebPImageFile)
+JPEG = UploadFormat("JPEG", lambda content: None, JpegImageFile)
+WEBP = UploadFormat("WebP", _webp_size, WebPImageFile)

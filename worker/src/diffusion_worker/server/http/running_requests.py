@@ -43,7 +43,7 @@ class RunningRequests:
         return bool(found)
 
 
-async def unless_unwanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; end it when the client closes the connection or somebody cancels it, so that its rows are free for others.
 
     Raises:

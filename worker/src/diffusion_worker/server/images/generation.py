@@ -12,7 +12,7 @@ from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.server.encoding.chunked import PiecedResponse
 from diffusion_worker.server.encoding.images import check_sides
 from diffusion_worker.server.encoding.threads import EncodingThreads
-from diffusion_worker.server.http.running_requests import ClientGone, unless_unwanted
+from diffusion_worker.server.http.running_requests import ClientGone, run_cancellable
 from diffusion_worker.server.images.streaming import EventStream
 from diffusion_worker.server.schemas.answers import AnswerOptions, file_answer, image_file, image_json, json_answer
 from diffusion_worker.server.schemas.problems import client_gone
@@ -30,7 +30,7 @@ async def answer_generation(request: Request, params: GenerationParams, options:
     if options.stream:
         return EventStream(request, params, options)
     try:
-        return await unless_unwanted(request, _answer(request, params, options))
+        return await run_cancellable(request, _answer(request, params, options))
     except ClientGone:
         return client_gone(request)
 

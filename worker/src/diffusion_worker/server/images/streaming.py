@@ -19,7 +19,7 @@ from diffusion_worker.engine.state.request_events import Held, RequestEvent, Ste
 from diffusion_worker.errors import GroupFailed, RequestError
 from diffusion_worker.server.encoding.chunked import Pieces, send_piece
 from diffusion_worker.server.encoding.threads import EncodingThreads
-from diffusion_worker.server.http.running_requests import ClientGone, unless_unwanted
+from diffusion_worker.server.http.running_requests import ClientGone, run_cancellable
 from diffusion_worker.server.schemas.answers import AnswerOptions, completed_event, held_event, preview_event, progress_event, server_sent
 from diffusion_worker.server.schemas.problems import client_gone, error_envelope, lost_ranks, settled_status, unexpected_error
 
@@ -57,7 +57,7 @@ class EventStream(Response):
             RequestError, GroupFailed: as `Engine.generate`, where nothing was sent yet.
         """
         try:
-            await unless_unwanted(self._request, self._run(send))
+            await run_cancellable(self._request, self._run(send))
         except ClientGone:
             client_gone(self._request)
         except (RequestError, GroupFailed) as error:
