@@ -21,13 +21,13 @@ from diffusion_operator.plan.sleep.next_look import WAKEABLE_POLL_S
 from diffusion_operator.plan.status.conditions import pass_failed
 from diffusion_operator.reconcile.act import act_on_pods, call_workers
 from diffusion_operator.reconcile.children import keep_children, next_try_s, recheck_secret
-from diffusion_operator.reconcile.glance import glance_of, sleepers_unchanged
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.observe import adapters_of, observe, parse
 from diffusion_operator.reconcile.repairs import tell_missed_pods
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
+from diffusion_operator.reconcile.sleep_snapshot import glance_of, sleepers_unchanged
 from diffusion_operator.reconcile.status_write import encode_status, worth_writing
 from diffusion_operator.reconcile.template_trial import try_template
 from diffusion_operator.render import Manifest

@@ -27,8 +27,8 @@ from diffusion_worker.lora.call_rows import (
 )
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors, invalid
 from diffusion_worker.lora.convolution import LoRAConvolution
-from diffusion_worker.lora.envelope import LayerAllowlist
 from diffusion_worker.lora.host_adapter import Bound, HostAdapter, lay_out
+from diffusion_worker.lora.layer_allowlist import LayerAllowlist
 from diffusion_worker.lora.layers import BankPart, LinearPart, LoRALayer, LoRALinear
 from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece, order_of
 from diffusion_worker.lora.slot_bank import Columns, Segment, Widths
