@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/models.md: every pipeline that the installed diffusers exports, and how the worker runs it.
 
-Everything but the reasons below is found by looking at the classes: what they make by what they return, how they run by
-`diffusion_worker.runner.pipelines.step_support`, what is tested by the families of tests/support. `--check` only compares.
+Everything but the reasons below is found by looking at the classes: what they make by what they return, and how they run by
+`diffusion_worker.runner.pipelines.step_support`. The families of tests/support say what is tested. `--check` only compares.
 """
 
 import collections

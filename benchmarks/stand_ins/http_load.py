@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP over plain sockets for P10: a client costs as little as it can, as it runs on the cores of the server it measures.
 
-`python -m benchmarks.stand_ins.http_load PORT SIZE` asks for twenty images at once for every line it reads, says "waiting" when the
+`python -m benchmarks.stand_ins.http_load PORT SIZE` asks for twenty images at once for every line it reads. It says "waiting" when the
 server has all of the requests, and "done" when it has read all of the answers.
 """
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker extension that spoils what a rank holds by one bit, as a defect of the memory would, or leaves it no memory.
 
-Tests load it into real ranks by `support.worker.corrupting_extension:Corrupting`. What it is told to spoil has to be seen by the
-fingerprint.
+Tests load it into real ranks by `support.worker.corrupting_extension:Corrupting`. The fingerprint has to see each change.
 """
 
 import os

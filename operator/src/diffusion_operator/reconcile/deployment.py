@@ -27,7 +27,7 @@ from diffusion_operator.reconcile.observe import adapters_of, observe, parse
 from diffusion_operator.reconcile.repairs import tell_missed_pods
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
-from diffusion_operator.reconcile.sleep_snapshot import glance_of, sleepers_unchanged
+from diffusion_operator.reconcile.sleep_snapshot import sleepers_unchanged, snapshot_of
 from diffusion_operator.reconcile.status_write import encode_status, worth_writing
 from diffusion_operator.reconcile.template_trial import try_template
 from diffusion_operator.render import Manifest
@@ -98,20 +98,20 @@ def _next_pass(runtime: Runtime, memory: DeploymentMemory, observed: Observed, p
     steady_s, retry_s = runtime.settings.steady_poll_s, next_try_s(memory, runtime.now())
     look_again_s = min((one for one in (plan.look_again_s, retry_s) if one is not None), default=None)
     if retry_s is None:
-        memory.glance = glance_of(observed, look_again_s=look_again_s, now=runtime.now(), steady_s=steady_s)
+        memory.snapshot = snapshot_of(observed, look_again_s=look_again_s, now=runtime.now(), steady_s=steady_s)
     return Result(requeue_after_s=min(look_again_s or steady_s, steady_s))
 
 
 async def _nothing_new(runtime: Runtime, key: Key, *, touched: bool) -> bool:
     """Whether all sleep and say what they said; the pass that comes where they do not looks at everything, as do those after a failure."""
     memory = runtime.memories.get((key.namespace, key.name))
-    glance = memory.glance if memory is not None else None
-    if memory is None or glance is None:
+    snapshot = memory.snapshot if memory is not None else None
+    if memory is None or snapshot is None:
         return False
-    memory.glance = None
-    if touched or runtime.now() >= glance.until or not await sleepers_unchanged(runtime, memory, glance):
+    memory.snapshot = None
+    if touched or runtime.now() >= snapshot.until or not await sleepers_unchanged(runtime, memory, snapshot):
         return False
-    memory.glance = glance
+    memory.snapshot = snapshot
     return True
 
 

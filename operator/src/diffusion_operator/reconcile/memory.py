@@ -51,7 +51,7 @@ class KnownPod(msgspec.Struct, frozen=True):
 
 
 class SleepSnapshot(msgspec.Struct, frozen=True):
-    """What sleeping replicas said in a pass that found nothing to do; see glance.py."""
+    """What sleeping replicas said in a pass that found nothing to do; see sleep_snapshot.py."""
 
     until: datetime
     """Then a whole pass is due."""
@@ -96,7 +96,7 @@ class DeploymentMemory:
     refusal: str = ""
     status_written_at: datetime | None = None
     departures: Departures = field(default_factory=Departures)
-    glance: SleepSnapshot | None = None
+    snapshot: SleepSnapshot | None = None
     views: dict[str, AdapterView] = field(default_factory=dict)
     """By UID of the adapter, as they were published last."""
     published_at: dict[str, datetime] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from diffusion_operator.reconcile.memory import DeploymentMemory, SleepSnapshot
 from diffusion_operator.reconcile.runtime import Runtime
 
 
-def glance_of(observed: Observed, *, look_again_s: float | None, now: datetime, steady_s: float) -> SleepSnapshot | None:
+def snapshot_of(observed: Observed, *, look_again_s: float | None, now: datetime, steady_s: float) -> SleepSnapshot | None:
     """None where something else than a request may change what is to be done."""
     polled = [(pod.ip, observed.polls[pod.uid]) for pod in observed.pods if pod.uid in observed.polls]
     said = {ip: _without_ages(poll.state) for ip, poll in polled if poll.fresh and poll.state is not None}
@@ -27,9 +27,9 @@ def glance_of(observed: Observed, *, look_again_s: float | None, now: datetime, 
     return SleepSnapshot(until=now + timedelta(seconds=steady_s), said=said)
 
 
-async def sleepers_unchanged(runtime: Runtime, memory: DeploymentMemory, glance: SleepSnapshot) -> bool:
+async def sleepers_unchanged(runtime: Runtime, memory: DeploymentMemory, snapshot: SleepSnapshot) -> bool:
     """Whether every replica still does."""
-    return all(await asyncio.gather(*(_says(runtime, memory, ip, state) for ip, state in glance.said.items())))
+    return all(await asyncio.gather(*(_says(runtime, memory, ip, state) for ip, state in snapshot.said.items())))
 
 
 async def _says(runtime: Runtime, memory: DeploymentMemory, ip: str, before: WorkerState) -> bool:

@@ -250,8 +250,8 @@ def test_a_scheduler_of_its_own_kind_costs_a_request_its_previews_and_nobody_any
 
 def test_a_request_that_has_ended_keeps_nothing_of_its_way(rig: RunnerRig) -> None:
     rig.runner.execute_stepwise(Tick(0, [request("a", steps=2, previews=1), request("leaves", steps=2, previews=1)]))
-    ways = [rig.runner._states[name].way for name in ("a", "leaves")]
-    assert all(way is not None and way.answers and way.denoised and way.steps for way in ways)
+    ways = [rig.runner._states[name].history for name in ("a", "leaves")]
+    assert all(history is not None and history.answers and history.denoised and history.steps for history in ways)
     outputs_left = [rig.runner.execute_stepwise(Tick(number, leave=["leaves"] if number == 1 else [])) for number in (1, 2)]
     assert any(output.images for output in outputs_left)
-    assert not any(way is None or way.answers or way.denoised or way.steps for way in ways)
+    assert not any(history is None or history.answers or history.denoised or history.steps for history in ways)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plan gives back: actions, Events, and differences found."""
+"""Results of the plan: actions, Events, and differences found."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine is and reports: lifecycle, state document, operations, and the protocol to a rank group."""
+"""The engine's lifecycle, its state document and operations, and the protocol to a rank group."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a model's module: its arguments, contents, outputs, and the cache of prompts."""
+"""A call of a model's module: arguments, contents, outputs, and the cache of prompts."""

@@ -13,7 +13,7 @@ KEEPING_ESTIMATES = frozenset({"dpmsolver++", "sde-dpmsolver++"})
 
 
 class NoPreview(Exception):
-    """Raised where a request's way cannot be gone again; there is no preview then, and nothing else happens."""
+    """Raised where a request's history cannot be replayed; there is no preview then, and nothing else happens."""
 
 
 class Step:

@@ -36,12 +36,12 @@ def preview_due(state: DiffusionRequestState) -> "PreviewState | None":
     A request that needs the model for itself has none: a second run would change the model under it.
     """
     planned = state.steps_planned or state.spec.steps
-    if state.way is None or state.whole or planned is None or state.previews_begun == state.spec.previews:
+    if state.history is None or state.whole or planned is None or state.previews_begun == state.spec.previews:
         return None
     if state.steps_done not in preview_steps(planned, state.spec.previews):
         return None
     state.previews_begun += 1
-    return PreviewState(state, state.way, state.previews_begun - 1)
+    return PreviewState(state, state.history, state.previews_begun - 1)
 
 
 class PreviewState(DiffusionRequestState):
@@ -49,16 +49,16 @@ class PreviewState(DiffusionRequestState):
 
     in_one_tick = True
 
-    def __init__(self, of: DiffusionRequestState, way: CallHistory, number: int) -> None:
+    def __init__(self, of: DiffusionRequestState, history: CallHistory, number: int) -> None:
         spec = msgspec.structs.replace(of.spec, request_id=f"{of.spec.request_id}/preview-{number}", previews=0)
         super().__init__(spec, of.body, exact=True)
         self.of = of.spec.request_id
         self.number = number
         self.clock = of.clock
         self.steps_done = of.steps_done
-        self._way = way
-        self._answers = deque(way.answers)
-        self._steps = list(way.steps.values())
+        self._way = history
+        self._answers = deque(history.answers)
+        self._steps = list(history.steps.values())
         self._replays: dict[int, Callable[[], Any]] = {}
         self._fiber.replay = self._replayed
 

@@ -55,13 +55,13 @@ Body = Callable[[], Any]
 class Fiber(greenlet.greenlet):  # type: ignore[misc]
     """What a body runs in; `called` tells whether it called a model since its last step, `steps` how many it will take.
 
-    Steps are remembered in its `way`, if it has one. With a `replay` no step is taken: that says what the scheduler returns.
+    Steps are remembered in its `history`, if it has one. With a `replay` no step is taken: that says what the scheduler returns.
     `changes` has what it changes of the model if it has that alone; None where others advance beside it.
     """
 
     called = False
     steps: int | None = None
-    way: CallHistory | None = None
+    history: CallHistory | None = None
     replay: Callable[[Any], Any] | None = None
     changes: ModuleChanges | None = None
 
@@ -75,8 +75,8 @@ def take_step(
     if fiber.replay is not None:
         return fiber.replay(scheduler)
     result = step(scheduler, *args, **kwargs)
-    if fiber.way is not None:
-        fiber.way.stepped(Step(scheduler, args, kwargs, result))
+    if fiber.history is not None:
+        fiber.history.stepped(Step(scheduler, args, kwargs, result))
     mark_step(count())
     return result
 
@@ -98,7 +98,7 @@ class DiffusionRequestState:
     """A request between ticks. `body` runs the pipeline and returns its image.
 
     `exact` requests have every call to themselves. `whole` ones run while no other request advances: they change the shared
-    model, or say so themselves. Calls of another `batch_key` are never merged with theirs. `way` is kept for previews only.
+    model, or say so themselves. Calls of another `batch_key` are never merged with theirs. `history` is kept for previews only.
     """
 
     # Whether it goes on to its end however many calls that takes, as nobody advances it again.
@@ -111,7 +111,7 @@ class DiffusionRequestState:
         self.batch_key: Hashable = getattr(body, "batch_key", None)
         self.contents = Contents()
         self.clock = StageClock()
-        self.way = CallHistory() if spec.previews else None
+        self.history = CallHistory() if spec.previews else None
         self.previews_begun = 0
         self.steps_done = 0
         # Calls since the tick began, by component and method, and the one that was put off to the next tick.
@@ -126,7 +126,7 @@ class DiffusionRequestState:
         self._randomness = OwnRandomness(spec.seed)
         self._precision = OwnPrecision()
         self._fiber = Fiber(self._run)
-        self._fiber.way = self.way
+        self._fiber.history = self.history
         if self.whole:
             self._fiber.changes = ModuleChanges(getattr(body, "modules", tuple))
 
@@ -151,8 +151,8 @@ class DiffusionRequestState:
 
     def resume(self, value: Any = None) -> FiberEvent:
         """Go on until the next event; `value` is what the suspended model call returns."""
-        if self.way is not None and self._call is not None:
-            self.way.answered(self._call, value)
+        if self.history is not None and self._call is not None:
+            self.history.answered(self._call, value)
             self._call = None
         with self._running():
             return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
@@ -203,8 +203,8 @@ class DiffusionRequestState:
     def _forget(self) -> None:
         """Let go of tensors at once: the request and its fiber hold each other until the garbage is collected."""
         self.branches.clear()
-        if self.way is not None:
-            self.way.forget()
+        if self.history is not None:
+            self.history.forget()
 
     def kind_of(self, call: ModelCall) -> Hashable:
         """What sets a call apart from the others of a step, and is the same at the next step. To be asked once for each call."""
@@ -215,7 +215,7 @@ class DiffusionRequestState:
     def _note(self, event: FiberEvent) -> FiberEvent:
         if isinstance(event, ModelCall):
             self._asked = self._fiber.called = True
-            self._call = event if self.way is not None else None
+            self._call = event if self.history is not None else None
         elif event is StepBoundary.STEP:
             self.steps_done += 1
             self._since_step.clear()
