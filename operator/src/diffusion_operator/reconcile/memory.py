@@ -51,7 +51,7 @@ class KnownPod(msgspec.Struct, frozen=True):
 
 
 class SleepSnapshot(msgspec.Struct, frozen=True):
-    """What sleeping replicas said in a pass that found nothing to do; see sleep_snapshot.py."""
+    """Reports of sleeping replicas in a pass that found nothing to do; see sleep_snapshot.py."""
 
     until: datetime
     """Then a whole pass is due."""
