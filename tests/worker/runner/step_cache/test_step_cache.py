@@ -20,7 +20,7 @@ from diffusion_worker.runner.loading.step_cache import make_step_cache
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.step_cache import first_block
 from diffusion_worker.runner.step_cache.cache import MixedVerdicts
-from diffusion_worker.runner.step_cache.run import CacheVerdict
+from diffusion_worker.runner.step_cache.hooked_run import CacheVerdict
 from diffusion_worker.runner.stepping.stepper import StepOutput
 from support.families.rig.all import FAMILIES
 from support.runner.digit_judge import DIGIT_WORDS, HUES, judge

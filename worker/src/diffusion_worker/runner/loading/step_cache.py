@@ -11,11 +11,11 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.runner.model_call.components import DIVISIBLE_DENOISERS
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.pipelines.step_cache_support import SUPPORTED, why_no_denoiser, why_no_pipeline
-from diffusion_worker.runner.step_cache.branch import CacheKind
 from diffusion_worker.runner.step_cache.cache import Agree, PipelineStepCache
 from diffusion_worker.runner.step_cache.first_block import FirstBlock
+from diffusion_worker.runner.step_cache.hooked_run import CacheVerdict
+from diffusion_worker.runner.step_cache.interface import CacheKind
 from diffusion_worker.runner.step_cache.mag import MagCache
-from diffusion_worker.runner.step_cache.run import CacheVerdict
 from diffusion_worker.runner.step_cache.taylor_seer import TaylorSeer
 
 KINDS: dict[Kind, Callable[[], CacheKind]] = {Kind.FIRST_BLOCK: FirstBlock, Kind.TAYLOR_SEER: TaylorSeer, Kind.MAG_CACHE: MagCache}

@@ -12,7 +12,7 @@ from diffusers.utils.torch_utils import unwrap_module
 
 from diffusion_worker.config import StepCache as Kind
 from diffusion_worker.runner.pipelines.step_support import whole_run_reason
-from diffusion_worker.runner.step_cache.branch import CacheKind
+from diffusion_worker.runner.step_cache.interface import CacheKind
 
 _WITH_BLOCKS = frozenset(
     {

@@ -10,7 +10,7 @@ from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS
 from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.utils.torch_utils import unwrap_module
 
-from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, hook
+from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, hook
 
 # What the last block made of what the first one got or gave is remembered under this name.
 TAIL = "tail"

@@ -15,8 +15,8 @@ import torch
 
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.outputs import split
-from diffusion_worker.runner.step_cache.branch import Branch, CachedRequest, CacheKind
-from diffusion_worker.runner.step_cache.run import CachedModule, CachedRun, CacheVerdict, FirstBlockOnly, Kept, Tensors
+from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CachedRun, CacheVerdict, FirstBlockOnly, Kept, Tensors
+from diffusion_worker.runner.step_cache.interface import Branch, CachedRequest, CacheKind
 
 # The verdicts of the requests on all ranks, from those on this one.
 Agree = Callable[[list[CacheVerdict]], list[CacheVerdict]]

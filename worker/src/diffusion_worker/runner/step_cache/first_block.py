@@ -10,8 +10,8 @@ import torch
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
 
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
-from diffusion_worker.runner.step_cache.branch import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, FirstBlockOnly, Kept, Tensors
+from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, FirstBlockOnly, Kept, Tensors
+from diffusion_worker.runner.step_cache.interface import own_state
 
 # What the first block gave, and what it changed.
 HEAD = "head"

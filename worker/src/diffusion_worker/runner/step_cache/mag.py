@@ -12,8 +12,8 @@ from diffusers.hooks import MagCacheConfig
 from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS, MagCacheBlockHook, MagCacheHeadHook, MagCacheState
 
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
-from diffusion_worker.runner.step_cache.branch import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, Kept, Tensors
+from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, Kept, Tensors
+from diffusion_worker.runner.step_cache.interface import own_state
 
 # The magnitudes of these models' residuals, which diffusers has measured. Others have to be calibrated first.
 MAG_RATIOS = {"FluxTransformer2DModel": FLUX_MAG_RATIOS}

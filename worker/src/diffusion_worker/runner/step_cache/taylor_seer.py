@@ -11,8 +11,8 @@ import torch
 from diffusers.hooks import TaylorSeerCacheConfig
 from diffusers.hooks.taylorseer_cache import _TRANSFORMER_BLOCK_IDENTIFIERS, TaylorSeerCacheHook, TaylorSeerState
 
-from diffusion_worker.runner.step_cache.branch import own_state
-from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, Kept, Tensors, hook
+from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, Kept, Tensors, hook
+from diffusion_worker.runner.step_cache.interface import own_state
 
 
 class _TaylorBranch:

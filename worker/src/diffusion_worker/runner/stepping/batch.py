@@ -8,8 +8,8 @@ import msgspec
 
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.model_call.call import ModelCall, group_key, merge
-from diffusion_worker.runner.step_cache.branch import Branch
-from diffusion_worker.runner.step_cache.run import CacheVerdict
+from diffusion_worker.runner.step_cache.hooked_run import CacheVerdict
+from diffusion_worker.runner.step_cache.interface import Branch
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 
 

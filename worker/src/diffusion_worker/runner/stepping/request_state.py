@@ -14,7 +14,7 @@ import msgspec
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.contents import Contents
-from diffusion_worker.runner.step_cache.branch import Branch
+from diffusion_worker.runner.step_cache.interface import Branch
 from diffusion_worker.runner.stepping.autocast_state import OwnPrecision
 from diffusion_worker.runner.stepping.call_history import CallHistory, Step
 from diffusion_worker.runner.stepping.module_changes import ModuleChanges

@@ -9,7 +9,7 @@ from diffusers.hooks.hooks import CacheContext, StateManager
 
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.model_call.call import ModelCall
-from diffusion_worker.runner.step_cache.run import CachedModule, CacheVerdict, Kept, Tensors
+from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, Kept, Tensors
 
 
 class Branch(Protocol):
