@@ -77,7 +77,7 @@ class Plan:
         """Have each request remember its part of what the call gave; returns the parts of the output.
 
         Raises:
-            Divided: the requests differ; each has its verdict now.
+            MixedVerdicts: the requests differ; each has its verdict now.
         """
         for branch, (_, kept) in zip(self._branches, made, strict=True):
             if self._verdict is not CacheVerdict.OPEN:

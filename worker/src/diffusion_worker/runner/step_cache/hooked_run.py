@@ -2,7 +2,7 @@
 """What a step cache and the hooks on a module's layers tell each other while the module runs for some rows of some requests.
 
 The hooks keep nothing of their own: what they remember is handed to them by place (the name of a layer), and what is to be
-remembered is left in `Run.kept`. So rows may be computed on any rank, in any company.
+remembered is left in `CachedRun.kept`. So rows may be computed on any rank, in any company.
 """
 
 import contextlib
