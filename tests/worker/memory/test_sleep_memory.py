@@ -17,7 +17,7 @@ from torch import nn
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
-from diffusion_worker.lora.slot_bank import Run, Segment, Widths
+from diffusion_worker.lora.slot_bank import ColumnRun, Segment, Widths
 from diffusion_worker.memory import device_memory
 from diffusion_worker.memory import weights as weights_module
 from diffusion_worker.memory.component_weights import fill_again
@@ -401,7 +401,7 @@ def test_slots_of_an_accelerator_that_are_made_asleep_have_no_memory_before_the_
         segment.restore()
         assert a.untyped_storage().data_ptr() == segment.slab.bytes.data_ptr()
         assert not a.any()
-        segment.write(1, [Run(segment, segment.columns[0].a.start, torch.ones(4, 8), ())])
+        segment.write(1, [ColumnRun(segment, segment.columns[0].a.start, torch.ones(4, 8), ())])
         assert torch.equal(a[4:], torch.ones(4, 8)) and not a[:4].any()
         segment.release()
         assert a.untyped_storage().nbytes() == 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step cache and the hooks on a module's layers tell each other while the module runs for some rows of some requests.
 
-The hooks keep nothing of their own: what they remember is handed to them by place (the name of a layer), and what is to be
-remembered is left in `CachedRun.kept`. So rows may be computed on any rank, in any company.
+The hooks keep nothing of their own. They get what is remembered by place (the name of a layer), and leave what is to be
+remembered in `CachedRun.kept`. So rows may be computed on any rank, in any company.
 """
 
 import contextlib
