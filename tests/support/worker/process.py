@@ -275,7 +275,7 @@ def process_exists(pid: int) -> bool:
     """Whether a process lives; a zombie that nobody has collected does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between the opening of the file and the reading
         return False
 
 
