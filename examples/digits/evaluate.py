@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from digit_exam import LORAS, Answer, answers, load_pipeline, questions
-from digit_judge import STYLES, held_out_accuracy
 from PIL import Image
+
+from support.runner.digit_exam import LORAS, Answer, answers, load_pipeline, questions
+from support.runner.digit_judge import STYLES, held_out_accuracy
 
 SHEET = Path(__file__).with_name("contact_sheet.png")
 TILE = 64

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real kube-apiserver with our CRDs, one for the whole test session, shared by every folder that imports the fixture.
 
-from real_apiserver import kubeconfig_of_apiserver  # in a conftest.py
+from support.operator.real_apiserver import kubeconfig_of_apiserver  # in a conftest.py
 """
 
 import subprocess

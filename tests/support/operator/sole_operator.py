@@ -2,7 +2,7 @@
 """For tests of the operator as a process: an API server on which no other operator works, whoever does what a user does there, and a
 fake kubelet.
 
-from sole_operator import client, kubeconfig, kubelet  # in a conftest.py
+from support.operator.sole_operator import client, kubeconfig, kubelet  # in a conftest.py
 """
 
 import asyncio

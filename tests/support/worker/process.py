@@ -285,7 +285,7 @@ def descendants(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
     found: list[int] = []
     level = {pid}

@@ -261,7 +261,7 @@ import asyncio, sys
 from pathlib import Path
 from diffusion_worker.errors import RequestError
 from diffusion_worker.sources.parsing import parse_source
-from source_rig import SourceRig
+from support.sources.rig import SourceRig
 try:
     rig = SourceRig(Path(sys.argv[1]))
     print(asyncio.run(rig.adapter(parse_source(sys.argv[2]))).path, flush=True)
