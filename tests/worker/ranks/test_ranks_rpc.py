@@ -334,10 +334,10 @@ async def test_nothing_of_the_wire_can_be_found_once_all_ranks_are_connected() -
 
 
 async def test_a_folder_of_a_killed_server_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    old, young = tmp_path / "diffusion-worker-old", tmp_path / "diffusion-worker-young"
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    old, young = short_path / "diffusion-worker-old", short_path / "diffusion-worker-young"
     for folder in (old, young):
         folder.mkdir()
         (folder / "lock").touch()
@@ -346,11 +346,11 @@ async def test_a_folder_of_a_killed_server_is_removed_by_the_next_one_and_that_o
         os.utime(folder, (0, 0))
     other = ServerEnd()
     try:
-        assert entries(tmp_path) == sorted([young, living.folder, other.folder])
+        assert entries(short_path) == sorted([young, living.folder, other.folder])
     finally:
         living.close()
         other.close()
-    assert entries(tmp_path) == [young]
+    assert entries(short_path) == [young]
 
 
 def entries(folder: Path) -> list[Path]:
