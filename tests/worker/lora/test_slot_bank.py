@@ -132,17 +132,3 @@ def test_loading_and_clearing_never_moves_a_layers_memory() -> None:
     layers.make_static([model])
     assert [(part.a.data_ptr(), part.b.data_ptr()) for layer in model for part in layer.parts] == before  # type: ignore[union-attr]
     assert layers.nbytes == 4 * 16 * 160 * 4
-
-
-def test_what_can_be_merged_is_told_as_an_update_of_each_weight_and_what_cannot_is_not() -> None:
-    model = nn.ModuleDict({"linear": nn.Linear(6, 5), "conv": nn.Conv2d(6, 5, 3)})
-    factors = random_factors(model, ["linear", "conv"], scaling=0.5)
-    layers = layers_of(model)
-    load(layers, 3, factors)
-    updates = layers.deltas(3, "transformer")
-    assert updates is not None
-    for weight, compute in updates:
-        own = factors["linear" if weight.dim() == 2 else "conv"]
-        expected = (own.b.flatten(1) @ own.a.flatten(1) * 0.5).reshape(weight.shape)
-        torch.testing.assert_close(compute(), expected)
-    assert layers.deltas(3, "text_encoder") == [] and layers.deltas(0, "transformer") == []

@@ -20,7 +20,7 @@ from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.model_layers import can_be_wrapped
 from diffusion_worker.lora.model_manager import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.naming import AdaptedModel
-from diffusion_worker.lora.pipeline_layers import AdapterLayers, Delta, HostAdapter
+from diffusion_worker.lora.pipeline_layers import AdapterLayers, HostAdapter
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.messages import LoadedLoRA, LoRAUse
@@ -257,16 +257,6 @@ class DiffusionLoRAManager:
         changing = [(known.copy, use.scale) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
         parts = [f"{self._effects[copy]} x {scale}" for copy, scale in changing if component in self._components_of(copy)]
         return " + ".join(sorted(parts)) or None
-
-    def identity_of(self, use: LoRAUse) -> str | None:
-        """An adapter with its strength, the same for two that do the same; None for an unknown one."""
-        known = self._known.get(use.lora_int_id)
-        return None if known is None else f"{self._effects[known.copy]} x {use.scale}"
-
-    def deltas(self, use: LoRAUse, component: str) -> list[Delta] | None:
-        """What an active adapter adds to the weights of a component at strength 1; None where that cannot be added."""
-        slot = self._copies.slot_of(self._copy_of(use))
-        return None if slot is None else self._layers.deltas(slot, component)
 
     def set_adapter_mapping(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> AbstractContextManager[None]:
         """Have each row of a call of a component use adapters, which are active; for the call inside of the `with` alone.

@@ -80,12 +80,6 @@ class LoRALayer(nn.Module):
         """Whether an adapter in one of these slots changes this layer."""
         return any(part.named & mask for part in self.parts)
 
-    def delta(self, rows: slice) -> torch.Tensor:
-        """What some bank rows add to the weight, in float32. Nothing but one adapter's rows, and what no other part has."""
-        parts = [part.b[rows].float().t() @ part.a[rows].float() for part in self.parts]
-        weight: torch.Tensor = self.base.weight  # type: ignore[assignment]
-        return torch.cat(parts).reshape(weight.shape)
-
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = self.base(x, *args, **kwargs)
         if torch.compiler.is_compiling():

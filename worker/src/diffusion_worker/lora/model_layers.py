@@ -7,7 +7,7 @@ adapter (`to_q`, `to_k`, `to_v`), or the other way round: a name then means a pa
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class ModelLayer:
     """A layer that can be wrapped: where it is, and what an adapter's factors have to look like.
 
     `inputs` is the shape of A without its rank, `outputs` the sizes of the parts of a fused layer (one for any other).
-    `places` are the modules that hold it and its name in each, `components` those that they belong to.
+    `places` are the modules that hold it, and its name in each.
     """
 
     name: str
@@ -39,14 +39,6 @@ class ModelLayer:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     part: LinearPart | None
-    components: set[str] = field(default_factory=set)
-
-    @property
-    def mergeable(self) -> bool:
-        """Whether an update can be added to its weight: one plain tensor that is all of it, and of one component."""
-        weight = self.base.weight
-        plain = type(weight.data) is torch.Tensor and weight.is_floating_point() and stored_as(self.base) is weight
-        return plain and self.part is None and len(self.components) == 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,7 +99,6 @@ class ModelLayers:
                     if layer is None:
                         layer = seen[id(module)] = _layer(name, module, parent, part_of(name))
                     layer.places.append((parent, path.rpartition(".")[2]))
-                    layer.components.add(component)
                     self._layers[name] = layer
         self._found: dict[str, LayerMatch] = {}
 

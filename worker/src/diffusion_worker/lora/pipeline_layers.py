@@ -5,12 +5,10 @@ A layer is named `component.path` (`transformer.blocks.0.attn.to_q`, `text_encod
 before a model is compiled, or at once where the deployment names its target modules.
 """
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -39,13 +37,6 @@ __all__ = ["AdapterLayers", "HostAdapter", "SlotUse"]
 MOST_NAMES = 3
 # Calls whose rows are remembered: requests ask for the same at every step.
 MOST_CALLS = 64
-
-
-class Delta(NamedTuple):
-    """A weight, and how to compute what an adapter adds to it at strength 1, in float32: each is as large as its weight."""
-
-    weight: torch.Tensor
-    compute: Callable[[], torch.Tensor]
 
 
 class AdapterLayers:
@@ -221,18 +212,6 @@ class AdapterLayers:
                 self._require_told_apart(call)
         finally:
             self._holder.current = self._holder.compiled = None
-
-    def deltas(self, slot: int, component: str) -> list[Delta] | None:
-        """What the adapter of a slot adds to the weights of a component's layers.
-
-        None where one of them has no plain weight of its own to add to: a part of several ranks, a quantised one, one that
-        another component shares.
-        """
-        changed = [layer for layer in self._wrapped if self._wrapped[layer][0].named_by(1 << slot) and component in layer.components]
-        if not all(layer.mergeable for layer in changed):
-            return None
-        rows = slice(slot * self._max_rank, slot * self._max_rank + self._layout.ranks[slot])
-        return [Delta(layer.base.weight, functools.partial(self._wrapped[layer][0].delta, rows)) for layer in changed]
 
     def _call(self, uses: tuple[tuple[SlotUse, ...], ...]) -> tuple[RowAdapters, CompiledRows | None]:
         if uses not in self._calls:

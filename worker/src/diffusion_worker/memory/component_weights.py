@@ -6,7 +6,7 @@ model's dtype); what is in no file (computed buffers, fused or quantised tensors
 has a host mirror of the whole slab beside that, which makes waking a copy.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -90,14 +90,6 @@ class ComponentWeights:
         self.mirror = mirror
         for placed in self.placed:
             placed.kept = None
-
-    def refill(self, wanted: Sequence[PlacedTensor]) -> None:
-        """The contents of some of its tensors again."""
-        if self.mirror is None:
-            fill_again(wanted)
-            return
-        for placed in wanted:
-            placed.view.copy_(self._mirrored(placed, self.mirror))
 
     def mirror_bytes(self) -> tuple[int, int]:
         """What a wake takes from files, and what of host memory is held for it."""

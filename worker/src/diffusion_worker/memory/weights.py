@@ -124,21 +124,6 @@ class ModelWeights:
         component, placed = found
         component.replace(placed, values)
 
-    def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether all of them are placed here."""
-        return {tensor.data_ptr() for tensor in tensors} <= {placed.view.data_ptr() for placed in self._placed}
-
-    def refill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give placed tensors the contents of their mirrors again, bit by bit what they were placed with.
-
-        Raises:
-            ConfigError: a file was written to meanwhile; the tensors' contents are undefined then.
-        """
-        addresses = {tensor.data_ptr() for tensor in tensors}
-        for component in self._components:
-            if wanted := [placed for placed in component.placed if placed.view.data_ptr() in addresses]:
-                component.refill(wanted)
-
     def _find(self, tensor: torch.Tensor) -> tuple[ComponentWeights, PlacedTensor] | None:
         """By the memory that it is in: after a sleep the slabs of an accelerator are elsewhere."""
         for component in self._components:
