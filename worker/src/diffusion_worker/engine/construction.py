@@ -83,7 +83,13 @@ class EngineParts:
         )
         self.verification = Verification(self.rank_calls.call_all, self.loader.held, self.loader.load_again)
         self.preparation = Preparation(
-            config, self.life, ranks, self.loader, self.verification, describe=self._describe, warmed=self.steps.set_features
+            config,
+            self.life,
+            self.rank_calls.call_all,
+            self.loader,
+            self.verification,
+            describe=self._describe,
+            warmed=self.steps.set_features,
         )
         self.supervisor = Supervisor(
             self.life,

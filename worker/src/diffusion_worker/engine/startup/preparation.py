@@ -14,8 +14,7 @@ from diffusion_worker.engine.adapters.loading import AdapterLoader
 from diffusion_worker.engine.requests.admission import GenerationParams, check_size
 from diffusion_worker.engine.startup.wake_verification import Verification
 from diffusion_worker.engine.state.lifecycle import EngineLife
-from diffusion_worker.engine.state.rank_calls import require_success
-from diffusion_worker.engine.state.rank_protocol import RankGroup
+from diffusion_worker.engine.state.rank_calls import CallAll
 from diffusion_worker.engine.state.state_document import LoadStage
 from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import ModelInfo, RpcReply
@@ -32,7 +31,7 @@ class Preparation:
         self,
         config: WorkerConfig,
         life: EngineLife,
-        ranks: RankGroup,
+        call_all: CallAll,
         loader: AdapterLoader,
         verification: Verification,
         *,
@@ -41,7 +40,7 @@ class Preparation:
     ) -> None:
         self._config = config
         self._life = life
-        self._ranks = ranks
+        self._call_all = call_all
         self._loader = loader
         self._verification = verification
         self._describe = describe
@@ -99,11 +98,11 @@ class Preparation:
 
     async def _warm_up(self) -> None:
         assert self._model is not None, "a generation begins with its model"
-        self._warmed(await warm_up(self._ranks, self._config, self._model))
+        self._warmed(await warm_up(self._call_all, self._config, self._model))
         self._warm = True
 
 
-async def warm_up(ranks: RankGroup, config: WorkerConfig, model: ModelInfo) -> Features:
+async def warm_up(call_all: CallAll, config: WorkerConfig, model: ModelInfo) -> Features:
     """Warm the model up in every size that the options name; returns what became of the options, as `ModelInfo.features`.
 
     Raises:
@@ -112,14 +111,13 @@ async def warm_up(ranks: RankGroup, config: WorkerConfig, model: ModelInfo) -> F
     if config.warmup_steps == 0:
         return model.features
     started = time.monotonic()
-    replies = await ranks.call("warm_up", timeout_s=config.startup_timeout_s)
-    require_success("warm_up", replies)
+    replies = await call_all("warm_up", timeout_s=config.startup_timeout_s)
     log.info("warmed up steps=%d seconds=%.3f", config.warmup_steps, time.monotonic() - started)
     return _agreed(replies)
 
 
 def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
-    """Whether the sizes to warm up are the model's, by the same rules as for a request; raises ConfigError."""
+    """Check the sizes to warm up by the rules for requests; raises ConfigError."""
     for width, height in config.warmup_sizes if config.warmup_steps else []:
         try:
             check_size(GenerationParams(prompt="", width=width, height=height), config.limits, model)
@@ -128,7 +126,7 @@ def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
 
 
 def _agreed(replies: list[RpcReply]) -> Features:
-    """What rank 0 says, and for what others see otherwise the first of them: a rank that fell back slows all."""
+    """Take the options as rank 0 has them; where others differ, name the first of them, since one slow rank slows all."""
     found = {reply.rank: msgspec.msgpack.decode(reply.result or b"", type=Features) for reply in replies}
     agreed = dict(found[0])
     for rank, features in found.items():

@@ -25,7 +25,7 @@ REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
 
 
 class EngineLife:
-    """What an engine is doing. While its group is started again, `state_after_restart` is the state that comes after."""
+    """The state of an engine. While its group is started again, `state_after_restart` is the state that follows."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.loaded = False

@@ -56,7 +56,7 @@ class PreviewState(DiffusionRequestState):
         self.number = number
         self.clock = of.clock
         self.steps_done = of.steps_done
-        self._way = history
+        self._history = history
         self._answers = deque(history.answers)
         self._steps = list(history.steps.values())
         self._replays: dict[int, Callable[[], Any]] = {}
@@ -89,7 +89,7 @@ class PreviewState(DiffusionRequestState):
     def _known(self, call: ModelCall) -> Any | None:
         """What the request was answered; None for a call that it has not come to yet."""
         if call.denoises:
-            return self._way.denoised_like(call)
+            return self._history.denoised_like(call)
         if self._answers and self._answers[0][:2] == (call.component, call.method):
             return self._answers.popleft()[2]
         return None
