@@ -10,14 +10,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 PY := .venv/bin/python
-PYTEST := $(PY) -m pytest
-# On two cores; a file's tests stay together, for what they share, and the longest files come first.
-ON_TWO := -n 2 --dist loadfile
-FAST := -m "not apiserver and not cluster and not slow" $(ON_TWO)
+SUITE := $(PY) -m tools.suite
 GOAL ?=
 SOAK ?=
 
-.PHONY: help preflight venv lint test test-fast demo cluster cluster-down digits bench soak
+.PHONY: help preflight venv lint test test-fast test-slow test-cluster demo cluster cluster-down digits bench soak
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,14 +33,17 @@ lint: venv ## ruff, mypy strict, plain English, the layers
 	@$(PY) -m tools.words
 	@.venv/bin/lint-imports --no-logo 2>/dev/null | tail -n 25 | grep -v '^$$'
 
-test-fast: lint ## lint and the tests that need neither a cluster nor minutes
-	$(PYTEST) $(FAST)
+test: preflight venv ## every test, in the stages that follow; the cluster is brought up for the last of them
+	@$(SUITE)
 
-test: preflight lint ## every test, fast ones first; brings up a cluster for the last of them
-	$(PYTEST) $(FAST) -q
-	@$(PY) -m tools.devcluster prepare worker operator
-	$(PYTEST) -m "(apiserver or slow) and not cluster" $(ON_TWO) -q --durations=10
-	$(PYTEST) -m cluster -q --durations=10
+test-fast: venv ## lint and the tests that need neither a cluster nor minutes
+	@$(SUITE) lint fast
+
+test-slow: preflight venv ## the tests with real ranks, workers and API servers
+	@$(SUITE) images slow
+
+test-cluster: preflight venv ## the tests on a cluster with our images
+	@$(SUITE) images cluster
 
 demo: preflight venv ## from nothing to an image, an adapter, a sleep and a waking
 	@$(PY) -m tools.demo

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+pytest_plugins = ("tools.suite.ledger", "tools.suite.order")
+
 
 @pytest.fixture(autouse=True)
 def log_records_as_before() -> Iterator[None]:

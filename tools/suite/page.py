@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tools.suite.page`: write docs/development/test-time.md and tests/seconds.json from the last run of each stage."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import click
+
+from tools.devcluster.paths import REPOSITORY
+
+from .ledger import ProcessCost, TestCost, read
+from .order import SECONDS, unit_of
+from .stages import LEDGER, STAGES, LastRuns, StageRun
+
+PAGE = REPOSITORY / "docs" / "development" / "test-time.md"
+SLOWEST_TESTS = 20
+SLOWEST_FILES = 40
+
+HEAD = """# Where the time of the tests goes
+
+`make test` keeps what each test cost, and `python -m tools.suite.page` writes this page from it.
+It also writes `tests/seconds.json`, from which pytest takes the order of the files: the longest come first.
+
+Times are seconds by the clock. CPU is the processor time of a test's process, and of its child processes that ended during the test.
+So a worker that several tests share counts for the last of them. Waiting is the time of a test beyond its CPU.
+
+"""
+
+
+def stages_table(runs: Mapping[str, StageRun]) -> list[str]:
+    """Return a row for each stage: its time, and the machine's load before and during it."""
+    rows = [
+        [stage.name, seconds(run.seconds), f"{run.load_before:.1f}", f"{run.load:.1f}"] for stage in STAGES if (run := runs.get(stage.name))
+    ]
+    return table(["stage", "time", "load before", "mean load"], rows)
+
+
+def processes_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
+    """Return a row for each test process: starting, testing, idle at the end."""
+    rows = []
+    for stage, processes in costs.items():
+        end = max(cost.ended for cost in processes)
+        for cost in processes:
+            tested, cpu_s = sum(test.seconds for test in cost.tests), sum(test.cpu_s for test in cost.tests)
+            waited = sum(max(0.0, test.seconds - test.cpu_s) for test in cost.tests)
+            parts = [cost.collected - cost.began, tested, cpu_s, waited, end - cost.ended]
+            rows.append([stage, cost.name, str(len(cost.tests)), *map(seconds, parts)])
+    return table(["stage", "process", "tests", "starting", "testing", "CPU", "waiting", "idle at the end"], rows)
+
+
+def files_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
+    """Return a row for each of the files that take longest."""
+    files: dict[tuple[str, str], list[TestCost]] = defaultdict(list)
+    for stage, test in _tests(costs):
+        files[stage, test.name.partition("::")[0]].append(test)
+    rows = [
+        [stage, f"`{file}`", str(len(tests)), seconds(sum(test.seconds for test in tests)), seconds(sum(test.cpu_s for test in tests))]
+        for (stage, file), tests in sorted(files.items(), key=lambda item: -sum(test.seconds for test in item[1]))
+    ]
+    return table(["stage", "file", "tests", "time", "CPU"], rows[:SLOWEST_FILES])
+
+
+def tests_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
+    """Return a row for each of the slowest tests."""
+    slowest = sorted(_tests(costs), key=lambda item: -item[1].seconds)[:SLOWEST_TESTS]
+    return table(
+        ["stage", "test", "time", "CPU"], [[stage, f"`{test.name}`", seconds(test.seconds), seconds(test.cpu_s)] for stage, test in slowest]
+    )
+
+
+def unit_seconds(costs: Mapping[str, list[ProcessCost]]) -> dict[str, float]:
+    """Return the seconds of each unit of the suite; of one that has tests in two stages, those in the longer."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for stage, test in _tests(costs):
+        found[unit_of(test.name)][stage] += test.seconds
+    return {unit: round(max(stages.values()), 1) for unit, stages in sorted(found.items())}
+
+
+def _tests(costs: Mapping[str, list[ProcessCost]]) -> Iterable[tuple[str, TestCost]]:
+    return ((stage, test) for stage, processes in costs.items() for process in processes for test in process.tests)
+
+
+def seconds(value: float) -> str:
+    """Return seconds, with a digit behind the point where they are few."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Write the page and the recorded seconds from what the last run of each stage kept."""
+    costs = {stage.name: found for stage in STAGES if (found := read(LEDGER, stage.name))}
+    parts = {
+        "Stages": stages_table(LastRuns(LEDGER).read()),
+        "Processes": processes_table(costs),
+        "Slowest files": files_table(costs),
+        "Slowest tests": tests_table(costs),
+    }
+    PAGE.write_text(HEAD + "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in parts.items()) + "\n")
+    SECONDS.write_text(json.dumps(unit_seconds(costs), indent=1) + "\n")
+    click.echo(f"wrote {PAGE} and {SECONDS}")
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tools.suite.page")

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs stages, one after the other or side by side, and shows the progress of each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from .stages import LastRuns, Stage, StageRun
+
+LOAD_EVERY_S = 5.0
+
+
+def describe(stages: Sequence[Stage], last: dict[str, StageRun]) -> str:
+    """Return the list of stages with what each does and how long it took the last time."""
+    width = max(len(stage.name) for stage in stages)
+    return "\n".join(f"  {stage.name:{width}}  {stage.what} ({_last_time(last.get(stage.name))})" for stage in stages)
+
+
+def _last_time(run: StageRun | None) -> str:
+    if run is None:
+        return "not run here yet"
+    return f"last time {minutes(run.seconds)}{'' if run.passed else ', failed'}"
+
+
+def minutes(seconds: float) -> str:
+    """Return a duration as people say it."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
+    """Run stages side by side; return whether all passed. Ctrl-C and SIGTERM end what they started."""
+    processes = [_Running(stage, prefix=len(stages) > 1) for stage in stages]
+    try:
+        while any(process.lives() for process in processes):
+            time.sleep(0.2)
+    except BaseException:
+        for process in processes:
+            process.end()
+        raise
+    for process in processes:
+        last.note(process.stage, process.result())
+        print(f"{process.stage.name}: {'passed' if process.passed else 'FAILED'} in {minutes(process.seconds)}", flush=True)
+    return all(process.passed for process in processes)
+
+
+class _Running:
+    """A stage in a process group of its own, so that its tests' processes end with it."""
+
+    def __init__(self, stage: Stage, *, prefix: bool) -> None:
+        self.stage = stage
+        self.seconds = 0.0
+        self.passed = False
+        self._began = time.monotonic()
+        self._loads = [os.getloadavg()[0]]
+        self._prefix = f"{stage.name}: " if prefix else ""
+        unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=unbuffered
+        )
+        self._shown = threading.Thread(target=self._show)
+        self._shown.start()
+
+    def lives(self) -> bool:
+        """Return whether it still runs; take the load at times."""
+        now = time.monotonic() - self._began
+        if len(self._loads) <= now / LOAD_EVERY_S:
+            self._loads.append(os.getloadavg()[0])
+        if self._shown.is_alive() or self._process.poll() is None:
+            return True
+        if not self.seconds:
+            self.seconds, self.passed = now, self._process.returncode == 0
+        return False
+
+    def end(self) -> None:
+        """End it with its tests; pytest's fixtures end what they started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGINT)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def result(self) -> StageRun:
+        """Return how it went."""
+        return StageRun(round(self.seconds, 1), round(sum(self._loads) / len(self._loads), 2), round(self._loads[0], 2), self.passed)
+
+    def _show(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            sys.stdout.write(self._prefix + line.decode(errors="replace"))
+            sys.stdout.flush()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of `make test`: what each runs, and how long each took the last time on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from tools.devcluster.paths import cache_dir
+
+# The last run of each stage: times.json, and a file for each of its test processes.
+LEDGER = cache_dir() / "suite"
+# The tests of a file stay in one process, for what they share.
+ON_TWO = ("-n", "2", "--dist", "loadfile")
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A part of `make test`, which can be run alone."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+
+
+def _tests(name: str, what: str, *options: str) -> Stage:
+    return Stage(name, what, (sys.executable, "-m", "pytest", "-q", "--durations=10", f"--ledger={LEDGER / name}", *options))
+
+
+LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-print-directory", "lint"))
+FAST = _tests("fast", "tests that need neither a cluster nor minutes", "-m", "not apiserver and not cluster and not slow", *ON_TWO)
+IMAGES = Stage(
+    "images",
+    "the cluster's programs and our images, made where they are new",
+    (sys.executable, "-m", "tools.devcluster", "prepare", "worker", "operator"),
+)
+SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(apiserver or slow) and not cluster", *ON_TWO)
+CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster")
+# The stages of a group run side by side.
+GROUPS = ((LINT, FAST), (IMAGES,), (SLOW,), (CLUSTER,))
+STAGES = tuple(stage for group in GROUPS for stage in group)
+
+
+class StageRun(msgspec.Struct, frozen=True):
+    """The last run of a stage; `load` is the mean of the machine's load while it ran, `load_before` the load at its beginning."""
+
+    seconds: float
+    load: float
+    load_before: float
+    passed: bool
+
+
+class LastRuns:
+    """The last run of each stage, kept in a folder for the next `make test`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "times.json"
+
+    def read(self) -> dict[str, StageRun]:
+        """Return the last runs by stage; none where the file is missing or of another version."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, StageRun])
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return {}
+
+    def note(self, stage: Stage, run: StageRun) -> None:
+        """Keep this run as the stage's last."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(".new")
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self.read() | {stage.name: run})))
+        draft.rename(self._path)
