@@ -8,6 +8,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # What pytest compiles of the tests is kept for its next process: ten seconds of each.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Kept beside the other caches, so that a new clone has them.
+export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/diffusion-operator/mypy
+
 PYTHON ?= python3
 PY := .venv/bin/python
 SUITE := $(PY) -m tools.suite

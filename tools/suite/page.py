@@ -12,7 +12,7 @@ import click
 from tools.devcluster.paths import REPOSITORY
 
 from .ledger import ProcessCost, TestCost, read
-from .order import SECONDS, unit_of
+from .order import SECONDS, file_of
 from .stages import LEDGER, STAGES, LastRuns, StageRun
 
 PAGE = REPOSITORY / "docs" / "development" / "test-time.md"
@@ -55,7 +55,7 @@ def files_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
     """Return a row for each of the files that take longest."""
     files: dict[tuple[str, str], list[TestCost]] = defaultdict(list)
     for stage, test in _tests(costs):
-        files[stage, test.name.partition("::")[0]].append(test)
+        files[stage, file_of(test.name)].append(test)
     rows = [
         [stage, f"`{file}`", str(len(tests)), seconds(sum(test.seconds for test in tests)), seconds(sum(test.cpu_s for test in tests))]
         for (stage, file), tests in sorted(files.items(), key=lambda item: -sum(test.seconds for test in item[1]))
@@ -71,12 +71,12 @@ def tests_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
     )
 
 
-def unit_seconds(costs: Mapping[str, list[ProcessCost]]) -> dict[str, float]:
-    """Return the seconds of each unit of the suite; of one that has tests in two stages, those in the longer."""
+def file_seconds(costs: Mapping[str, list[ProcessCost]]) -> dict[str, float]:
+    """Return the seconds of each file; of one that has tests in two stages, those in the longer."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for stage, test in _tests(costs):
-        found[unit_of(test.name)][stage] += test.seconds
-    return {unit: round(max(stages.values()), 1) for unit, stages in sorted(found.items())}
+        found[file_of(test.name)][stage] += test.seconds
+    return {file: round(max(stages.values()), 1) for file, stages in sorted(found.items())}
 
 
 def _tests(costs: Mapping[str, list[ProcessCost]]) -> Iterable[tuple[str, TestCost]]:
@@ -104,7 +104,7 @@ def main() -> None:
         "Slowest tests": tests_table(costs),
     }
     PAGE.write_text(HEAD + "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in parts.items()) + "\n")
-    SECONDS.write_text(json.dumps(unit_seconds(costs), indent=1) + "\n")
+    SECONDS.write_text(json.dumps(file_seconds(costs), indent=1) + "\n")
     click.echo(f"wrote {PAGE} and {SECONDS}")
 
 

@@ -13,7 +13,7 @@ from tools.devcluster.paths import cache_dir
 # The last run of each stage: times.json, and a file for each of its test processes.
 LEDGER = cache_dir() / "suite"
 # The tests of a file stay in one process, for what they share.
-ON_TWO = ("-n", "2", "--dist", "loadfile")
+ON_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -36,7 +36,9 @@ IMAGES = Stage(
     (sys.executable, "-m", "tools.devcluster", "prepare", "worker", "operator"),
 )
 SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(apiserver or slow) and not cluster", *ON_TWO)
-CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster")
+# All tests that need a cluster are here; other folders would only cost the import of torch.
+ON_CLUSTER = ("tests/cluster", "tests/devcluster")
+CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster", *ON_CLUSTER)
 # The stages of a group run side by side.
 GROUPS = ((LINT, FAST), (IMAGES,), (SLOW,), (CLUSTER,))
 STAGES = tuple(stage for group in GROUPS for stage in group)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.suite import page, runner
+from tools.suite.ledger import ProcessCost, TestCost, read
+from tools.suite.order import longest_first
+from tools.suite.stages import LEDGER, ON_CLUSTER, STAGES, LastRuns, Stage, StageRun
+
+ROOT = Path(__file__).parents[2]
+
+
+def stage(name: str, code: str) -> Stage:
+    return Stage(name, "a stage of this test", (sys.executable, "-c", code))
+
+
+def test_the_list_of_stages_says_what_each_does_and_how_long_it_took() -> None:
+    last = {"lint": StageRun(31.4, 1.0, 0.5, passed=True), "fast": StageRun(150.0, 1.0, 0.5, passed=False)}
+    lines = runner.describe([stage("lint", ""), stage("fast", ""), stage("slow", "")], last).splitlines()
+    assert lines == [
+        "  lint  a stage of this test (last time 31 s)",
+        "  fast  a stage of this test (last time 2.5 min, failed)",
+        "  slow  a stage of this test (not run here yet)",
+    ]
+
+
+def test_stages_side_by_side_show_whose_line_it_is_and_both_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = LastRuns(tmp_path / "new")
+    assert runner.run_beside([stage("one", "print('a line')"), stage("two", "print('another')")], last)
+    shown = capsys.readouterr().out
+    assert "one: a line\n" in shown
+    assert "two: another\n" in shown
+    assert {name: run.passed for name, run in last.read().items()} == {"one": True, "two": True}
+
+
+def test_a_stage_that_fails_is_named_and_the_others_run_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = LastRuns(tmp_path)
+    assert not runner.run_beside([stage("bad", "raise SystemExit(3)"), stage("good", "import time; time.sleep(0.5)")], last)
+    assert "bad: FAILED in 0 s" in capsys.readouterr().out
+    assert {name: run.passed for name, run in last.read().items()} == {"bad": False, "good": True}
+
+
+def test_an_interrupted_run_ends_what_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    sleeper = stage("sleeper", f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)")
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_beside([sleeper], LastRuns(tmp_path))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_times_of_another_version_are_as_none(tmp_path: Path) -> None:
+    (tmp_path / "times.json").write_text('{"fast": 12}')
+    assert LastRuns(tmp_path).read() == {}
+
+
+def test_every_stage_with_tests_keeps_their_costs() -> None:
+    for each in STAGES:
+        if "pytest" in each.command:
+            assert f"--ledger={LEDGER / each.name}" in each.command
+
+
+def test_tests_that_need_a_cluster_are_in_the_folders_of_their_stage() -> None:
+    marked = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cluster" in path.read_text()]
+    assert [path for path in marked if not str(path).startswith((*ON_CLUSTER, "tests/tools"))] == []
+
+
+def test_the_ledger_has_each_test_of_each_process_and_forgets_the_run_before(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"test_{number}.py").write_text(f"import time\ndef test_{number}(): time.sleep(0.2)\n")
+    costs = tmp_path / "costs"
+    costs.mkdir()
+    (costs / "fast.gw7.json").write_text("{}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.suite.ledger", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    subprocess.run([*command, f"--ledger={costs / 'fast'}", f"--rootdir={tmp_path}", str(tmp_path)], check=True, cwd=ROOT, timeout=120)
+    processes = read(costs, "fast")
+    assert {process.name for process in processes} == {"gw0", "gw1"}
+    assert all(process.began < process.collected < process.ended for process in processes)
+    tests = [test for process in processes for test in process.tests]
+    assert sorted(test.name.rpartition("::")[2] for test in tests) == ["test_0", "test_1"]
+    assert all(0.2 <= test.seconds < 10 and test.cpu_s < test.seconds for test in tests)
+
+
+COSTS = {
+    "fast": [
+        ProcessCost("gw0", 0.0, 10.0, 40.0, 21.0, [TestCost("a.py::test_x", 20.0, 18.0), TestCost("a.py::test_y", 1.0, 0.5)]),
+        ProcessCost("gw1", 0.0, 12.0, 25.0, 14.0, [TestCost("b.py::test_z", 12.0, 2.0)]),
+    ],
+    "slow": [ProcessCost("gw0", 0.0, 10.0, 20.0, 5.0, [TestCost("a.py::test_w", 4.0, 1.0)])],
+}
+
+
+def test_the_page_has_starting_waiting_and_the_idle_end_of_each_process() -> None:
+    assert page.processes_table(COSTS)[2:] == [
+        "| fast | gw0 | 2 | 10 | 21 | 18 | 2.5 | 0.0 |",
+        "| fast | gw1 | 1 | 12 | 12 | 2.0 | 10 | 15 |",
+        "| slow | gw0 | 1 | 10 | 4.0 | 1.0 | 3.0 | 0.0 |",
+    ]
+
+
+def test_the_page_has_files_and_tests_with_the_slowest_first() -> None:
+    assert page.files_table(COSTS)[2:4] == ["| fast | `a.py` | 2 | 21 | 18 |", "| fast | `b.py` | 1 | 12 | 2.0 |"]
+    assert page.tests_table(COSTS)[2] == "| fast | `a.py::test_x` | 20 | 18 |"
+
+
+def test_recorded_seconds_are_those_of_the_stage_that_takes_a_file_longer() -> None:
+    assert page.file_seconds(COSTS) == {"a.py": 21.0, "b.py": 12.0}
+
+
+def test_what_takes_longest_comes_first_and_what_nobody_recorded_before_it() -> None:
+    assert longest_first(["short.py", "long.py", "new.py"], {"short.py": 1.0, "long.py": 9.0}) == ["new.py", "long.py", "short.py"]
