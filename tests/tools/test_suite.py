@@ -22,7 +22,7 @@ def stage(name: str, code: str) -> Stage:
 
 
 def test_the_list_of_stages_says_what_each_does_and_how_long_it_took() -> None:
-    last = {"lint": StageRun(31.4, 1.0, 0.5, passed=True), "fast": StageRun(150.0, 1.0, 0.5, passed=False)}
+    last = {"lint": StageRun(31.4, 1.0, 0.5, 1.9, passed=True), "fast": StageRun(150.0, 1.0, 0.5, 1.9, passed=False)}
     lines = runner.describe([stage("lint", ""), stage("fast", ""), stage("slow", "")], last).splitlines()
     assert lines == [
         "  lint  a stage of this test (last time 31 s)",
@@ -37,7 +37,9 @@ def test_stages_side_by_side_show_whose_line_it_is_and_both_are_kept(tmp_path: P
     shown = capsys.readouterr().out
     assert "one: a line\n" in shown
     assert "two: another\n" in shown
-    assert {name: run.passed for name, run in last.read().items()} == {"one": True, "two": True}
+    runs = last.read()
+    assert {name: run.passed for name, run in runs.items()} == {"one": True, "two": True}
+    assert all(0 < run.busy_cores <= (os.cpu_count() or 1) * 1.5 for run in runs.values())
 
 
 def test_a_stage_that_fails_is_named_and_the_others_run_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,11 +31,11 @@ So a worker that several tests share counts for the last of them. Waiting is the
 
 
 def stages_table(runs: Mapping[str, StageRun]) -> list[str]:
-    """Return a row for each stage: its time, and the machine's load before and during it."""
+    """Return a row for each stage: its time, the machine's load before and during it, and the cores that were busy."""
     rows = [
         [stage.name, seconds(run.seconds), f"{run.load_before:.1f}", f"{run.load:.1f}"] for stage in STAGES if (run := runs.get(stage.name))
     ]
-    return table(["stage", "time", "load before", "mean load"], rows)
+    return table(["stage", "time", "load before", "mean load", "busy cores"], rows)
 
 
 def processes_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:

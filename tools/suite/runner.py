@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from .stages import LastRuns, Stage, StageRun
 
@@ -58,6 +59,7 @@ class _Running:
         self.passed = False
         self._began = time.monotonic()
         self._loads = [os.getloadavg()[0]]
+        self._busy_s = _busy_s()
         self._prefix = f"{stage.name}: " if prefix else ""
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
@@ -75,6 +77,7 @@ class _Running:
             return True
         if not self.seconds:
             self.seconds, self.passed = now, self._process.returncode == 0
+            self._busy_s = _busy_s() - self._busy_s
         return False
 
     def end(self) -> None:
@@ -88,10 +91,19 @@ class _Running:
 
     def result(self) -> StageRun:
         """Return how it went."""
-        return StageRun(round(self.seconds, 1), round(sum(self._loads) / len(self._loads), 2), round(self._loads[0], 2), self.passed)
+        load = sum(self._loads) / len(self._loads)
+        return StageRun(
+            round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(self._busy_s / self.seconds, 2), self.passed
+        )
 
     def _show(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             sys.stdout.write(self._prefix + line.decode(errors="replace"))
             sys.stdout.flush()
+
+
+def _busy_s() -> float:
+    """Return the seconds that all cores together have worked since the machine began."""
+    user, nice, system, _idle, _iowait, irq, softirq = (int(word) for word in Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

@@ -45,11 +45,16 @@ STAGES = tuple(stage for group in GROUPS for stage in group)
 
 
 class StageRun(msgspec.Struct, frozen=True):
-    """The last run of a stage; `load` is the mean of the machine's load while it ran, `load_before` the load at its beginning."""
+    """The last run of a stage.
+
+    `load` is the mean of the machine's load meanwhile, `load_before` the load at its beginning. `busy_cores` is the mean number of
+    cores that were not idle, whatever process they worked for.
+    """
 
     seconds: float
     load: float
     load_before: float
+    busy_cores: float
     passed: bool
 
 
