@@ -91,10 +91,8 @@ class _Running:
 
     def result(self) -> StageRun:
         """Return how it went."""
-        load = sum(self._loads) / len(self._loads)
-        return StageRun(
-            round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(self._busy_s / self.seconds, 2), self.passed
-        )
+        load, busy_cores = sum(self._loads) / len(self._loads), self._busy_s / self.seconds
+        return StageRun(round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(busy_cores, 2), self.passed)
 
     def _show(self) -> None:
         assert self._process.stdout is not None
