@@ -100,6 +100,13 @@ class RunnerRig:
         return [call for call in self.parallel.calls if call.component == "transformer"]
 
 
+def runner_with(pipeline: Any, parallel: Any, dtype: torch.dtype = torch.float32, **config: Any) -> DiffusionModelRunner:
+    """A runner that serves a pipeline which is in memory only."""
+    runner = DiffusionModelRunner(WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config), torch.device("cpu"), parallel)
+    runner.adopt(pipeline, dtype, lambda done, total: None)
+    return runner
+
+
 def request(name: str, **fields: Any) -> RequestSpec:
     """A small request; fields as in `RequestSpec`."""
     return RequestSpec(**{"request_id": name, "prompt": "a red digit seven", "seed": 1, "height": 32, "width": 32, "steps": 3} | fields)
