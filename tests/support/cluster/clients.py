@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applications that ask a deployment's Service all the time, with the OpenAI SDK as it comes: its retries are all the patience there is.
 
-A request counts as lost when, after them, its application has neither a right image nor an error that says that it may be
-tried again (`retryable` in its body): a connection that broke, an answer that never came, another error, another image.
+Real: the SDK, the way to the Service and the images. Not real: the applications, which all ask for the same image. A request is lost
+that gets neither the right image in the end, nor an error that allows another try (`retryable` in its body).
 """
 
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 
 import openai
 
@@ -47,7 +46,7 @@ class Clients:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         for thread in self._threads:
             thread.join(ANSWER_S)
@@ -58,34 +57,28 @@ class Clients:
 
     def _keep_asking(self) -> None:
         while not self._ended.is_set():
-            began = time.monotonic()
-            with openai.OpenAI(base_url=f"{self._address()}/v1", api_key="not-needed", timeout=PATIENCE) as client:
-                wrong = self._ask(client)
+            began, address = time.monotonic(), self._address()
+            with self._lock:
+                self.sent += 1
+            with openai.OpenAI(base_url=f"{address}/v1", api_key="not-needed", timeout=PATIENCE) as client:
+                refused, wrong = self._ask(client)
             with self._lock:
                 self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-                if wrong:
-                    self.lost.append(f"{time.strftime('%H:%M:%S')} {wrong}")
+                self.refused.update(refused)
+                self.lost += [f"{time.strftime('%H:%M:%S')} {each}" for each in wrong]
+                self.answered += not (refused or wrong)
             self._ended.wait(PAUSE_S)
 
-    def _ask(self, client: openai.OpenAI) -> str:
-        """Return what went wrong; empty for an image and for an error that may be tried again."""
-        with self._lock:
-            self.sent += 1
+    def _ask(self, client: openai.OpenAI) -> tuple[list[str], list[str]]:
+        """Return the code of an error that may be tried again, and what went wrong else; neither for the right image."""
         try:
-            image = ask_once(client, self._request)
+            difference = mean_difference(ask_once(client, self._request), self._right)
         except openai.APIStatusError as error:
             body = error.body if isinstance(error.body, dict) else {}
             code = str(body.get("code"))
             if body.get("retryable") or code in self._allowed:
-                with self._lock:
-                    self.refused[code] += 1
-                return ""
-            return f"{error.status_code} {error.body}"
+                return [code], []
+            return [], [f"{error.status_code} {error.body}"]
         except openai.APIConnectionError as error:
-            return f"{type(error).__name__}: {error.__cause__ or error}"
-        difference = mean_difference(image, self._right)
-        if difference > TOLERANCE:
-            return f"an image {difference:.1f} levels away from the right one"
-        with self._lock:
-            self.answered += 1
-        return ""
+            return [], [f"{type(error).__name__}: {error.__cause__ or error}"]
+        return [], [f"an image {difference:.1f} levels away from the right one"] if difference > TOLERANCE else []

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults made from under the cluster: signals to its programs and to those in pods, packets that get lost.
 
-For that the node must be of this machine; where it is not, the test is skipped.
+Real: the faults, made by the kernel of the node. The node must be of this machine for that; where it is not, the test is skipped.
 """
 
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from support.cluster.rig import is_server_of
+from support.cluster.rig import pids_of, servers_of
 from tools.demo.kubectl import Document, Kubectl
 from tools.devcluster import cluster
 from tools.devcluster.node import namespace
@@ -72,11 +72,10 @@ def kill_operator(kubectl: Kubectl) -> None:
 
 def kill_server_in(pod: Document) -> None:
     """SIGKILL to the first process of the worker's container."""
-    for pid in processes_of(pod):
-        if is_server_of(Path(f"/proc/{pid}"), str(pod["metadata"]["uid"])):
-            os.kill(pid, signal.SIGKILL)
-            return
-    raise AssertionError(f"pod {pod['metadata']['name']} has no server just now")
+    need_own_node()
+    servers = servers_of(pod)
+    assert servers, f"pod {pod['metadata']['name']} has no server just now"
+    os.kill(servers[0], signal.SIGKILL)
 
 
 def resident_mib(pod: Document) -> float:
@@ -92,14 +91,8 @@ def operator_pods(kubectl: Kubectl) -> list[Document]:
 
 
 def processes_of(pod: Document) -> list[int]:
-    """The pids, as this machine counts, of all processes in the pod's containers, the sandbox's among them."""
+    """List the pod's processes, of which there is one at least."""
     need_own_node()
-    uid = str(pod["metadata"]["uid"])
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            groups = (folder / "cgroup").read_text()
-            if uid in groups or uid.replace("-", "_") in groups:
-                found.append(int(folder.name))
+    found = pids_of(pod)
     assert found, f"no process of pod {pod['metadata']['name']} is to be seen"
-    return sorted(found)
+    return found

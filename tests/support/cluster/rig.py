@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec."""
+"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec.
+
+Real: the cluster, the operator and the workers. Not real: GPUs, for workers compute on the CPU.
+"""
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,9 +112,7 @@ class ClusterRig:
 
         From inside nobody can: the kernel protects the first process of a pid namespace from its own kin.
         """
-        uid = str(self.pods(deployment)[0]["metadata"]["uid"])
-        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if is_server_of(folder, uid)]
-        if not found:
+        if not (found := servers_of(self.pods(deployment)[0])):
             pytest.skip("the node's processes cannot be seen from here")
         (pid,) = found
         os.kill(pid, signal.SIGKILL)
@@ -139,16 +141,24 @@ class ClusterRig:
             time.sleep(0.3)
 
 
-def is_server_of(folder: Path, pod_uid: str) -> bool:
-    """Whether a process of this machine, by its folder in /proc, is the first of the worker's container of a pod."""
-    try:
-        in_pod = any(form in (folder / "cgroup").read_text() for form in (pod_uid, pod_uid.replace("-", "_")))
-        return in_pod and b"serve" in (folder / "cmdline").read_bytes().split(b"\0") and _pid_inside(folder) == 1
-    except FileNotFoundError:
-        return False
+def pids_of(pod: Document) -> list[int]:
+    """List the processes in the pod's containers, its sandbox's among them, as this machine counts; none where the node is another one."""
+    uid = str(pod["metadata"]["uid"])
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            groups = (folder / "cgroup").read_text()
+            if uid in groups or uid.replace("-", "_") in groups:
+                found.append(int(folder.name))
+    return sorted(found)
 
 
-def _pid_inside(folder: Path) -> int:
-    """Its number in the innermost namespace."""
-    (line,) = [line for line in (folder / "status").read_text().splitlines() if line.startswith("NSpid:")]
-    return int(line.split()[-1])
+def servers_of(pod: Document) -> list[int]:
+    """List those of them that are the first of the worker's container: one, or none while it begins."""
+    found = []
+    for pid in pids_of(pod):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"serve" in words and re.search(r"^NSpid:.*\s1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
+                found.append(pid)
+    return found

@@ -115,7 +115,7 @@ def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUEST
 
 
 def compare(run: Run, expected: Run) -> Difference:
-    """How far a run is from the one that is expected."""
+    """Measure a run against the one that is expected."""
     return Difference(
         max(map(apart, run.results, expected.results)),
         run.tokens / max(1, expected.tokens),

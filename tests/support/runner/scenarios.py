@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the runner's tests with several ranks run, but for the parallel kinds.
+"""Scenarios for the processes of the runner's tests with several ranks, but for those of the parallel kinds.
 
 Real: the ranks and their groups, and the runner or the part of it that a scenario is about. Not real: the models.
 """
@@ -25,7 +25,7 @@ from support.runner.rig import OneRank, request
 from support.runner.wordy_pipelines import WordyFlux, runner_of
 from support.worker.corrupting_extension import flip
 
-# One joins after the other.
+# They join one after the other.
 ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
 # So that about half of the few steps is skipped.
 THRESHOLD = 0.3
