@@ -33,8 +33,9 @@ class HelmRig:
     def upgrade(self, chart: Path = CHART, **settings: str) -> str:
         """`helm upgrade --install`, with the operator's pod ready at its end; `engine_image` is the value `engine.image`."""
         own = {name.replace("_", "."): value for name, value in settings.items()}
-        where = {"namespace": self.namespace, "images": self.images, "deadline_s": DEADLINE_S}
-        return helm_install(self.helm, self.kubeconfig, settings=own, chart=chart, **where)
+        return helm_install(
+            self.helm, self.kubeconfig, namespace=self.namespace, images=self.images, deadline_s=DEADLINE_S, settings=own, chart=chart
+        )
 
     def uninstall(self) -> None:
         self("uninstall", RELEASE, "--wait", "--timeout", f"{DEADLINE_S}s")

@@ -5,17 +5,13 @@ Real: the cluster, the operator and the workers. Not real: GPUs, for workers com
 """
 
 import json
-import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import openai
-import pytest
 
 from tools.demo.cluster import address_of
 from tools.demo.errors import DemoFailed
@@ -107,16 +103,6 @@ class ClusterRig:
         """A signal, by the container's own user."""
         self.kubectl.text("exec", pod, "-c", "worker", "--", "python3", "-c", f"import os; os.kill({pid}, {int(number)})")
 
-    def kill_server(self, deployment: str) -> None:
-        """SIGKILL to the first process of the worker's container; skips the test where the node is another machine.
-
-        From inside nobody can: the kernel protects the first process of a pid namespace from its own kin.
-        """
-        if not (found := servers_of(self.pods(deployment)[0])):
-            pytest.skip("the node's processes cannot be seen from here")
-        (pid,) = found
-        os.kill(pid, signal.SIGKILL)
-
     @contextmanager
     def client(self, deployment: str) -> Iterator[openai.OpenAI]:
         """The OpenAI SDK on the deployment's Service."""
@@ -139,26 +125,3 @@ class ClusterRig:
                 return found
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             time.sleep(0.3)
-
-
-def pids_of(pod: Document) -> list[int]:
-    """List the processes in the pod's containers, its sandbox's among them, as this machine counts; none where the node is another one."""
-    uid = str(pod["metadata"]["uid"])
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            groups = (folder / "cgroup").read_text()
-            if uid in groups or uid.replace("-", "_") in groups:
-                found.append(int(folder.name))
-    return sorted(found)
-
-
-def servers_of(pod: Document) -> list[int]:
-    """List those of them that are the first of the worker's container: one, or none while it begins."""
-    found = []
-    for pid in pids_of(pod):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"serve" in words and re.search(r"^NSpid:.*\s1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
-                found.append(pid)
-    return found

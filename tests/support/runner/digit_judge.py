@@ -88,7 +88,7 @@ def pixels_of(image: Image.Image) -> Grey:
 
 
 def ink_of(image: Image.Image) -> Grey:
-    return np.ptp(pixels_of(image), axis=2)
+    return np.asarray(np.ptp(pixels_of(image), axis=2))
 
 
 def colour_of(image: Image.Image, ink: Grey) -> str | None:
@@ -132,7 +132,7 @@ def _drawings(*, held_out: bool, repeats: int, seed: int) -> tuple[Grey, NDArray
     random, data = np.random.default_rng(seed), load_digits()
     kept = [index for index in range(len(data.images)) if (index % HELD_OUT_EVERY == 0) == held_out] * repeats
     glyphs = [normalise(_draw(data.images[index] / 16.0, random)) for index in kept]
-    return np.stack(glyphs).reshape(len(kept), -1), data.target[kept]
+    return np.array(glyphs).reshape(len(kept), -1), data.target[kept]
 
 
 def _draw(scan: Grey, random: np.random.Generator) -> Grey:

@@ -116,11 +116,8 @@ def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUEST
 
 def compare(run: Run, expected: Run) -> Difference:
     """Measure a run against the one that is expected."""
-    return Difference(
-        max(map(apart, run.results, expected.results)),
-        run.tokens / max(1, expected.tokens),
-        run.weights_bytes / expected.weights_bytes,
-    )
+    most = max(apart(one, other) for one, other in zip(run.results, expected.results, strict=True))
+    return Difference(most, run.tokens / max(1, expected.tokens), run.weights_bytes / expected.weights_bytes)
 
 
 def finish(family: Family, runner: DiffusionModelRunner, requests: tuple[Asked, ...]) -> Run:

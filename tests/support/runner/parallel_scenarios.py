@@ -155,7 +155,6 @@ def sleep_in_parts(rank: Rank) -> dict[str, Any]:
 
 def _vae(kind: str) -> Any:
     torch.manual_seed(5)
-    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     if kind == "AutoencoderKLQwenImage":
         sizes = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
         vae: Any = diffusers.AutoencoderKLQwenImage(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, **sizes)
@@ -163,6 +162,7 @@ def _vae(kind: str) -> Any:
         vae.tile_sample_min_height = vae.tile_sample_min_width = 16
         vae.tile_sample_stride_height = vae.tile_sample_stride_width = 12
     else:
+        levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
         vae = getattr(diffusers, kind)(block_out_channels=(4, 4), latent_channels=4, norm_num_groups=2, sample_size=16, **levels)
     randomise_zeros(vae)
     return vae
@@ -203,14 +203,13 @@ def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: b
 def _failing_tile(parallel: Parallel) -> list[str]:
     """The last rank runs out of memory in a tile; the next image works."""
     vae = _vae("AutoencoderKL")
-    if parallel.rank == parallel.world - 1:
-        failures = iter([True])
 
-        def fail_once(module: torch.nn.Module, inputs: Any) -> None:
-            if next(failures, False):
-                raise RuntimeError("out of memory")
+    def fail_once(module: torch.nn.Module, inputs: Any) -> None:
+        hook.remove()
+        if parallel.rank == parallel.world - 1:
+            raise RuntimeError("out of memory")
 
-        vae.decoder.conv_in.register_forward_pre_hook(fail_once)
+    hook = vae.decoder.conv_in.register_forward_pre_hook(fail_once)
     parallel.decode_tiles("vae", VaeTiles(vae, parallel).decode)
     call = ModelCall("vae", "decode", {"z": torch.randn(1, 4, 17, 17)})
     said = []

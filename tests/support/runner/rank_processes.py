@@ -13,6 +13,7 @@ import pkgutil
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver
 from typing import Any
@@ -26,14 +27,14 @@ from diffusion_worker.runner.parallel.rows import Parallel
 DEADLINE_S = 240.0
 
 
+@dataclass(frozen=True)
 class Rank:
     """One process of a scenario."""
 
-    def __init__(self, rank: int, world: int, store: TCPStore) -> None:
-        self.rank = rank
-        self.world = world
-        self._store = store
-        self._numbers = itertools.count()
+    rank: int
+    world: int
+    _store: TCPStore
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @contextlib.contextmanager
     def group(self, **sizes: int) -> Iterator[Parallel]:

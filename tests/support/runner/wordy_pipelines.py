@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines that take words, for what the worker asks of a model by itself: those of the families take embeddings."""
+"""Tiny pipelines that take words, for what the worker asks of a model by itself: those of the families take embeddings.
+
+Real: the pipelines of diffusers and the runner. Not real: the text encoders, and the models' sizes and weights.
+"""
 
 from typing import Any
 
