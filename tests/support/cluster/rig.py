@@ -44,9 +44,9 @@ class ClusterRig:
         }
         self.apply("DiffusionDeployment", name, base | spec)
 
-    def adapt(self, name: str, deployment: str, path: str, **spec: Any) -> None:
+    def adapt(self, name: str, deployment: str, path: str) -> None:
         """Apply a LoRAAdapter."""
-        self.apply("LoRAAdapter", name, {"deploymentRef": {"name": deployment}, "source": {"path": path}} | spec)
+        self.apply("LoRAAdapter", name, {"deploymentRef": {"name": deployment}, "source": {"path": path}})
 
     def apply(self, kind: str, name: str, spec: Document) -> None:
         document = {"apiVersion": "diffusion-operator.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
@@ -109,9 +109,9 @@ class ClusterRig:
         with address_of(self.kubectl.namespace, deployment) as url:
             yield client_for(url)
 
-    def image(self, deployment: str, model: str | None = None, *, seed: int = 1) -> DemoImage:
+    def image(self, deployment: str, model: str | None = None) -> DemoImage:
         with self.client(deployment) as client:
-            return ask(client, Request(PROMPT, seed, model or deployment, steps=8))
+            return ask(client, Request(PROMPT, 1, model or deployment, steps=8))
 
     def refusal(self, deployment: str, model: str | None = None) -> Refusal:
         with self.client(deployment) as client:
