@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.cluster.clients import Clients
-from support.cluster.faults import api_server_stopped, control_port_cut_off, kill_operator, operator_pods, service_address
+from support.cluster.faults import api_server_stopped, control_port_cut_off, kill_operator, kill_server_in, operator_pods, service_address
 from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted
@@ -78,7 +78,7 @@ def test_a_lost_rank_is_told_and_its_replica_serves_again_in_the_same_container(
 def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: DemoImage) -> None:
     """RF1."""
     rig, before, (life,) = steady, steady.state(NAME), lives(steady)
-    rig.kill_server(NAME)
+    kill_server_in(rig.pods(NAME)[0])
     rig.eventually("another life", lambda: (found := rig.state_if_any(NAME)) and found["bootId"] != before["bootId"], deadline_s=START_S)
     rig.wait(DD, SERVING)
     assert lives(rig) == [(life[0], life[1] + 1)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from support.cluster.faults import kill_server_in
 from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
 from support.runner import digit_judge
 from tools.demo.images import DemoImage
@@ -145,7 +146,7 @@ def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request
     """Leaves it awake, in another life of its container."""
     rig = rig_on_idle
     before, pod = rig.state(NAME), rig.pod(NAME)
-    rig.kill_server(NAME)
+    kill_server_in(rig.pods(NAME)[0])
     after = rig.eventually("asleep again", lambda: asleep_in_another_life(rig, before), deadline_s=START_S)
     assert rig.pod(NAME) == pod and after["bootId"] != before["bootId"]
     check_given_back(awake_memory, read_weights_memory(rig.kubectl, pod))

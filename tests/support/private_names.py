@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "worker" / "src", ROOT / "operator" / "src")
 OURS = ("diffusion_worker", "diffusion_operator")
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+NAMES = re.compile(r"\w+(\.\w+)*")
 
 
 def used_names() -> dict[str, set[str]]:
@@ -31,51 +32,34 @@ def used_names() -> dict[str, set[str]]:
 
 def _defined(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
-            if node.value.id == "self":
-                yield node.attr
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield node.arg
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
 
 
 def _used(tree: ast.AST, ours: set[str]) -> Iterator[str]:
     roots: dict[str, str] = {}
     for node in ast.walk(tree):
+        imported: list[tuple[str, str | None]] = []
         if isinstance(node, ast.Import):
-            for item in node.names:
-                roots[item.asname or item.name.partition(".")[0]] = item.name if item.asname else item.name.partition(".")[0]
-                if _is_private(item.name):
-                    yield item.name
+            imported = [(item.name, item.asname) for item in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(OURS):
-            for item in node.names:
-                roots[item.asname or item.name] = full = f"{node.module}.{item.name}"
-                if _is_private(full):
-                    yield full
+            imported = [(f"{node.module}.{item.name}", item.asname or item.name) for item in node.names]
+        for full, name in imported:
+            root = full.partition(".")[0]
+            roots[name or root] = full if name else root
+            if any(map(PRIVATE.fullmatch, full.split("."))):
+                yield full
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
-            chain = _chain(node)
-            if chain and chain[0] in roots:
-                yield ".".join((roots[chain[0]], *chain[1:]))
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in roots and NAMES.fullmatch(rest):
+                yield f"{roots[root]}.{rest}"
             elif node.attr not in ours:
                 yield f".{node.attr}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE.fullmatch(node.value) and node.value not in ours:
             yield f".{node.value}"
-
-
-def _is_private(path: str) -> bool:
-    return any(PRIVATE.fullmatch(part) for part in path.split("."))
-
-
-def _chain(node: ast.Attribute) -> list[str]:
-    parts: list[str] = []
-    inner: ast.expr = node
-    while isinstance(inner, ast.Attribute):
-        parts.append(inner.attr)
-        inner = inner.value
-    return [*parts, inner.id][::-1] if isinstance(inner, ast.Name) else []

@@ -9,8 +9,7 @@ from benchmarks.result import Measured
 def assert_whole(measured: Measured) -> None:
     """A figure for each target and no other in the results, samples behind them, and all of them numbers."""
     assert measured.results.keys() == measured.targets.keys()
-    assert measured.targets
-    assert measured.samples
+    assert measured.targets and measured.samples
     values = [*measured.figures.values(), *(value for sample in measured.samples for value in sample.values())]
     assert all(math.isfinite(value) for value in values), values
     for pairs in measured.pairs:

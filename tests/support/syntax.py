@@ -2,6 +2,7 @@
 """Python sources as syntax trees."""
 
 import ast
+from contextlib import suppress
 
 TRIES = 10
 
@@ -12,8 +13,6 @@ def parse(source: str) -> ast.Module:
     The parser keeps one depth for the whole process. Formatting a traceback parses too, and a finalizer may do that meanwhile.
     """
     for _ in range(TRIES - 1):
-        try:
+        with suppress(SystemError):
             return ast.parse(source)
-        except SystemError:
-            continue
     return ast.parse(source)

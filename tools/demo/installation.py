@@ -22,22 +22,27 @@ class Images:
     worker: str
 
 
+def run_helm(helm: Path, kubeconfig: Path, *words: str, deadline_s: int) -> str:
+    """Run helm, and return what it printed."""
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    done = subprocess.run([helm, *words], capture_output=True, text=True, timeout=deadline_s + 30, env=environment, check=False)
+    if done.returncode != 0:
+        raise DemoFailed(f"helm {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
 def helm_install(
-    helm: Path, kubeconfig: Path, *, namespace: str, images: Images, deadline_s: int, settings: Mapping[str, str] | None = None
+    helm: Path, kubeconfig: Path, *, namespace: str, images: Images, deadline_s: int, settings: Mapping[str, str] = {}, chart: Path = CHART
 ) -> str:
     """`helm upgrade --install`, waiting for the operator's pod; what helm printed.
 
     It takes the CRDs over from whichever release had them: on a development cluster the newest tree is right.
     """
     repository, _, tag = images.operator.rpartition(":")
-    chosen = {"image.repository": repository, "image.tag": tag, "engine.image": images.worker, **(settings or {})}
-    argv = [
-        *(str(helm), "upgrade", "--install", RELEASE, str(CHART), "--namespace", namespace, "--create-namespace"),
+    chosen = {"image.repository": repository, "image.tag": tag, "engine.image": images.worker, **settings}
+    words = [
+        *("upgrade", "--install", RELEASE, str(chart), "--namespace", namespace, "--create-namespace"),
         *("--take-ownership", "--wait", "--timeout", f"{deadline_s}s"),
         *(part for key, value in chosen.items() for part in ("--set", f"{key}={value}")),
     ]
-    environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=deadline_s + 30, env=environment, check=False)
-    if done.returncode != 0:
-        raise DemoFailed(f"helm upgrade --install {RELEASE}: {done.stderr.strip()}")
-    return done.stdout
+    return run_helm(helm, kubeconfig, *words, deadline_s=deadline_s)

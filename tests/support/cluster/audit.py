@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators asked of the node's API server, by its audit log: each right that they used, and what was refused them.
+"""Reads what operators asked of the node's API server, by its audit log: each right that they used, and what was refused them.
 
-A refusal counts while an account has its rights. Without them it is as it should be: they end before the process does where a release
-is uninstalled, or a namespace with everything in it; and a namespace that ends refuses new objects for that reason.
+Real: the log of a real cluster. A refusal counts while an account has its rights. Without them it is as it should be. They end
+before the process does where a release is uninstalled, or a namespace with everything in it. A namespace that ends refuses new objects too.
 """
 
 import ast
@@ -79,12 +79,8 @@ def check_rights(kubectl: Kubectl, *, since: datetime, whole: bool) -> None:
 
 
 def all_selected(session: pytest.Session, folder: Path) -> bool:
-    """Whether every test function of a folder is to run, and none failed so far."""
+    """Return whether every test function of a folder is to run, and none failed so far."""
     chosen = {(item.path, getattr(item, "originalname", "")) for item in session.items}
-    return session.testsfailed == 0 and set(_functions(folder)) <= chosen
-
-
-def _functions(folder: Path) -> Iterator[tuple[Path, str]]:
-    for file in folder.glob("test_*.py"):
-        tree = parse(file.read_text())
-        yield from ((file, node.name) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+    nodes = [(file, node) for file in folder.glob("test_*.py") for node in parse(file.read_text()).body]
+    functions = {(file, node.name) for file, node in nodes if isinstance(node, ast.FunctionDef)}
+    return session.testsfailed == 0 and {each for each in functions if each[1].startswith("test_")} <= chosen

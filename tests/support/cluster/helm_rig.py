@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helm as a platform engineer runs it, on the operator's release in a rig's namespace, and a chart that is older than ours."""
+"""Helm as a platform engineer runs it, on the operator's release in a rig's namespace, and a chart that is older than ours.
 
-import os
+Real: helm, the chart and the cluster. Not real: the older version, which is this one with two changes.
+"""
+
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tools.demo.errors import DemoFailed
-from tools.demo.installation import CHART, RELEASE, Images
+from tools.demo.installation import CHART, RELEASE, Images, helm_install, run_helm
 from tools.devcluster import cluster, programs
 
 DEADLINE_S = 120
@@ -25,22 +25,17 @@ class HelmRig:
     def __init__(self, namespace: str, images: Images) -> None:
         self.namespace = namespace
         self.images = images
+        self.helm, self.kubeconfig = programs.helm(), cluster.provider().kubeconfig()
 
     def __call__(self, *words: str) -> str:
-        argv = [str(programs.helm()), *words, "--namespace", self.namespace]
-        environment = {**os.environ, "KUBECONFIG": str(cluster.provider().kubeconfig())}
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S + 30, env=environment, check=False)
-        if done.returncode != 0:
-            raise DemoFailed(f"helm {' '.join(words)}: {done.stderr.strip()}")
-        return done.stdout
+        return run_helm(self.helm, self.kubeconfig, *words, "--namespace", self.namespace, deadline_s=DEADLINE_S)
 
     def upgrade(self, chart: Path = CHART, **settings: str) -> str:
         """`helm upgrade --install`, with the operator's pod ready at its end; `engine_image` is the value `engine.image`."""
-        repository, _, tag = self.images.operator.rpartition(":")
-        chosen = {"image.repository": repository, "image.tag": tag, "engine.image": self.images.worker}
-        chosen |= {name.replace("_", "."): value for name, value in settings.items()}
-        values = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
-        return self("upgrade", "--install", RELEASE, str(chart), "--take-ownership", "--wait", "--timeout", f"{DEADLINE_S}s", *values)
+        own = {name.replace("_", "."): value for name, value in settings.items()}
+        return helm_install(
+            self.helm, self.kubeconfig, namespace=self.namespace, images=self.images, deadline_s=DEADLINE_S, settings=own, chart=chart
+        )
 
     def uninstall(self) -> None:
         self("uninstall", RELEASE, "--wait", "--timeout", f"{DEADLINE_S}s")

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec."""
+"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec.
+
+Real: the cluster, the operator and the workers. Not real: GPUs, for workers compute on the CPU.
+"""
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
-import pytest
 
 from tools.demo.cluster import address_of
 from tools.demo.errors import DemoFailed
@@ -44,9 +44,9 @@ class ClusterRig:
         }
         self.apply("DiffusionDeployment", name, base | spec)
 
-    def adapt(self, name: str, deployment: str, path: str, **spec: Any) -> None:
+    def adapt(self, name: str, deployment: str, path: str) -> None:
         """Apply a LoRAAdapter."""
-        self.apply("LoRAAdapter", name, {"deploymentRef": {"name": deployment}, "source": {"path": path}} | spec)
+        self.apply("LoRAAdapter", name, {"deploymentRef": {"name": deployment}, "source": {"path": path}})
 
     def apply(self, kind: str, name: str, spec: Document) -> None:
         document = {"apiVersion": "diffusion-operator.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
@@ -103,27 +103,15 @@ class ClusterRig:
         """A signal, by the container's own user."""
         self.kubectl.text("exec", pod, "-c", "worker", "--", "python3", "-c", f"import os; os.kill({pid}, {int(number)})")
 
-    def kill_server(self, deployment: str) -> None:
-        """SIGKILL to the first process of the worker's container; skips the test where the node is another machine.
-
-        From inside nobody can: the kernel protects the first process of a pid namespace from its own kin.
-        """
-        uid = str(self.pods(deployment)[0]["metadata"]["uid"])
-        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if is_server_of(folder, uid)]
-        if not found:
-            pytest.skip("the node's processes cannot be seen from here")
-        (pid,) = found
-        os.kill(pid, signal.SIGKILL)
-
     @contextmanager
     def client(self, deployment: str) -> Iterator[openai.OpenAI]:
         """The OpenAI SDK on the deployment's Service."""
         with address_of(self.kubectl.namespace, deployment) as url:
             yield client_for(url)
 
-    def image(self, deployment: str, model: str | None = None, *, seed: int = 1) -> DemoImage:
+    def image(self, deployment: str, model: str | None = None) -> DemoImage:
         with self.client(deployment) as client:
-            return ask(client, Request(PROMPT, seed, model or deployment, steps=8))
+            return ask(client, Request(PROMPT, 1, model or deployment, steps=8))
 
     def refusal(self, deployment: str, model: str | None = None) -> Refusal:
         with self.client(deployment) as client:
@@ -137,18 +125,3 @@ class ClusterRig:
                 return found
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             time.sleep(0.3)
-
-
-def is_server_of(folder: Path, pod_uid: str) -> bool:
-    """Whether a process of this machine, by its folder in /proc, is the first of the worker's container of a pod."""
-    try:
-        in_pod = any(form in (folder / "cgroup").read_text() for form in (pod_uid, pod_uid.replace("-", "_")))
-        return in_pod and b"serve" in (folder / "cmdline").read_bytes().split(b"\0") and _pid_inside(folder) == 1
-    except FileNotFoundError:
-        return False
-
-
-def _pid_inside(folder: Path) -> int:
-    """Its number in the innermost namespace."""
-    (line,) = [line for line in (folder / "status").read_text().splitlines() if line.startswith("NSpid:")]
-    return int(line.split()[-1])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket and a hub in a pod of a test's namespace, with a certificate of its own authority, and claims that lie in the node's /tmp."""
+"""A bucket and a hub in a pod of a test's namespace, with a certificate of its own authority, and claims that lie in the node's /tmp.
+
+Real: the pod, its Service, its TLS and the claims. Not real: S3 and the Hugging Face hub, in whose place `store_server` answers.
+"""
 
 import base64
 import json
@@ -13,7 +16,6 @@ from tools.devcluster.certs import Authority
 STORE = "store"
 TRUST, TLS = "store-ca", "store-tls"
 ACCESS_KEY = "AKTESTS"
-SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 
 
 def host_of(rig: ClusterRig) -> str:
@@ -22,8 +24,8 @@ def host_of(rig: ClusterRig) -> str:
 
 def worker_environment(rig: ClusterRig) -> list[Document]:
     """What makes a worker with the Secret TRUST mounted ask this hub."""
-    environment = {"SSL_CERT_FILE": f"{SECRETS_DIR}/{TRUST}/ca.crt", "HF_ENDPOINT": f"https://{host_of(rig)}"}
-    return [{"name": name, "value": value} for name, value in environment.items()]
+    trusted = {"name": "SSL_CERT_FILE", "value": f"/var/run/diffusion-operator/secrets/{TRUST}/ca.crt"}
+    return [trusted, {"name": "HF_ENDPOINT", "value": f"https://{host_of(rig)}"}]
 
 
 def apply(rig: ClusterRig, *documents: Document) -> None:
@@ -39,13 +41,13 @@ def start_store(rig: ClusterRig, folder: Path, *, served: str, claim: str, first
     """Serve a folder of the worker's container image, after a command with the claim at /claim; returns when it answers."""
     authority = Authority(folder)
     authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host_of(rig)}",))
-    files = {name: authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}
+    trusted, certificate, key = (authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
     script = {"store_server.py": Path(store_server.__file__).read_text()}
     ports = [{"port": 443, "targetPort": store_server.PORT}]
     apply(
         rig,
-        secret(TRUST, ca_crt=files["ca.crt"]),
-        secret(TLS, tls_crt=files["server.crt"], tls_key=files["server.key"]),
+        secret(TRUST, ca_crt=trusted),
+        secret(TLS, tls_crt=certificate, tls_key=key),
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": STORE}, "data": script},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": STORE}, "spec": {"selector": {"app": STORE}, "ports": ports}},
         _pod(rig.worker_image, served=served, claim=claim, first=first),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exam of the digits model: a hundred prompts, drawn by the plain diffusers pipeline, judged by `digit_judge`.
 
-Used by tests/digits and by examples/digits/evaluate.py, so that the model card's figures are the ones that the tests assert.
+Real: the trained model, diffusers and peft; nothing of the worker takes part. Tests and examples/digits/evaluate.py share it, so the
+model card's figures are the ones that the tests assert.
 """
 
 from collections.abc import Sequence
@@ -73,22 +74,12 @@ def load_pipeline(*, adapter: Path | None = None) -> Any:
 
 
 def answers(pipeline: Any, asked: Sequence[Question]) -> list[Answer]:
+    """Have the questions drawn, and the images judged."""
     images: list[Image.Image] = []
     for start in range(0, len(asked), DRAWN_AT_ONCE):
-        images += draw(pipeline, asked[start : start + DRAWN_AT_ONCE])
-    judged = zip(asked, images, judge_all(images), strict=True)
-    return [Answer(question, image, judgement, styles_of(image)) for question, image, judgement in judged]
-
-
-def draw(pipeline: Any, asked: Sequence[Question]) -> list[Image.Image]:
-    drawn: list[Image.Image] = pipeline(
-        [question.prompt for question in asked],
-        num_inference_steps=STEPS,
-        guidance_scale=GUIDANCE,
-        generator=[torch.Generator().manual_seed(question.seed) for question in asked],
-    ).images
-    return drawn
-
-
-def styles_of(image: Image.Image) -> frozenset[str]:
-    return frozenset(name for name in STYLES if has_style(image, name))
+        part = asked[start : start + DRAWN_AT_ONCE]
+        seeds = [torch.Generator().manual_seed(question.seed) for question in part]
+        prompts = [question.prompt for question in part]
+        images += pipeline(prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=seeds).images
+    styles = [frozenset(name for name in STYLES if has_style(image, name)) for image in images]
+    return [Answer(*each) for each in zip(asked, images, judge_all(images), styles, strict=True)]

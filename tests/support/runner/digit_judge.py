@@ -19,7 +19,6 @@ Grey = NDArray[np.float64]
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HUES = {"red": 0.0, "yellow": 51.0, "green": 129.0, "cyan": 187.0, "blue": 227.0, "magenta": 307.0}
-STYLES = ("stripes", "frame", "paper")
 HUE_TOLERANCE = 22.0
 LEAST_SATURATION = 0.3
 SIDE = 16
@@ -39,23 +38,19 @@ class Judgement:
 
 
 def judge(image: Image.Image) -> Judgement:
-    return judge_all([image])[0]
+    ink = ink_of(image)
+    glyph = normalise(ink)
+    if glyph is None:
+        return Judgement(digit=None, colour=None)
+    return Judgement(digit=int(classifier().predict(glyph.reshape(1, -1))[0]), colour=colour_of(image, ink))
 
 
 def judge_all(images: list[Image.Image]) -> list[Judgement]:
-    """The judgements of many images; much faster than one at a time."""
-    inks = [ink_of(image) for image in images]
-    glyphs = [normalise(ink) for ink in inks]
-    seen = [glyph for glyph in glyphs if glyph is not None]
-    digits = iter(classifier().predict(np.stack(seen).reshape(len(seen), -1)) if seen else [])
-    return [
-        Judgement(digit=None if glyph is None else int(next(digits)), colour=None if glyph is None else colour_of(image, ink))
-        for image, ink, glyph in zip(images, inks, glyphs, strict=True)
-    ]
+    return [judge(image) for image in images]
 
 
 def has_style(image: Image.Image, name: str) -> bool:
-    return {"stripes": has_stripes, "frame": has_frame, "paper": has_paper}[name](luminance_of(image))
+    return STYLES[name](pixels_of(image) @ np.array([0.299, 0.587, 0.114]))
 
 
 def has_stripes(light: Grey) -> bool:
@@ -77,6 +72,9 @@ def has_paper(light: Grey) -> bool:
     return bool(np.quantile(_ring(light, 0, 8), 0.1) > 0.7)
 
 
+STYLES = {"stripes": has_stripes, "frame": has_frame, "paper": has_paper}
+
+
 def _ring(light: Grey, outer: int, inner: int) -> Grey:
     mask = np.zeros(light.shape, dtype=bool)
     mask[outer : VIEWED_AT - outer, outer : VIEWED_AT - outer] = True
@@ -89,13 +87,8 @@ def pixels_of(image: Image.Image) -> Grey:
     return np.asarray(resized, dtype=np.float64) / 255.0
 
 
-def luminance_of(image: Image.Image) -> Grey:
-    return np.asarray(pixels_of(image) @ np.array([0.299, 0.587, 0.114]), dtype=np.float64)
-
-
 def ink_of(image: Image.Image) -> Grey:
-    pixels = pixels_of(image)
-    return np.asarray(pixels.max(axis=2) - pixels.min(axis=2), dtype=np.float64)
+    return np.asarray(np.ptp(pixels_of(image), axis=2))
 
 
 def colour_of(image: Image.Image, ink: Grey) -> str | None:
@@ -116,40 +109,30 @@ def normalise(ink: Grey) -> Grey | None:
     rows, columns = np.nonzero(strength > 0.4)
     part = strength[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
     zoom = SIDE / max(part.shape)
-    fitted = np.asarray(
-        Image.fromarray(part.astype(np.float32)).resize(
-            (max(1, round(part.shape[1] * zoom)), max(1, round(part.shape[0] * zoom))), Image.Resampling.BOX
-        )
-    )
+    height, width = (max(1, round(side * zoom)) for side in part.shape)
+    fitted = np.asarray(Image.fromarray(part.astype(np.float32)).resize((width, height), Image.Resampling.BOX))
     square = np.zeros((SIDE, SIDE))
-    top, left = (SIDE - fitted.shape[0]) // 2, (SIDE - fitted.shape[1]) // 2
-    square[top : top + fitted.shape[0], left : left + fitted.shape[1]] = fitted
+    top, left = (SIDE - height) // 2, (SIDE - width) // 2
+    square[top : top + height, left : left + width] = fitted
     return square
 
 
 @cache
 def classifier() -> SVC:
     """Trained on four drawings of four fifths of the data set; the remaining fifth is for `held_out_accuracy`."""
-    glyphs, labels = _drawings(held_out=False, repeats=4, seed=0)
-    return SVC(C=10.0, gamma="scale").fit(glyphs, labels)
+    return SVC(C=10.0, gamma="scale").fit(*_drawings(held_out=False, repeats=4, seed=0))
 
 
 def held_out_accuracy() -> float:
     """How often the classifier is right about handwriting that it has not seen."""
-    glyphs, labels = _drawings(held_out=True, repeats=2, seed=1)
-    return float(classifier().score(glyphs, labels))
+    return float(classifier().score(*_drawings(held_out=True, repeats=2, seed=1)))
 
 
 def _drawings(*, held_out: bool, repeats: int, seed: int) -> tuple[Grey, NDArray[np.int64]]:
-    random = np.random.default_rng(seed)
-    data = load_digits()
+    random, data = np.random.default_rng(seed), load_digits()
     kept = [index for index in range(len(data.images)) if (index % HELD_OUT_EVERY == 0) == held_out] * repeats
     glyphs = [normalise(_draw(data.images[index] / 16.0, random)) for index in kept]
-    found = [index for index, glyph in enumerate(glyphs) if glyph is not None]
-    return (
-        np.stack([np.ravel(glyph) for glyph in glyphs if glyph is not None]),
-        np.asarray(data.target)[[kept[index] for index in found]],
-    )
+    return np.array(glyphs).reshape(len(kept), -1), data.target[kept]
 
 
 def _draw(scan: Grey, random: np.random.Generator) -> Grey:
@@ -157,4 +140,4 @@ def _draw(scan: Grey, random: np.random.Generator) -> Grey:
     padded = Image.fromarray(np.pad(scan, 1).astype(np.float32))
     large = padded.resize((40, 40), Image.Resampling.BICUBIC).rotate(random.uniform(-10, 10), Image.Resampling.BILINEAR)
     threshold = random.uniform(0.3, 0.5)
-    return np.asarray(np.clip((np.asarray(large) - threshold) / 0.26 + 0.5, 0.0, 1.0), dtype=np.float64)
+    return np.clip((np.asarray(large) - threshold) / 0.26 + 0.5, 0.0, 1.0).astype(np.float64)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families under the parallel kinds, in real processes: how far each result is from that of one rank.
 
-Requests go through the model runner, so that fibers, merged calls, rows and kinds work together. In float64 what is left
-of a difference is no rounding.
+Real: the model runner with its fibers, merged calls, rows and kinds, on pipelines of diffusers. Not real: the models, which are
+tiny and have random weights. In float64 what is left of a difference is no rounding.
 """
 
 import copy
@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diffusion_worker.config import WorkerConfig
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipelines.description import denoiser_of
 from diffusion_worker.runner.pipelines.view import view_of
 from support.families.images import flux, flux2, qwen, stable_diffusion, stable_diffusion_3, worded_images
-from support.families.rig.family import Family, as_tensor, in_float64, randomise_zeros
+from support.families.rig.family import Family, as_tensor, build_seeded, in_float64
+from support.families.rig.family_rig import apart
 from support.families.videos import ltx, wan
 from support.lora.peft_adapters import write_adapter
 from support.runner.rank_processes import Rank
-from support.runner.rig import OneRank
+from support.runner.rig import OneRank, runner_with
 
 MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images)
 # Latents: decoding has nothing to do with these kinds.
@@ -42,15 +42,20 @@ class Asked:
     guidance: float
     tick: int = 0
     adapted: bool = False
+    accelerated: bool = False
 
 
 @dataclass(frozen=True)
 class Run:
-    """What requests got, and what it took: tokens of an image in the denoiser (0 in a U-Net) and its weights in bytes, on this rank."""
+    """Results of requests, flat, and on this rank the denoiser's tokens of an image (0 in a U-Net) and its weights in bytes.
+
+    `rows` are those that a step cache skipped and all of them, in each tick.
+    """
 
     results: list[torch.Tensor]
-    tokens: int
-    weights_bytes: int
+    rows: list[tuple[int, int]]
+    tokens: int = 0
+    weights_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,78 +75,70 @@ WITH_ADAPTER = (replace(REQUESTS[0], adapted=True), *REQUESTS[1:])
 def with_heads(family: Family, heads: int) -> Family:
     """The same family on a denoiser with more attention heads than its own two."""
 
-    def build() -> Any:
+    def make() -> Any:
         pipeline = family.build()
-        torch.manual_seed(20)
         own = pipeline.transformer
         pipeline.register_modules(transformer=type(own).from_config(dict(own.config) | {"num_attention_heads": heads}))
-        randomise_zeros(pipeline.transformer)
         return pipeline
 
-    return replace(family, build=build)
+    return replace(family, build=build_seeded(make))
 
 
 def runner_of(family: Family, parallel: Any, dtype: torch.dtype, **config: Any) -> DiffusionModelRunner:
     """A runner that serves a family's tiny pipeline."""
-    runner = DiffusionModelRunner(WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config), torch.device("cpu"), parallel)
-    pipeline = family.build()
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module):
-            part.to(dtype)
-    runner.adopt(pipeline, dtype, lambda done, total: None)
-    return runner
+    return runner_with(family.build().to(dtype), parallel, dtype, **config)
 
 
 def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, dtype: torch.dtype = torch.float64, **config: Any) -> Run:
     """Run requests together on a family's tiny pipeline."""
     runner = runner_of(family, parallel, dtype, **config)
     denoiser = denoiser_of(runner.pipeline)
-    tokens = [0]
-    if hasattr(denoiser, "proj_out"):
-        denoiser.proj_out.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
+    seen = calls_of(denoiser.proj_out) if hasattr(denoiser, "proj_out") else []
     if any(asked.adapted for asked in requests):
-        _load_adapter(runner, family)
-    return Run(results_of(family, runner, requests), max(tokens), sum(map(_local_bytes, denoiser.parameters())))
+        assert runner.loras is not None
+        # On every linear layer of the denoiser's blocks, and the same on every rank.
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter(folder, block_linears(denoiser_of(family.build())))
+            runner.loras.add_adapter(LoRARequest("adapter", ADAPTER, folder))
+    made = finish(family, runner, requests)
+    local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in denoiser.parameters()]
+    return replace(made, tokens=max((shape[1] for shape in seen), default=0), weights_bytes=sum(each.nbytes for each in local))
 
 
 def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUESTS, **sizes: int) -> Difference:
-    """A run under a kind beside that of one rank."""
+    """A run under a kind beside that of one rank, which the first rank computes for all of them."""
     with rank.group(**sizes) as parallel:
         many = run(family, parallel, requests, ranks=rank.world, **sizes)
-        one = _shared(run(family, OneRank(), requests) if rank.rank == 0 else many)
-    return Difference(apart(many, one), many.tokens / max(1, one.tokens), many.weights_bytes / one.weights_bytes)
+        one = [run(family, OneRank(), requests) if rank.rank == 0 else many]
+        dist.broadcast_object_list(one, 0)
+    return compare(many, one[0])
 
 
-def _shared(run: Run) -> Run:
-    """The run of the first rank, on all of them: what one rank makes is computed once."""
-    results = [result.clone() for result in run.results]
-    numbers = torch.tensor([run.tokens, run.weights_bytes])
-    for tensor in (*results, numbers):
-        dist.broadcast(tensor, 0)
-    return Run(results, *numbers.tolist())
+def compare(run: Run, expected: Run) -> Difference:
+    """Measure a run against the one that is expected."""
+    most = max(apart(one, other) for one, other in zip(run.results, expected.results, strict=True))
+    return Difference(most, run.tokens / max(1, expected.tokens), run.weights_bytes / expected.weights_bytes)
 
 
-def apart(run: Run, expected: Run) -> float:
-    """The largest difference, in standard deviations of what is expected."""
-    pairs = list(zip(run.results, expected.results, strict=True))
-    assert all(other.isfinite().all() and float(other.std()) > 1e-4 for _, other in pairs), "nothing to compare with"
-    return max(float((one - other).abs().max() / max(1.0, float(other.std()))) for one, other in pairs)
-
-
-def results_of(family: Family, runner: DiffusionModelRunner, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
-    """What requests get that run together, flat."""
+def finish(family: Family, runner: DiffusionModelRunner, requests: tuple[Asked, ...]) -> Run:
+    """Run requests together to their end."""
     results: dict[str, torch.Tensor] = {}
+    rows = []
     for tick in range(20):
         for number, asked in enumerate(requests):
             if asked.tick == tick:
                 loras = [LoRAUse(ADAPTER, 1.0)] if asked.adapted else []
-                runner.join(RequestSpec(request_id=str(number), prompt="", seed=asked.seed, loras=loras), _body(family, runner, asked))
+                spec = RequestSpec(
+                    request_id=str(number), prompt="", seed=asked.seed, steps=asked.steps, loras=loras, accelerated=asked.accelerated
+                )
+                runner.join(spec, _body(family, runner, asked))
         output = runner.execute_stepwise(Tick(tick))
         assert not output.errors, output.errors
         results |= {name: as_tensor(result).double() for name, result in output.images.items()}
+        rows.append((output.skipped, output.rows))
         if len(results) == len(requests):
             break
-    return [results[str(number)].clone() for number in range(len(requests))]
+    return Run([results[str(number)].clone() for number in range(len(requests))], rows)
 
 
 def _body(family: Family, runner: DiffusionModelRunner, asked: Asked) -> Any:
@@ -152,21 +149,14 @@ def _body(family: Family, runner: DiffusionModelRunner, asked: Asked) -> Any:
     return lambda: family.call(view_of(runner.pipeline), copy.copy(arguments))
 
 
-def _load_adapter(runner: DiffusionModelRunner, family: Family) -> None:
-    """An adapter of every linear layer of the denoiser's blocks, the same on every rank."""
-    assert runner.loras is not None
-    with tempfile.TemporaryDirectory() as folder:
-        write_adapter(folder, block_linears(denoiser_of(family.build())))
-        runner.loras.add_adapter(LoRARequest("adapter", ADAPTER, folder))
-
-
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers inside a model's blocks."""
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ("blocks" in name or "layers" in name)
-    }
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in linears.items() if "blocks" in name or "layers" in name}
 
 
-def _local_bytes(parameter: torch.Tensor) -> int:
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return int(local.numel() * local.element_size())
+def calls_of(module: nn.Module) -> list[torch.Size]:
+    """The shapes of what a module is given from now on, one for each of its calls."""
+    seen: list[torch.Size] = []
+    module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    return seen

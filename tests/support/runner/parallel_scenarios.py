@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the parallel tests run; one start of them for many families and kinds."""
+"""What the processes of the parallel tests run; one start of them for many families and kinds.
+
+Real: the ranks, their groups, the model runner and diffusers' models. Not real: the models' sizes and weights, which are tiny and random.
+"""
 
 import copy
 import functools
@@ -22,11 +25,10 @@ from support.runner.parallel_families import (
     BY_NAME,
     REQUESTS,
     WITH_ADAPTER,
-    Difference,
-    Run,
-    apart,
+    calls_of,
+    compare,
     difference,
-    results_of,
+    finish,
     run,
     runner_of,
     with_heads,
@@ -56,7 +58,8 @@ def two(rank: Rank) -> dict[str, Any]:
     }
     for name in TENSOR_FAMILIES:
         found[f"{name} tensor"] = difference(rank, BY_NAME[name], WITH_ADAPTER, tensor=2)
-        found[f"{name} adapter"] = apart(run(BY_NAME[name], OneRank(), WITH_ADAPTER[:1]), run(BY_NAME[name], OneRank(), REQUESTS[:1]))
+        adapted, plain = (run(BY_NAME[name], OneRank(), requests[:1]) for requests in (WITH_ADAPTER, REQUESTS))
+        found[f"{name} adapter"] = compare(adapted, plain).apart
     for name in SHARDED_FAMILIES:
         found[f"{name} shard"] = _sharded(rank, name)
     more = {"tiles": tiles(rank), "an odd text": odd_text(rank), "gradients": gradients(rank), "sleep": sleep_in_parts(rank)}
@@ -97,15 +100,13 @@ def places(rank: Rank) -> dict[str, Any]:
     return found
 
 
-def _sharded(rank: Rank, name: str) -> Difference:
+def _sharded(rank: Rank, name: str) -> Any:
     """Sharded weights in float32, beside whole weights with the rows spread in the same way."""
-
-    def run_here(**sizes: int) -> Run:
-        with rank.group(**sizes) as parallel:
-            return run(BY_NAME[name], parallel, WITH_ADAPTER, torch.float32, ranks=rank.world, **sizes)
-
-    rows, sharded = run_here(), run_here(shard=2)
-    return Difference(apart(sharded, rows), sharded.tokens / max(1, rows.tokens), sharded.weights_bytes / rows.weights_bytes)
+    runs = []
+    for shard in (2, 1):
+        with rank.group(shard=shard) as parallel:
+            runs.append(run(BY_NAME[name], parallel, WITH_ADAPTER, torch.float32, ranks=rank.world, shard=shard))
+    return compare(*runs)
 
 
 def odd_text(rank: Rank) -> list[str]:
@@ -140,12 +141,12 @@ def sleep_in_parts(rank: Rank) -> dict[str, Any]:
     with rank.group(tensor=2) as parallel, tempfile.TemporaryDirectory() as folder:
         family.build().transformer.save_pretrained(Path(folder) / "transformer")
         runner = runner_of(family, parallel, torch.float32, ranks=rank.world, tensor=2, model=folder)
-        before, awake = results_of(family, runner, REQUESTS), runner.weights.report()
+        before, awake = finish(family, runner, REQUESTS).results, runner.weights.report()
         runner.weights.release()
         # On a CPU memory that was given back reads as zero.
         emptied = not any(parameter.any() for parameter in runner.pipeline.transformer.parameters())
         runner.weights.restore()
-        same = all(map(torch.equal, before, results_of(family, runner, REQUESTS)))
+        same = all(map(torch.equal, before, finish(family, runner, REQUESTS).results))
     return {"same": same, "awake": awake, "emptied": emptied}
 
 
@@ -154,21 +155,14 @@ def sleep_in_parts(rank: Rank) -> dict[str, Any]:
 
 def _vae(kind: str) -> Any:
     torch.manual_seed(5)
-    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     if kind == "AutoencoderKLQwenImage":
-        vae: Any = diffusers.AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=4,
-            dim_mult=[1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False],
-            latents_mean=[0.0] * 4,
-            latents_std=[1.0] * 4,
-        )
+        sizes = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
+        vae: Any = diffusers.AutoencoderKLQwenImage(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, **sizes)
         vae.spatial_compression_ratio = 2
         vae.tile_sample_min_height = vae.tile_sample_min_width = 16
         vae.tile_sample_stride_height = vae.tile_sample_stride_width = 12
     else:
+        levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
         vae = getattr(diffusers, kind)(block_out_channels=(4, 4), latent_channels=4, norm_num_groups=2, sample_size=16, **levels)
     randomise_zeros(vae)
     return vae
@@ -198,31 +192,24 @@ def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: b
     parallel.decode_tiles("vae", VaeTiles(many, parallel).decode)
     if copied:
         one, many, z = one.double(), copy.deepcopy(many).double(), z.double()
-    ran_one, ran_many = _count(one.decoder.conv_in), _count(many.decoder.conv_in)
+    ran_one, ran_many = calls_of(one.decoder.conv_in), calls_of(many.decoder.conv_in)
     expected = one.decode(z).sample
     output = parallel.run(ModelCall("vae", "decode", {"z": z}, many), lambda call, rows: many.decode(**call.arguments)).sample
     close = bool((output - expected).abs().max() < 1e-5)
     return {"equal": torch.equal(output, expected), "close": close, "ran": len(ran_many), "alone": len(ran_one)}
 
 
-def _count(module: torch.nn.Module) -> list[None]:
-    ran: list[None] = []
-    module.register_forward_pre_hook(lambda module, inputs: ran.append(None))
-    return ran
-
-
 @torch.inference_mode()
 def _failing_tile(parallel: Parallel) -> list[str]:
     """The last rank runs out of memory in a tile; the next image works."""
     vae = _vae("AutoencoderKL")
-    if parallel.rank == parallel.world - 1:
-        failures = iter([True])
 
-        def fail_once(module: torch.nn.Module, inputs: Any) -> None:
-            if next(failures, False):
-                raise RuntimeError("out of memory")
+    def fail_once(module: torch.nn.Module, inputs: Any) -> None:
+        hook.remove()
+        if parallel.rank == parallel.world - 1:
+            raise RuntimeError("out of memory")
 
-        vae.decoder.conv_in.register_forward_pre_hook(fail_once)
+    hook = vae.decoder.conv_in.register_forward_pre_hook(fail_once)
     parallel.decode_tiles("vae", VaeTiles(vae, parallel).decode)
     call = ModelCall("vae", "decode", {"z": torch.randn(1, 4, 17, 17)})
     said = []

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model runner in the test's own process, at one rank and without a process group, on the digits model."""
+"""A model runner in the test's own process, at one rank and without a process group, on the digits model.
+
+Real: the runner and the model. Not real: the process group, which is `OneRank`, and the server's ticks, which `RunnerRig.run` makes.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,11 +58,7 @@ class RunnerRig:
         self.model: ModelInfo = self.runner.load_model(lambda done, total: self.progress.append((done, total)))
 
     def run(
-        self,
-        *requests: RequestSpec,
-        joining: list[int] | None = None,
-        running: int = 0,
-        frames: Mapping[str, list[bytes]] | None = None,
+        self, *requests: RequestSpec, joining: list[int] | None = None, running: int = 0, frames: Mapping[str, list[bytes]] = {}
     ) -> tuple[Images, dict[str, ErrorReport]]:
         """Run requests to their end, and with them the `running` ones that joined before.
 
@@ -79,7 +78,7 @@ class RunnerRig:
         join: list[RequestSpec] = []
         for number in range(1000):
             join += [spec for spec, first in zip(requests, at, strict=True) if first == number]
-            sent = [(frames or {}).get(spec.request_id, []) for spec in join]
+            sent = [frames.get(spec.request_id, []) for spec in join]
             tick = Tick(number, join, frames=list(map(len, sent)))
             output = self.runner.execute_stepwise(tick, [frame for each in sent for frame in each])
             errors |= output.errors
@@ -100,6 +99,13 @@ class RunnerRig:
         return [call for call in self.parallel.calls if call.component == "transformer"]
 
 
+def runner_with(pipeline: Any, parallel: Any, dtype: torch.dtype = torch.float32, **config: Any) -> DiffusionModelRunner:
+    """A runner that serves a pipeline which is in memory only."""
+    runner = DiffusionModelRunner(WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config), torch.device("cpu"), parallel)
+    runner.adopt(pipeline, dtype, lambda done, total: None)
+    return runner
+
+
 def request(name: str, **fields: Any) -> RequestSpec:
     """A small request; fields as in `RequestSpec`."""
     return RequestSpec(**{"request_id": name, "prompt": "a red digit seven", "seed": 1, "height": 32, "width": 32, "steps": 3} | fields)
@@ -107,15 +113,10 @@ def request(name: str, **fields: Any) -> RequestSpec:
 
 def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The image that the plain pipeline makes of a request."""
-    given = {"num_inference_steps": spec.steps, "guidance_scale": spec.guidance_scale, "negative_prompt": spec.negative_prompt}
-    image = pipeline(
-        spec.prompt,
-        height=spec.height,
-        width=spec.width,
-        generator=torch.Generator().manual_seed(spec.seed),
-        output_type="np",
-        **{name: value for name, value in given.items() if value is not None},
-    ).images[0]
+    fields = ("height", "width", "guidance_scale", "negative_prompt")
+    given = {name: getattr(spec, name) for name in fields} | {"num_inference_steps": spec.steps}
+    given = {name: value for name, value in given.items() if value is not None}
+    image = pipeline(spec.prompt, generator=torch.Generator().manual_seed(spec.seed), output_type="np", **given).images[0]
     return np.asarray((image * 255).round(), np.uint8)
 
 

@@ -1,18 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the runner's tests with several ranks run."""
+"""Scenarios for the processes of the runner's tests with several ranks, but for those of the parallel kinds.
+
+Real: the ranks and their groups, and the runner or the part of it that a scenario is about. Not real: the models.
+"""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from diffusion_worker.config import StepCache
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.parallel.rows import CallFailed
+from diffusion_worker.runner.step_cache import first_block
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
+from support.runner.parallel_families import BY_NAME, Asked, compare, run
 from support.runner.rank_processes import Rank
-from support.runner.rig import request
+from support.runner.rig import OneRank, request
+from support.runner.wordy_pipelines import WordyFlux, runner_of
+from support.worker.corrupting_extension import flip
+
+# They join one after the other.
+ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
+# So that about half of the few steps is skipped.
+THRESHOLD = 0.3
+
+
+def _call(rows: int) -> ModelCall:
+    return ModelCall("transformer", "forward", {"hidden_states": torch.arange(rows * 3.0).reshape(rows, 3), "scale": 2.0})
+
+
+def spread(rank: Rank) -> list[dict[str, Any]]:
+    """Calls of one to five rows: which rows ran here, and the gathered result."""
+    seen = []
+
+    def execute(call: ModelCall, part: slice) -> Any:
+        states = call.arguments["hidden_states"]
+        seen.append({"ran": list(range(part.start, part.stop))})
+        return states * call.arguments["scale"], [states.sum(dim=1).to(torch.int32)]
+
+    with rank.group() as parallel:
+        for rows in range(1, 6):
+            doubled, (sums,) = parallel.run(_call(rows), execute)
+            seen[-1] |= {"doubled": doubled.tolist(), "sums": sums.tolist()}
+    return seen
+
+
+def one_fails(rank: Rank) -> dict[str, Any]:
+    """Rank 1 raises in a shared call; the call after it must work."""
+
+    def execute(call: ModelCall, part: slice) -> torch.Tensor:
+        if rank.rank == 1:
+            raise RuntimeError("out of memory")
+        return call.arguments["hidden_states"] + 0
+
+    with rank.group() as parallel:
+        try:
+            parallel.run(_call(4), execute)
+        except CallFailed as error:
+            message = str(error)
+        after = parallel.run(_call(2), lambda call, part: call.arguments["hidden_states"] + 1)
+    return {"message": message, "after": after.tolist()}
 
 
 class Refusing(torch.nn.Module):
@@ -32,38 +85,27 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
     """Five requests of two steps; three of them go wrong on rank 1 only, and one would change the model there."""
     model: Any = SuspendingModule("transformer", Refusing(rank.rank))
 
-    def body(first: float, trouble: Callable[[], None] = lambda: None) -> Callable[[], torch.Tensor]:
+    def body(first: float, error: Exception | None = None, *, changes: bool = False) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
             states = model(torch.full((2, 3), first))
             mark_step()
-            trouble()
+            if error and rank.rank == 1:
+                raise error
+            if changes and rank.rank == 1:
+                with suppress(Exception):  # a pipeline may do so
+                    model.requires_grad_(True)
             states = model(states)
             mark_step()
             return states
 
         return run
 
-    def refuse() -> None:
-        if rank.rank == 1:
-            raise RequestError(ErrorCode.INVALID_REQUEST, "rank 1 does not like it")
-
-    def change() -> None:
-        if rank.rank == 1:
-            try:
-                model.requires_grad_(True)
-            except Exception:  # a pipeline may do so
-                return
-
-    def break_down() -> None:
-        if rank.rank == 1:
-            raise RuntimeError("rank 1 broke")
-
     bodies = {
         "good": body(1),
-        "between calls": body(2, refuse),
+        "between calls": body(2, RequestError(ErrorCode.INVALID_REQUEST, "rank 1 does not like it")),
         "in a call": body(13),
-        "broken": body(3, break_down),
-        "changing": body(4, change),
+        "broken": body(3, RuntimeError("rank 1 broke")),
+        "changing": body(4, changes=True),
     }
     with rank.group() as parallel:
         states = {name: DiffusionRequestState(request(name), run) for name, run in bodies.items()}
@@ -76,3 +118,35 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
         "images": sorted(output.images),
         "replays": output.replays,
     }
+
+
+def over_a_sleep(rank: Rank, **kind: int) -> dict[str, Any]:
+    """Fingerprints of ranks that make each call together, before and after a sleep, and with a bit of the weights flipped."""
+    with rank.group(**kind) as parallel:
+        runner = runner_of(WordyFlux, parallel, ranks=rank.world, **kind)
+        before = runner.fingerprint(probe=True)
+        runner.release()
+        runner.restore()
+        after = runner.fingerprint(probe=True)
+        flip(runner.weights.tensors()[-1])
+        return {"before": before, "after": after, "spoilt": runner.fingerprint(probe=True)}
+
+
+def step_caches(rank: Rank) -> dict[str, Any]:
+    """Each kind with its rows spread, and with each layer in two parts: how far from one rank, whether as much is skipped, and how much."""
+    first_block.THRESHOLD = THRESHOLD
+    found = {}
+    cases: list[tuple[str, StepCache, dict[str, int]]] = [
+        ("StableDiffusion3Pipeline", StepCache.FIRST_BLOCK, {}),
+        ("StableDiffusion3Pipeline", StepCache.TAYLOR_SEER, {}),
+        ("FluxPipeline", StepCache.MAG_CACHE, {}),
+        ("FluxPipeline", StepCache.FIRST_BLOCK, {"tensor": 2}),
+        ("FluxPipeline", StepCache.TAYLOR_SEER, {"tensor": 2}),
+    ]
+    for name, kind, sizes in cases:
+        one = run(BY_NAME[name], OneRank(), ACCELERATED, step_cache=kind)
+        with rank.group(**sizes) as parallel:
+            many = run(BY_NAME[name], parallel, ACCELERATED, step_cache=kind, ranks=rank.world, **sizes)
+        skipped, rows = (sum(column) for column in zip(*many.rows, strict=True))
+        found[f"{name} {kind} {sizes}"] = (compare(many, one).apart, many.rows == one.rows, skipped / rows)
+    return found

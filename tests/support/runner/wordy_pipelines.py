@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines that take words, for what the worker asks of a model by itself: those of the families take embeddings."""
+"""Tiny pipelines that take words, for what the worker asks of a model by itself: those of the families take embeddings.
+
+Real: the pipelines of diffusers and the runner. Not real: the text encoders, and the models' sizes and weights.
+"""
 
 from typing import Any
 
 import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
 
-from diffusion_worker.config import WorkerConfig
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from support.families.images import flux
 from support.families.rig.family import build_seeded, seeded
 from support.families.videos import wan
-from support.runner.rig import OneRank
+from support.runner.rig import OneRank, runner_with
 
 
 class _FluxWords:
@@ -59,11 +61,9 @@ class NeverFlux(LargeFlux):
 
 def runner_of(kind: type[Any], parallel: Any = None, **options: Any) -> DiffusionModelRunner:
     """A runner that serves one of these, with random weights from one seed."""
-    config = WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | options)
-    runner = DiffusionModelRunner(config, torch.device("cpu"), parallel or OneRank())
-    runner.adopt(build_seeded(lambda: kind(**_plain(kind).components))(), torch.float32, lambda done, total: None)
-    return runner
 
+    def make() -> Any:
+        plain = wan.pipeline("WanPipeline") if issubclass(kind, WanPipeline) else flux.pipeline("FluxPipeline")
+        return kind(**plain.components)
 
-def _plain(kind: type[Any]) -> Any:
-    return wan.pipeline("WanPipeline") if issubclass(kind, WanPipeline) else flux.pipeline("FluxPipeline")
+    return runner_with(build_seeded(make)(), parallel or OneRank(), **options)

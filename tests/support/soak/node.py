@@ -111,7 +111,7 @@ class NodeSoak:
                 right[name] = ask(client, Request(PROMPT, 1, name, steps=8))
         allowed = {COMES: frozenset({"NotFound", "AdapterRemoved"})}
         return [
-            Clients(lambda: self._address, right[name], Request(PROMPT, 1, name, steps=8), count=1, allowed=allowed.get(name, frozenset()))
+            Clients(lambda: self._address, right[name], Request(PROMPT, 1, name, steps=8), allowed=allowed.get(name, frozenset()))
             for name in right
         ]
 

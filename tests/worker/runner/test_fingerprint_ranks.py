@@ -197,7 +197,7 @@ async def test_ranks_that_share_the_memory_have_no_fingerprint() -> None:
 
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
 def test_ranks_that_share_layers_or_tokens_have_fingerprints_that_a_sleep_does_not_change(kind: str) -> None:
-    found: list[dict[str, Any]] = run(f"support.runner.fingerprint_scenarios:{kind}")
+    found: list[dict[str, Any]] = run("support.runner.scenarios:over_a_sleep", **{kind: 2})
     for each in found:
         assert each["before"] == each["after"]
         assert each["before"].probe is not None

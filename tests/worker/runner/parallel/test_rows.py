@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_rows_are_spread_over_the_ranks_and_gathered_in_order() -> None:
-    first, second = rank_processes.run("support.runner.rank_processes:spread")
+    first, second = rank_processes.run("support.runner.scenarios:spread")
     for rows, (one, other) in enumerate(zip(first, second, strict=True), start=1):
         whole = [[2.0 * (3 * row + column) for column in range(3)] for row in range(rows)]
         assert one["doubled"] == other["doubled"] == whole
@@ -20,7 +20,7 @@ def test_rows_are_spread_over_the_ranks_and_gathered_in_order() -> None:
 
 
 def test_an_error_on_one_rank_is_the_same_error_on_both_and_the_next_call_works() -> None:
-    first, second = rank_processes.run("support.runner.rank_processes:one_fails")
+    first, second = rank_processes.run("support.runner.scenarios:one_fails")
     assert first == second
     assert first["message"] == "rank 1: RuntimeError: out of memory"
     assert first["after"] == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
