@@ -125,13 +125,13 @@ def run_in_company(rig: RunnerRig, guilty: RequestSpec, *others: RequestSpec) ->
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("Setting", "sets vae.use_tiling"),
         ("Tiling", "calls vae.enable_tiling()"),
-        ("Swallowing", "sets vae.tile_latent_min_size"),
-        ("Stubborn", "sets vae.tile_latent_min_size"),
-        ("AtTheLastStep", "sets vae.use_tiling"),
-        ("OfAPart", "sets transformer.transformer_blocks[1].attn.scale"),
-        ("OfWeights", "sets transformer.proj_out.bias"),
+        pytest.param("Setting", "sets vae.use_tiling", marks=pytest.mark.slow),
+        pytest.param("Swallowing", "sets vae.tile_latent_min_size", marks=pytest.mark.slow),
+        pytest.param("Stubborn", "sets vae.tile_latent_min_size", marks=pytest.mark.slow),
+        pytest.param("AtTheLastStep", "sets vae.use_tiling", marks=pytest.mark.slow),
+        pytest.param("OfAPart", "sets transformer.transformer_blocks[1].attn.scale", marks=pytest.mark.slow),
+        pytest.param("OfWeights", "sets transformer.proj_out.bias", marks=pytest.mark.slow),
     ],
 )
 def test_a_request_that_would_change_the_model_is_made_alone_and_all_images_are_as_alone(rig_of: Any, name: str, what: str) -> None:
@@ -145,6 +145,7 @@ def test_a_request_that_would_change_the_model_is_made_alone_and_all_images_are_
         np.testing.assert_array_equal(images[spec.request_id], plain(usual, spec))
 
 
+@pytest.mark.slow
 def test_the_changes_of_the_test_pipelines_change_their_images(rig_of: Any) -> None:
     usual = plain(RunnerRig(), request("a"))
     for name in ("Setting", "AtTheLastStep", "OfAPart", "OfWeights"):
