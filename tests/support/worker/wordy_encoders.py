@@ -89,7 +89,7 @@ def cases() -> list[tuple[str, str, Family]]:
     def family(name: str, build: Callable[[], Any], request: Request = asked) -> Family:
         return Family(name, name, build, request, output_type="pt")
 
-    stable = with_words(lambda: stable_diffusion.pipeline(stable_diffusion.StableDiffusionPipeline), clip)
+    stable = with_words(lambda: stable_diffusion.pipeline("StableDiffusionPipeline"), clip)
     return [
         ("clip", "text_encoder", family("clip", stable)),
         ("t5", "text_encoder_2", FLUX),

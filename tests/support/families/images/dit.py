@@ -3,22 +3,19 @@
 
 from typing import Any
 
-from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from diffusers import DDIMScheduler, DiTTransformer2DModel
 
-from support.families.rig.family import Arguments, Family, build_seeded, tiny_vae
+from support.families.rig.family import tiny_vae
+from support.families.rig.tables import asking, assemble, entry
 
 
-def _pipeline() -> Any:
+def _pipeline(kind: str) -> Any:
     transformer = DiTTransformer2DModel(
         sample_size=16, num_layers=2, patch_size=4, attention_head_dim=8, num_attention_heads=2, in_channels=4, out_channels=8
     )
-    return DiTPipeline(transformer=transformer, vae=tiny_vae(), scheduler=DDIMScheduler(clip_sample=False))
+    return assemble(kind, transformer=transformer, vae=tiny_vae(), scheduler=DDIMScheduler(clip_sample=False))
 
 
-def _a_class(seed: int, steps: int, guidance: float) -> Arguments:
-    return {"class_labels": [seed], "num_inference_steps": steps, "guidance_scale": guidance}
+A_CLASS = asking(class_labels=lambda seed: [seed])
 
-
-FAMILIES = [
-    Family("DiTPipeline", "DiT", build_seeded(_pipeline), _a_class, output_type="pt", doubled={"class_labels": [1, 7]}),
-]
+FAMILIES = [entry("DiTPipeline", "DiT", _pipeline, A_CLASS, doubled={"class_labels": [1, 7]})]

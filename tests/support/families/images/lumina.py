@@ -3,86 +3,30 @@
 
 from typing import Any
 
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    Lumina2Pipeline,
-    Lumina2Transformer2DModel,
-    LuminaNextDiT2DModel,
-    LuminaPipeline,
-)
+from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Transformer2DModel, LuminaNextDiT2DModel
 
-from support.families.rig.family import Arguments, Family, build_seeded, seeded, tiny_vae, token_mask
-from support.families.rig.two_rows import of_two_prompts
+from support.families.rig.tables import asking, assemble, entry, masks, more, shifted_vae, texts
 
-TOKENS = 8
+SHAPE = {
+    "sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 24, "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 16,
+}  # fmt: skip
 
 
-def _pipeline(kind: Any, transformer: Any) -> Any:
-    return kind(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=tiny_vae(scaling_factor=1.5, shift_factor=0.1),
-        text_encoder=None,
-        tokenizer=None,
+def _lumina(kind: str) -> Any:
+    transformer = LuminaNextDiT2DModel(num_layers=2, learn_sigma=True, cross_attention_dim=32, **SHAPE)
+    return assemble(kind, transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(), vae=shifted_vae())
+
+
+def _lumina2(kind: str = "Lumina2Pipeline") -> Any:
+    transformer = Lumina2Transformer2DModel(
+        num_layers=1, num_refiner_layers=1, axes_dim_rope=(4, 2, 2), axes_lens=(32, 32, 32), cap_feat_dim=32, **SHAPE
     )
+    return assemble(kind, transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(), vae=shifted_vae())
 
 
-def _lumina() -> Any:
-    return _pipeline(
-        LuminaPipeline,
-        LuminaNextDiT2DModel(
-            sample_size=16,
-            patch_size=2,
-            in_channels=4,
-            hidden_size=24,
-            num_layers=2,
-            num_attention_heads=3,
-            num_kv_heads=1,
-            multiple_of=16,
-            learn_sigma=True,
-            cross_attention_dim=32,
-        ),
-    )
-
-
-def _lumina2() -> Any:
-    return _pipeline(
-        Lumina2Pipeline,
-        Lumina2Transformer2DModel(
-            sample_size=16,
-            patch_size=2,
-            in_channels=4,
-            hidden_size=24,
-            num_layers=1,
-            num_refiner_layers=1,
-            num_attention_heads=3,
-            num_kv_heads=1,
-            multiple_of=16,
-            axes_dim_rope=(4, 2, 2),
-            axes_lens=(32, 32, 32),
-            cap_feat_dim=32,
-        ),
-    )
-
-
-def _prompts(seed: int, steps: int, guidance: float) -> Arguments:
-    return {
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "prompt_embeds": seeded(seed, 1, TOKENS, 32),
-        "prompt_attention_mask": token_mask(seed, TOKENS),
-        "negative_prompt_embeds": seeded(seed + 100, 1, TOKENS, 32),
-        "negative_prompt_attention_mask": token_mask(seed + 1, TOKENS),
-        "height": 32,
-        "width": 32,
-    }
-
-
-def _first(seed: int, steps: int, guidance: float) -> Arguments:
-    return _prompts(seed, steps, guidance) | {"negative_prompt": None}
-
+PROMPTS = asking(32, **texts(prompt_embeds=(1, 8, 32)), **masks(prompt_attention_mask=8))
 
 FAMILIES = [
-    Family("LuminaPipeline", "Lumina", build_seeded(_lumina), _first, output_type="pt", doubled=of_two_prompts(_first)),
-    Family("Lumina2Pipeline", "Lumina 2", build_seeded(_lumina2), _prompts, output_type="pt", doubled=of_two_prompts(_prompts)),
+    entry("LuminaPipeline", "Lumina", _lumina, more(PROMPTS, negative_prompt=None), repeats=False),
+    entry("Lumina2Pipeline", "Lumina 2", _lumina2, PROMPTS, repeats=False),
 ]
