@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kandinsky 2.2, whose U-Net knows the prompt as an image's embedding, and Kandinsky 3, whose U-Net masks the prompt."""
+"""Kandinsky 2.2, whose U-Net knows the prompt as an image's embedding, Kandinsky 3, whose U-Net masks it, and Stable Cascade.
+
+The denoiser of Stable Cascade's second stage is called `decoder`, and its time is a ratio. The first stage makes no image: not served.
+"""
 
 from typing import Any
 
-from diffusers import DDPMScheduler, Kandinsky3UNet, UNet2DConditionModel, VQModel
+from diffusers import DDPMScheduler, DDPMWuerstchenScheduler, Kandinsky3UNet, StableCascadeUNet, UNet2DConditionModel, VQModel
+from diffusers.pipelines.deprecated.wuerstchen import PaellaVQModel
 
 from support.families.rig.family import Arguments
-from support.families.rig.tables import asking, assemble, entry, masks, more, painted, pixels, texts
+from support.families.rig.tables import asking, assemble, entry, masks, more, noise, painted, pixels, texts
 
 TOKENS = 8
+BLOCKS = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
 
 
 def _tiny_movq() -> VQModel:
@@ -39,6 +44,18 @@ def _kandinsky_3(kind: str) -> Any:
     return assemble(kind, unet=unet, scheduler=DDPMScheduler(clip_sample=False), movq=_tiny_movq())
 
 
+def _cascade(kind: str) -> Any:
+    decoder = StableCascadeUNet(
+        conditioning_dim=16, block_out_channels=(8, 16), num_attention_heads=(1, 2), down_num_layers_per_block=(1, 1),
+        up_num_layers_per_block=(1, 1), down_blocks_repeat_mappers=(1, 1), up_blocks_repeat_mappers=(1, 1),
+        block_types_per_layer=(BLOCKS, BLOCKS), clip_text_pooled_in_channels=32, clip_seq=1, dropout=(0.0, 0.0),
+        timestep_ratio_embedding_dim=8, in_channels=4, out_channels=4, effnet_in_channels=4, patch_size=2,
+        timestep_conditioning_type=("sca",),
+    )  # fmt: skip
+    vqgan = PaellaVQModel(bottleneck_blocks=1, levels=2, num_vq_embeddings=8, embed_dim=8)
+    return assemble(kind, decoder=decoder, scheduler=DDPMWuerstchenScheduler(), vqgan=vqgan, latent_dim_scale=4.0)
+
+
 EMBEDDED = asking(32, **texts(image_embeds=(1, 16)))
 
 
@@ -52,10 +69,19 @@ IMAGE_TO_IMAGE = more(_guided, times=2, image=pixels(), strength=0.5)
 INPAINT = more(_guided, image=pixels(), mask_image=painted())
 # A latent for each 8 x 8 pixels.
 PROMPTS = asking(64, **texts(prompt_embeds=(1, TOKENS, 32)), **masks(attention_mask=TOKENS))
+CASCADE_TEXTS = texts(prompt_embeds=(1, 8, 32), prompt_embeds_pooled=(1, 1, 32))
+SECOND_STAGE = asking(**CASCADE_TEXTS, image_embeddings=noise(1, 4, 4, 4, at=400))
+
+
+def _call_cascade(view: Any, arguments: Arguments) -> Any:
+    # Without return_dict it gives the images themselves, not a tuple of them.
+    return view(**arguments).images
+
 
 FAMILIES = [
     entry("KandinskyV22Pipeline", "Kandinsky 2.2", _kandinsky_22, _guided),
     entry("KandinskyV22Img2ImgPipeline", "Kandinsky 2.2", _kandinsky_22, IMAGE_TO_IMAGE),
     entry("KandinskyV22InpaintPipeline", "Kandinsky 2.2", _kandinsky_22, INPAINT),
     entry("Kandinsky3Pipeline", "Kandinsky 3", _kandinsky_3, PROMPTS, output_type="latent"),
+    entry("StableCascadeDecoderPipeline", "Stable Cascade", _cascade, SECOND_STAGE, repeats=False, call=_call_cascade),
 ]
