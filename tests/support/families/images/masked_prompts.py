@@ -8,6 +8,7 @@ embedded guidance and a scheduler that adds noise.
 from typing import Any
 
 import diffusers
+import torch
 
 from support.families.rig.family import tiny_vae, token_mask
 from support.families.rig.tables import asking, assemble, entry, masks, more, pixels, shifted_vae, texts
@@ -44,6 +45,7 @@ def chroma(kind: str) -> Any:
 def lumina(kind: str) -> Any:
     """A single call for guidance."""
     transformer = diffusers.LuminaNextDiT2DModel(num_layers=2, learn_sigma=True, cross_attention_dim=32, **LUMINA)
+    torch.nn.init.zeros_(transformer.pad_token)  # made by torch.empty
     return _flow(kind, transformer, shifted_vae())
 
 

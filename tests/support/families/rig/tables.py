@@ -15,35 +15,35 @@ from support.families.rig.family import Arguments, Family, build_seeded, image, 
 from support.families.rig.two_rows import of_two_prompts
 
 Request = Callable[[int, int, float], Arguments]
-Seeded = Callable[[int], Any]
+OfSeed = Callable[[int], Any]
 
 
-def noise(*shape: int, at: int = 0) -> Seeded:
+def noise(*shape: int, at: int = 0) -> OfSeed:
     """Normal values of a shape; another `at` is another value for the same seed, here and below."""
     return lambda seed: seeded(seed + at, *shape)
 
 
-def ones(*shape: int, dtype: torch.dtype = torch.int64) -> Seeded:
+def ones(*shape: int, dtype: torch.dtype = torch.int64) -> OfSeed:
     """A mask of tokens that are all valid."""
     return lambda seed: torch.ones(*shape, dtype=dtype)
 
 
-def pixels(width: int = 32, height: int | None = None, *, at: int = 0) -> Seeded:
+def pixels(width: int = 32, height: int | None = None, *, at: int = 0) -> OfSeed:
     """An image, square by default."""
     return lambda seed: image(seed + at, width, height or width)
 
 
-def painted(side: int = 32) -> Seeded:
+def painted(side: int = 32) -> OfSeed:
     """A mask of an image."""
     return lambda seed: mask(seed, side, side)
 
 
-def padded(length: int) -> Seeded:
+def padded(length: int) -> OfSeed:
     """A mask of booleans; the last tokens are padding, as many as the seed says and at least one."""
     return lambda seed: torch.arange(length)[None] < length - seed % 3 - 1
 
 
-def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[str, Seeded]:
+def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[str, OfSeed]:
     """Embeddings by name and negative ones, whose values are `apart` from them; those of the next name are a `step` away."""
     found = {}
     for number, (name, shape) in enumerate(shapes.items()):
@@ -52,10 +52,10 @@ def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[
     return found
 
 
-def masks(**lengths: int) -> dict[str, Seeded]:
+def masks(**lengths: int) -> dict[str, OfSeed]:
     """Masks of tokens by name and negative ones, each with its number of valid tokens."""
 
-    def valid(length: int, at: int) -> Seeded:
+    def valid(length: int, at: int) -> OfSeed:
         return lambda seed: token_mask(seed + at, length)
 
     return {f"{sign}{name}": valid(length, at) for name, length in lengths.items() for at, sign in enumerate(("", "negative_"))}
