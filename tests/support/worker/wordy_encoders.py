@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 
 from diffusion_worker import withheld
-from support.families.images import auraflow_chroma, lumina, stable_diffusion, worded_images
+from support.families.images import masked_prompts, stable_diffusion, worded_images
 from support.families.images.qwen import FAMILIES as QWEN
 from support.families.rig.family import Arguments, Family, build_seeded
 from support.families.rig.family_rig import Asked, FamilyRig
@@ -89,13 +89,13 @@ def cases() -> list[tuple[str, str, Family]]:
     def family(name: str, build: Callable[[], Any], request: Request = asked) -> Family:
         return Family(name, name, build, request, output_type="pt")
 
-    stable = with_words(lambda: stable_diffusion.pipeline(stable_diffusion.StableDiffusionPipeline), clip)
+    stable = with_words(lambda: stable_diffusion.pipeline("StableDiffusionPipeline"), clip)
     return [
         ("clip", "text_encoder", family("clip", stable)),
         ("t5", "text_encoder_2", FLUX),
-        ("umt5", "text_encoder", family("umt5", with_words(auraflow_chroma._auraflow, umt5))),
-        ("gemma2", "text_encoder", family("gemma2", with_words(lumina._lumina2, gemma2), shortened)),
-        ("llama", "text_encoder", family("llama", with_words(lumina._lumina2, llama), shortened)),
+        ("umt5", "text_encoder", family("umt5", with_words(masked_prompts.auraflow, umt5))),
+        ("gemma2", "text_encoder", family("gemma2", with_words(masked_prompts.lumina2, gemma2), shortened)),
+        ("llama", "text_encoder", family("llama", with_words(masked_prompts.lumina2, llama), shortened)),
         ("qwen2_5_vl", "text_encoder", QWEN_WORDS),
         ("omnigen", "transformer", OMNIGEN),
     ]

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.pipelines.view import view_of
-from support.families.images import hidream
+from support.families.images import latent_images
 from support.families.rig.family import as_tensor, in_float64
 from support.lora.peft_adapters import write_adapter
 from support.runner.parallel_families import block_linears, runner_of
 from support.runner.rig import OneRank
 
-FAMILY = replace(hidream.FAMILIES[0], output_type="latent")
+HIDREAM = next(family for family in latent_images.FAMILIES if family.name == "HiDreamImagePipeline")
+FAMILY = replace(HIDREAM, output_type="latent")
 STEPS, GUIDANCE = 2, 5.0
 
 

@@ -1,176 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines of families whose latents are images: CogView4, GLM-Image, ErnieImage, PRX and Bria Fibo 2."""
+"""Tiny transformers whose latents are images: CogView 3 and 4, DiT, Hunyuan-DiT, HiDream, GLM-Image, ErnieImage, PRX and Bria Fibo 2."""
 
-from collections.abc import Callable
 from typing import Any
 
 import diffusers
 import torch
 
 from support.families.images.flux2 import vae as flux2_vae
-from support.families.rig.family import Arguments, Family, build_seeded, image, seeded, tiny_vae
+from support.families.rig.family import tiny_vae
+from support.families.rig.tables import asking, assemble, dynamic_flow, entry, masks, more, noise, ones, padded, pixels, shifted_vae, texts
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16
 TEXT_TOKENS = 6
 STATISTICS = {"latents_mean": [0.1] * 4, "latents_std": [1.3] * 4}
+SHAPE = {
+    "patch_size": 2, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "text_embed_dim": 16,
+    "time_embed_dim": 8, "condition_dim": 4,
+}  # fmt: skip
 
 
-def _flow() -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+def cogview3(kind: str) -> Any:
+    """The sizes of the image are rows."""
+    vae = tiny_vae()
+    transformer = diffusers.CogView3PlusTransformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, text_embed_dim=32,
+        time_embed_dim=16, condition_dim=8, pos_embed_max_size=16, sample_size=16,
+    )  # fmt: skip
+    # With no signal left in the first step the noise cannot be what is predicted.
+    config = {"clip_sample": False, "rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
+    return assemble(kind, vae=vae, transformer=transformer, scheduler=diffusers.CogVideoXDDIMScheduler(**config))
 
 
-def cogview4(kind: str = "CogView4Pipeline", *, in_channels: int = 4) -> Any:
+def dit(kind: str) -> Any:
+    """The number of a class is a row; there is no prompt."""
+    transformer = diffusers.DiTTransformer2DModel(
+        sample_size=16, num_layers=2, patch_size=4, attention_head_dim=8, num_attention_heads=2, in_channels=4, out_channels=8
+    )
+    return assemble(kind, transformer=transformer, vae=tiny_vae(), scheduler=diffusers.DDIMScheduler(clip_sample=False))
+
+
+def hunyuan_dit(kind: str) -> Any:
+    """Two masked prompts, a style and the sizes of the image as rows, a table of angles for all."""
+    transformer = diffusers.HunyuanDiT2DModel(
+        sample_size=16, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=3, in_channels=4,
+        cross_attention_dim=32, cross_attention_dim_t5=24, pooled_projection_dim=16, hidden_size=24, text_len=6, text_len_t5=8,
+        activation_fn="gelu-approximate",
+    )  # fmt: skip
+    scheduler, vae = diffusers.DDPMScheduler(clip_sample=False), tiny_vae(levels=4)
+    return assemble(kind, transformer=transformer, scheduler=scheduler, vae=vae, requires_safety_checker=False)
+
+
+def hidream(kind: str) -> Any:
+    """A mixture of experts whose prompts come from four encoders, one of them with its layers before its rows."""
+    transformer = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+        caption_channels=[32, 16], text_emb_dim=24, num_routed_experts=4, num_activated_experts=2, axes_dims_rope=(4, 2, 2),
+        max_resolution=(16, 16), llama_layers=[0, 1], force_inference_output=True,
+    )  # fmt: skip
+    pipeline = assemble(kind, transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=shifted_vae())
+    pipeline.default_sample_size = 16  # every size is brought to the area of this many latents squared
+    return pipeline
+
+
+def cogview4(kind: str) -> Any:
     """Sizes and crops as rows of numbers; two calls a step."""
+    in_channels = 8 if "Control" in kind else 4
     transformer = diffusers.CogView4Transformer2DModel(
-        patch_size=2,
-        in_channels=in_channels,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        text_embed_dim=16,
-        time_embed_dim=8,
-        condition_dim=4,
-        pos_embed_max_size=16,
-        sample_size=16,
-        rope_axes_dim=(8, 8),
+        in_channels=in_channels, pos_embed_max_size=16, sample_size=16, rope_axes_dim=(8, 8), **SHAPE
     )
-    return getattr(diffusers, kind)(None, None, tiny_vae(scaling_factor=1.5, shift_factor=0.1), transformer, _flow())
+    return assemble(kind, vae=shifted_vae(), transformer=transformer, scheduler=dynamic_flow())
 
 
-def glm_image() -> Any:
+def glm_image(kind: str) -> Any:
     """An image's tokens, made by a language model, are given; a cache for reference images is always passed."""
-    transformer = diffusers.GlmImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        text_embed_dim=16,
-        time_embed_dim=8,
-        condition_dim=4,
-        prior_vq_quantizer_codebook_size=32,
-    )
-    return diffusers.GlmImagePipeline(None, None, None, None, tiny_vae(**STATISTICS), transformer, _flow())
+    transformer = diffusers.GlmImageTransformer2DModel(in_channels=4, prior_vq_quantizer_codebook_size=32, **SHAPE)
+    return assemble(kind, vae=tiny_vae(**STATISTICS), transformer=transformer, scheduler=dynamic_flow())
 
 
-def ernie() -> Any:
+def ernie(kind: str) -> Any:
     """Texts of any length, padded by the pipeline; both prompts in one call."""
     transformer = diffusers.ErnieImageTransformer2DModel(
-        hidden_size=32,
-        num_attention_heads=2,
-        num_layers=2,
-        ffn_hidden_size=32,
-        in_channels=16,
-        out_channels=16,
-        text_in_dim=16,
+        hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=32, in_channels=16, out_channels=16, text_in_dim=16,
         rope_axes_dim=(8, 4, 4),
-    )
-    return diffusers.ErnieImagePipeline(transformer, flux2_vae(), None, None, diffusers.FlowMatchEulerDiscreteScheduler())
+    )  # fmt: skip
+    return assemble(kind, transformer=transformer, vae=flux2_vae(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler())
 
 
-def prx() -> Any:
+def prx(kind: str) -> Any:
     """A time for the whole call, both prompts in one call."""
     transformer = diffusers.PRXTransformer2DModel(
         in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]
     )
-    vae = tiny_vae(scaling_factor=1.5, shift_factor=0.1)
-    return diffusers.PRXPipeline(transformer, diffusers.FlowMatchEulerDiscreteScheduler(), None, None, vae)
+    return assemble(kind, transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=shifted_vae())
 
 
-def fibo2() -> Any:
+def fibo2(kind: str) -> Any:
     """Text squeezed into as many tokens as its length says."""
     transformer = diffusers.BriaFibo2Transformer2DModel(
-        in_channels=4,
-        patch_size=2,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        cap_feat_dim=16,
-        injection_layer_ids=(1,),
-        perceiver_num_layers=1,
-        min_num_gist_tokens=2,
-        max_num_gist_tokens=8,
-        gist_step=2,
-        gist_min_text_len=2,
-        gist_max_text_len=8,
-        axes_dims=(8, 4, 4),
-        axes_lens=(64, 32, 32),
-    )
-    return diffusers.BriaFibo2Pipeline(transformer, _flow(), flux2_vae(), None, None)
+        in_channels=4, patch_size=2, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=16, injection_layer_ids=(1,),
+        perceiver_num_layers=1, min_num_gist_tokens=2, max_num_gist_tokens=8, gist_step=2, gist_min_text_len=2, gist_max_text_len=8,
+        axes_dims=(8, 4, 4), axes_lens=(64, 32, 32),
+    )  # fmt: skip
+    return assemble(kind, transformer=transformer, scheduler=dynamic_flow(), vae=flux2_vae())
 
 
-def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
-    """A prompt, a negative prompt and a size."""
-    return {
-        "prompt_embeds": seeded(seed, 1, TEXT_TOKENS, 16),
-        "negative_prompt_embeds": seeded(seed + 200, 1, TEXT_TOKENS, 16),
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "height": SIDE,
-        "width": SIDE,
-    }
+def _prior(seed: int) -> torch.Tensor:
+    return torch.randint(0, 32, (1, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def control(seed: int, steps: int, guidance: float) -> Arguments:
-    """An image to follow."""
-    return text_to_image(seed, steps, guidance) | {"control_image": image(seed, SIDE, SIDE)}
-
-
-def with_prior(seed: int, steps: int, guidance: float) -> Arguments:
-    """The tokens of the image beside the prompt."""
-    tokens = torch.randint(0, 32, (1, 16), generator=torch.Generator().manual_seed(seed))
-    return text_to_image(seed, steps, guidance) | {"prior_token_ids": tokens}
-
-
-def listed(seed: int, steps: int, guidance: float) -> Arguments:
-    """Prompts as a list of texts, the negative one shorter."""
-    texts = {"prompt_embeds": [seeded(seed, TEXT_TOKENS, 16)], "negative_prompt_embeds": [seeded(seed + 200, TEXT_TOKENS - 2, 16)]}
-    return text_to_image(seed, steps, guidance) | texts | {"height": 64, "width": 64}
-
-
-def masked(seed: int, steps: int, guidance: float) -> Arguments:
-    """With masks of the texts; the last tokens of the prompt are padding, as many as the seed says."""
-    mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
-    mask[:, TEXT_TOKENS - seed % 3 - 1 :] = False
-    masks = {"prompt_attention_mask": mask, "negative_prompt_attention_mask": torch.ones(1, TEXT_TOKENS, dtype=torch.bool)}
-    return text_to_image(seed, steps, guidance) | masks | {"use_resolution_binning": False}
-
-
-def bundled(seed: int, steps: int, guidance: float) -> Arguments:
-    """Text of two layers of the encoder; the last tokens of the prompt are padding, as many as the seed says."""
-    mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
-    mask[:, TEXT_TOKENS - seed % 3 - 1 :] = False
-    return text_to_image(seed, steps, guidance) | {
-        "prompt_embeds": seeded(seed, 1, 2, TEXT_TOKENS, 16),
-        "prompt_embeds_mask": mask,
-        "negative_prompt_embeds": seeded(seed + 200, 1, 2, TEXT_TOKENS, 16),
-        "height": 64,
-        "width": 64,
-    }
-
-
-def edit(seed: int, steps: int, guidance: float) -> Arguments:
-    """An image to change."""
-    return bundled(seed, steps, guidance) | {"image": [image(seed, 64, 64)]}
-
-
-def _family(kind: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments], variant: str = "") -> Family:
-    name = f"{kind} ({variant})" if variant else kind
-    # PRX has a time for one image only, and fails at two.
-    doubled = None if kind == "PRXPipeline" else {"num_images_per_prompt": 2}
-    return Family(name, family, build_seeded(make), request, output_type="pt", doubled=doubled)
-
+OTHER_SIZES = {"original_size": lambda seed: (32 + seed, 32)}
+SIZED = asking(32, **texts(prompt_embeds=(1, 16, 32)), **OTHER_SIZES)
+A_CLASS = asking(class_labels=lambda seed: [seed])
+TWO_TEXTS = asking(
+    32,
+    **texts(prompt_embeds=(1, 6, 32), prompt_embeds_2=(1, 8, 24)),
+    **masks(prompt_attention_mask=6, prompt_attention_mask_2=8),
+    **OTHER_SIZES,
+    use_resolution_binning=False,
+)
+FLOAT32 = "its layer norms compute in float32 whatever they are given"
+OF_FOUR_ENCODERS = asking(
+    32, **texts(apart=300, step=100, prompt_embeds_t5=(1, 8, 32), prompt_embeds_llama3=(2, 1, 8, 16), pooled_prompt_embeds=(1, 24))
+)
+TEXT_TO_IMAGE = asking(SIDE, **texts(apart=200, prompt_embeds=(1, TEXT_TOKENS, 16)))
+CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))
+# The tokens of the image beside the prompt.
+WITH_PRIOR = more(TEXT_TO_IMAGE, prior_token_ids=_prior)
+# Prompts as a list of texts, the negative one shorter.
+LISTED = asking(64, prompt_embeds=[noise(TEXT_TOKENS, 16)], negative_prompt_embeds=[noise(TEXT_TOKENS - 2, 16, at=200)])
+MASKS = {
+    "prompt_attention_mask": padded(TEXT_TOKENS),
+    "negative_prompt_attention_mask": ones(1, TEXT_TOKENS, dtype=torch.bool),
+}
+MASKED = more(TEXT_TO_IMAGE, **MASKS, use_resolution_binning=False)
+# Text of two layers of the encoder.
+BUNDLED = asking(64, **texts(apart=200, prompt_embeds=(1, 2, TEXT_TOKENS, 16)), prompt_embeds_mask=padded(TEXT_TOKENS))
+EDIT = more(BUNDLED, image=[pixels(64)])
 
 FAMILIES = [
-    _family("CogView4Pipeline", "CogView4", cogview4, text_to_image),
-    _family("CogView4ControlPipeline", "CogView4", lambda: cogview4("CogView4ControlPipeline", in_channels=8), control),
-    _family("GlmImagePipeline", "GLM-Image", glm_image, with_prior),
-    _family("ErnieImagePipeline", "Ernie Image", ernie, listed),
-    _family("PRXPipeline", "PRX", prx, masked),
-    _family("BriaFibo2Pipeline", "Bria Fibo 2", fibo2, bundled),
-    _family("BriaFibo2Pipeline", "Bria Fibo 2", fibo2, edit, "edit"),
+    entry("CogView3PlusPipeline", "CogView 3", cogview3, SIZED, repeats=False),
+    entry("DiTPipeline", "DiT", dit, A_CLASS, doubled={"class_labels": [1, 7]}),
+    entry("HiDreamImagePipeline", "HiDream", hidream, OF_FOUR_ENCODERS),
+    entry("HunyuanDiTPipeline", "Hunyuan-DiT", hunyuan_dit, TWO_TEXTS, repeats=False, tolerance=1e-6, reason=FLOAT32),
+    entry("CogView4Pipeline", "CogView4", cogview4, TEXT_TO_IMAGE),
+    entry("CogView4ControlPipeline", "CogView4", cogview4, CONTROL),
+    entry("GlmImagePipeline", "GLM-Image", glm_image, WITH_PRIOR),
+    entry("ErnieImagePipeline", "Ernie Image", ernie, LISTED),
+    # PRX has a time for one image only, and fails at two.
+    entry("PRXPipeline", "PRX", prx, MASKED, doubled=None),
+    entry("BriaFibo2Pipeline", "Bria Fibo 2", fibo2, BUNDLED),
+    entry("BriaFibo2Pipeline (edit)", "Bria Fibo 2", fibo2, EDIT),
 ]

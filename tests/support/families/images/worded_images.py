@@ -4,7 +4,6 @@
 OmniGen and LongCat-Image take nothing else; Flux and Qwen-Image as the images API calls them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -12,7 +11,8 @@ import tokenizers
 import transformers
 
 from support.families.images import flux
-from support.families.rig.family import Arguments, Family, build_seeded, tiny_vae
+from support.families.rig.family import Arguments, tiny_vae
+from support.families.rig.tables import asking, assemble, dynamic_flow, entry, more, shifted_vae
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16
@@ -28,26 +28,17 @@ def letters() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>")
 
 
-def omnigen() -> Any:
+def omnigen(kind: str) -> Any:
     """A language model that draws: the prompt's tokens go to it as they are, padded to the longest prompt of the request."""
     transformer = diffusers.OmniGenTransformer2DModel(
-        in_channels=4,
-        patch_size=2,
-        hidden_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        num_layers=1,
-        pad_token_id=0,
-        vocab_size=128,
-        pos_embed_max_size=32,
-        time_step_dim=16,
+        in_channels=4, patch_size=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=32, num_layers=1,
+        pad_token_id=0, vocab_size=128, pos_embed_max_size=32, time_step_dim=16,
         rope_scaling={"long_factor": [1.0] * 8, "short_factor": [1.0] * 8},
-    )
+    )  # fmt: skip
     transformer.register_forward_pre_hook(_mask_of_the_models_precision, with_kwargs=True)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True, num_train_timesteps=1)
     # Its processor counts on a VAE that shrinks images by eight.
-    return diffusers.OmniGenPipeline(transformer, scheduler, tiny_vae(levels=4, scaling_factor=1.5), letters())
+    return assemble(kind, transformer=transformer, scheduler=scheduler, vae=tiny_vae(levels=4, scaling_factor=1.5), tokenizer=letters())
 
 
 def _mask_of_the_models_precision(module: Any, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
@@ -58,40 +49,28 @@ def _mask_of_the_models_precision(module: Any, args: Any, kwargs: Arguments) -> 
 def vision_language_model() -> Any:
     """A Qwen 2.5 VL of one layer each."""
     text = {
-        "vocab_size": 128,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
-    }
+        "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+    }  # fmt: skip
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
     return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 
-def longcat() -> Any:
+def longcat(kind: str) -> Any:
     """A vision-language model as text encoder; the text is padded to one length."""
     transformer = diffusers.LongCatImageTransformer2DModel(
-        in_channels=64,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        axes_dims_rope=[8, 4, 4],
-    )
-    vae = tiny_vae(16, scaling_factor=1.5, shift_factor=0.1)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    pipeline = diffusers.LongCatImagePipeline(scheduler, vae, vision_language_model(), letters(), None, transformer)
+        in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16,
+        pooled_projection_dim=16, axes_dims_rope=[8, 4, 4],
+    )  # fmt: skip
+    parts = {"vae": shifted_vae(16), "text_encoder": vision_language_model(), "tokenizer": letters()}
+    pipeline = assemble(kind, scheduler=dynamic_flow(), transformer=transformer, **parts)
     pipeline.tokenizer_max_length = 24
     return pipeline
 
 
-def worded_flux() -> Any:
+def worded_flux(kind: str) -> Any:
     """Flux with CLIP and T5, which know no masks: prompts are padded to one length."""
-    pipe = flux.pipeline("FluxPipeline")
+    pipe = flux.pipeline(kind)
     clip = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     t5 = {"vocab_size": 128, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     pipe.register_modules(
@@ -104,38 +83,17 @@ def worded_flux() -> Any:
     return pipe
 
 
-def text_to_image(seed: int, steps: int, guidance: float) -> Arguments:
-    """A prompt in words, of another length for another seed, and a size."""
-    return {
-        "prompt": PROMPTS[seed % 3],
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "height": SIDE,
-        "width": SIDE,
-    }
-
-
-def of_one_length(seed: int, steps: int, guidance: float) -> Arguments:
-    """The positions of tokens are one table for a call, so only prompts of one length share it."""
-    return text_to_image(seed, steps, guidance) | {"prompt": f"{PROMPTS[seed % 3]:24}", "height": 64, "width": 64}
-
-
-def as_written(seed: int, steps: int, guidance: float) -> Arguments:
-    """Without the rewriting of prompts, which would make the language model generate."""
-    return text_to_image(seed, steps, guidance) | {"enable_prompt_rewrite": False, "negative_prompt": "blurry"}
-
-
-def short(seed: int, steps: int, guidance: float) -> Arguments:
-    """The words for CLIP, which take 24 letters, and for T5."""
-    return text_to_image(seed, steps, guidance) | {"max_sequence_length": 32}
-
-
-def _family(name: str, family: str, make: Callable[[], Any], request: Callable[[int, int, float], Arguments]) -> Family:
-    return Family(name, family, build_seeded(make), request, output_type="pt", doubled={"num_images_per_prompt": 2})
-
+# A prompt in words, of another length for another seed.
+TEXT_TO_IMAGE = asking(SIDE, prompt=lambda seed: PROMPTS[seed % 3])
+# The positions of tokens are one table for a call, so only prompts of one length share it.
+OF_ONE_LENGTH = asking(64, prompt=lambda seed: f"{PROMPTS[seed % 3]:24}")
+# The words for CLIP, which take 24 letters, and for T5.
+SHORT = more(TEXT_TO_IMAGE, max_sequence_length=32)
+# Without the rewriting of prompts, which would make the language model generate.
+AS_WRITTEN = more(TEXT_TO_IMAGE, enable_prompt_rewrite=False, negative_prompt="blurry")
 
 FAMILIES = [
-    _family("OmniGenPipeline", "OmniGen", omnigen, of_one_length),
-    _family("FluxPipeline (words)", "Flux", worded_flux, short),
-    _family("LongCatImagePipeline", "LongCat-Image", longcat, as_written),
+    entry("OmniGenPipeline", "OmniGen", omnigen, OF_ONE_LENGTH),
+    entry("FluxPipeline (words)", "Flux", worded_flux, SHORT),
+    entry("LongCatImagePipeline", "LongCat-Image", longcat, AS_WRITTEN),
 ]

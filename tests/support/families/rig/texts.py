@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny text encoders with their tokenizers, for pipelines that are asked with a prompt."""
+"""Tiny text encoders with their tokenizers, for pipelines that are asked with a prompt.
+
+Real: the classes of transformers and tokenizers. Not real: the weights, which are random, and the eleven words they know.
+"""
 
 from typing import Any
 

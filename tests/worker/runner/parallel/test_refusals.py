@@ -13,13 +13,15 @@ from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner.parallel import sequence
 from diffusion_worker.runner.parallel.setup import ParallelKinds
 from diffusion_worker.runner.pipelines.view import modules_of
-from support.families.images import dit, flux, flux2, stable_diffusion, stable_diffusion_3, z_image
+from support.families.images import flux, flux2, latent_images, stable_diffusion, stable_diffusion_3, z_image
 from support.families.rig.family import Family
 from support.families.videos import wan
 from support.runner.rig import OneRank
 
 BY_NAME: dict[str, Family] = {
-    family.name: family for module in (dit, flux, flux2, stable_diffusion, stable_diffusion_3, wan, z_image) for family in module.FAMILIES
+    family.name: family
+    for module in (flux, flux2, latent_images, stable_diffusion, stable_diffusion_3, wan, z_image)
+    for family in module.FAMILIES
 }
 
 

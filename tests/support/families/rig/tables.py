@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words in which families are written as tables: values that follow a seed, requests, pipelines and families.
+
+Real: the classes of diffusers and all that they compute. Not real: weights, prompts and images, which are random.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+
+from support.families.rig.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae, token_mask
+from support.families.rig.two_rows import of_two_prompts
+
+Request = Callable[[int, int, float], Arguments]
+OfSeed = Callable[[int], Any]
+
+
+def noise(*shape: int, at: int = 0) -> OfSeed:
+    """Normal values of a shape; another `at` is another value for the same seed, here and below."""
+    return lambda seed: seeded(seed + at, *shape)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.int64) -> OfSeed:
+    """A mask of tokens that are all valid."""
+    return lambda seed: torch.ones(*shape, dtype=dtype)
+
+
+def pixels(width: int = 32, height: int | None = None, *, at: int = 0) -> OfSeed:
+    """An image, square by default."""
+    return lambda seed: image(seed + at, width, height or width)
+
+
+def painted(side: int = 32) -> OfSeed:
+    """A mask of an image."""
+    return lambda seed: mask(seed, side, side)
+
+
+def padded(length: int) -> OfSeed:
+    """A mask of booleans; the last tokens are padding, as many as the seed says and at least one."""
+    return lambda seed: torch.arange(length)[None] < length - seed % 3 - 1
+
+
+def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[str, OfSeed]:
+    """Embeddings by name and negative ones, whose values are `apart` from them; those of the next name are a `step` away."""
+    found = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        found[name] = noise(*shape, at=number * step)
+        found[f"negative_{name}"] = noise(*shape, at=number * step + apart)
+    return found
+
+
+def masks(**lengths: int) -> dict[str, OfSeed]:
+    """Masks of tokens by name and negative ones, each with its number of valid tokens."""
+
+    def valid(length: int, at: int) -> OfSeed:
+        return lambda seed: token_mask(seed + at, length)
+
+    return {f"{sign}{name}": valid(length, at) for name, length in lengths.items() for at, sign in enumerate(("", "negative_"))}
+
+
+def asking(side: int | None = None, *, scale: str | None = "guidance_scale", **given: Any) -> Request:
+    """A request for an image of `side` pixels; what is given as a function, also in a list, is called with the seed."""
+    size = {} if side is None else {"height": side, "width": side}
+
+    def ask(seed: int, steps: int, guidance: float) -> Arguments:
+        scales = {} if scale is None else {scale: guidance}
+        return {"num_inference_steps": steps} | scales | size | {name: _of_seed(value, seed) for name, value in given.items()}
+
+    return ask
+
+
+def more(request: Request, *, times: int = 1, without: tuple[str, ...] = (), **given: Any) -> Request:
+    """The same request with more arguments, or others; `times` the steps, where a strength runs only a part of the schedule."""
+
+    def ask(seed: int, steps: int, guidance: float) -> Arguments:
+        arguments = request(seed, times * steps, guidance) | {name: _of_seed(value, seed) for name, value in given.items()}
+        return {name: value for name, value in arguments.items() if name not in without}
+
+    return ask
+
+
+def _of_seed(value: Any, seed: int) -> Any:
+    if isinstance(value, list):
+        return [_of_seed(item, seed) for item in value]
+    return value(seed) if callable(value) else value
+
+
+def dynamic_flow() -> Any:
+    """A scheduler of flow matching that shifts its times by the size of an image."""
+    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+
+
+def shifted_vae(channels: int = 4) -> Any:
+    """A tiny VAE whose latents are scaled and shifted."""
+    return tiny_vae(channels, scaling_factor=1.5, shift_factor=0.1)
+
+
+def assemble(kind: Any, **parts: Any) -> Any:
+    """A pipeline of a class, or of diffusers' class of that name; components that it must have and is not given are None."""
+    found = getattr(diffusers, kind) if isinstance(kind, str) else kind
+    needed = [name for name, parameter in inspect.signature(found).parameters.items() if parameter.default is parameter.empty]
+    return found(**dict.fromkeys(needed) | parts)
+
+
+def entry(name: str, family: str, make: Callable[..., Any], request: Request, *, repeats: bool = True, **others: Any) -> Family:
+    """A family whose results are images, made by `make(class)`; a variant is in brackets after the name of the class.
+
+    `repeats` is False where the number of images repeats no embeddings that are given. With only a `reason`, nothing is shared.
+    """
+    doubled = {"num_images_per_prompt": 2} if repeats else of_two_prompts(request)
+    defaults = {"output_type": "pt", "doubled": doubled, "shares": "tolerance" in others or not others.get("reason")}
+    return Family(name, family, build_seeded(lambda: make(name.partition(" (")[0])), request, **defaults | others)
