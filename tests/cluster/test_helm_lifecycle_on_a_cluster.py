@@ -42,6 +42,12 @@ def lives(rig: ClusterRig) -> list[tuple[str, int]]:
     return sorted((pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"]) for pod in rig.pods(NAME))
 
 
+def one_pod(rig: ClusterRig) -> str | None:
+    """Return the uid of the only pod; None while there is none or more than one."""
+    found = rig.pods(NAME)
+    return found[0]["metadata"]["uid"] if len(found) == 1 else None
+
+
 def replicas_schema(rig: ClusterRig) -> Document:
     found: Document = spec_schema(rig.kubectl.get(CRD))
     return found
@@ -88,9 +94,7 @@ def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmR
     rig, _ = release
     before = lives(rig)
     rig.kubectl.text("annotate", DD, "diffusion-operator.dev/restartedAt=2026-01-01T00:00:00Z")
-    rig.eventually(
-        "another pod alone", lambda: len(rig.pods(NAME)) == 1 and rig.pods(NAME)[0]["metadata"]["uid"] != before[0][0], deadline_s=START_S
-    )
+    rig.eventually("another pod alone", lambda: one_pod(rig) not in (None, before[0][0]), deadline_s=START_S)
     rig.wait(DD, SERVING)
     after = lives(rig)
     rig.image(NAME, STYLE)
