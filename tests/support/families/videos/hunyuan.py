@@ -63,7 +63,7 @@ def with_negative(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 image_to_video = with_frame(with_negative)
-# One section of two latent frames.
+# FramePack makes one section of two latent frames here.
 framepack_video = with_frame(text_to_video, latent_window_size=2)
 concatenated = partial(from_first_frame, parts={"image_processor": None}, image_condition_type="latent_concat", in_channels=4 + 1 + 4)
 replaced = partial(from_first_frame, parts={"image_processor": None}, image_condition_type="token_replace")

@@ -9,18 +9,8 @@ from typing import Any
 import diffusers
 
 from support.families.rig.family import Arguments, seeded
-from support.families.videos.shared import (
-    SIDE,
-    TEXT_TOKENS,
-    assembled,
-    call_with_guider,
-    family,
-    first_tokens,
-    sized,
-    tiny_siglip,
-    with_frame,
-    without,
-)
+from support.families.videos import shared
+from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, first_tokens, sized, with_frame, without
 
 
 def pipeline(kind: str, **parts: Any) -> Any:
@@ -46,7 +36,7 @@ def pipeline(kind: str, **parts: Any) -> Any:
 
 def from_first_frame(kind: str) -> Any:
     """Image to video: the first frame as latents and as 4 tokens."""
-    return pipeline(kind, **tiny_siglip())
+    return pipeline(kind, **shared.tiny_siglip())
 
 
 def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
@@ -64,8 +54,9 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 # The first frame also gives the size.
 image_to_video = without(with_frame(text_to_video), "height", "width")
+GUIDED = {"call": shared.call_with_guider}
 
 FAMILIES = [
-    family("HunyuanVideo15Pipeline", "HunyuanVideo 1.5", pipeline, text_to_video, call=call_with_guider),
-    family("HunyuanVideo15ImageToVideoPipeline", "HunyuanVideo 1.5", from_first_frame, image_to_video, call=call_with_guider),
+    family("HunyuanVideo15Pipeline", "HunyuanVideo 1.5", pipeline, text_to_video, **GUIDED),
+    family("HunyuanVideo15ImageToVideoPipeline", "HunyuanVideo 1.5", from_first_frame, image_to_video, **GUIDED),
 ]

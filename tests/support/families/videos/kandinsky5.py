@@ -12,7 +12,7 @@ import torch
 
 from support.families.rig.family import Arguments, seeded
 from support.families.rig.two_rows import of_two_prompts
-from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, sized, tiny_hunyuan_vae, with_frame
+from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, in_float32, sized, tiny_hunyuan_vae, with_frame
 
 # Image to video scales the first four frames of the latents to the moments of those after them, so there have to be more.
 FRAMES = 21
@@ -47,14 +47,10 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     return arguments
 
 
-SINGLE = {
-    "tolerance": 1e-4,
-    "reason": "its transformer computes times in float32 and cannot take them in float64",
-    "compared_in": torch.float32,
-    "doubled": of_two_prompts(text_to_video) | lengths(2),
-}
+SINGLE = in_float32("its transformer computes times in float32 and cannot take them in float64")
+FIELDS = SINGLE | {"doubled": of_two_prompts(text_to_video) | lengths(2)}
 
 FAMILIES = [
-    family("Kandinsky5T2VPipeline", "Kandinsky 5", pipeline, text_to_video, **SINGLE),
-    family("Kandinsky5I2VPipeline", "Kandinsky 5", partial(pipeline, visual_cond=True), with_frame(text_to_video), **SINGLE),
+    family("Kandinsky5T2VPipeline", "Kandinsky 5", pipeline, text_to_video, **FIELDS),
+    family("Kandinsky5I2VPipeline", "Kandinsky 5", partial(pipeline, visual_cond=True), with_frame(text_to_video), **FIELDS),
 ]

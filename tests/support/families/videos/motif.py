@@ -7,10 +7,9 @@ Weights are random, and prompts are embeddings with a mask.
 from typing import Any
 
 import diffusers
-import torch
 
 from support.families.videos import wan
-from support.families.videos.shared import assembled, call_with_guider, family, long_prompts, prompted
+from support.families.videos.shared import assembled, call_with_guider, family, in_float32, long_prompts, prompted
 
 
 def pipeline(kind: str) -> Any:
@@ -27,16 +26,7 @@ def pipeline(kind: str) -> Any:
     )  # fmt: skip
 
 
-FAMILIES = [
-    family(
-        "MotifVideoPipeline",
-        "Motif video",
-        pipeline,
-        prompted(masks=long_prompts),
-        output_type="pt",
-        call=call_with_guider,
-        compared_in=torch.float32,
-        tolerance=1e-4,
-        reason="the transformer computes its times in float32 and cannot take them in float64",
-    )
-]
+text_to_video = prompted(masks=long_prompts)
+SINGLE = in_float32("the transformer computes its times in float32 and cannot take them in float64")
+
+FAMILIES = [family("MotifVideoPipeline", "Motif video", pipeline, text_to_video, output_type="pt", call=call_with_guider, **SINGLE)]

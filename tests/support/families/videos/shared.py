@@ -33,6 +33,11 @@ def family(name: str, group: str, make: Callable[[str], Any], request: Request, 
     return Family(name, group, build_seeded(lambda: make(kind)), request, **{"doubled": of_two_prompts(request, images=images)} | fields)
 
 
+def in_float32(reason: str) -> dict[str, Any]:
+    """Fields of a family that cannot be compared in float64, for this reason."""
+    return {"compared_in": torch.float32, "tolerance": 1e-4, "reason": reason}
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------------
 
 

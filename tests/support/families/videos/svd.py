@@ -46,13 +46,6 @@ def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     return arguments
 
 
-FAMILIES = [
-    family(
-        "StableVideoDiffusionPipeline",
-        "Stable Video Diffusion",
-        pipeline,
-        image_to_video,
-        output_type="pt",
-        doubled={"num_videos_per_prompt": 2},
-    )
-]
+FIELDS = {"output_type": "pt", "doubled": {"num_videos_per_prompt": 2}}
+
+FAMILIES = [family("StableVideoDiffusionPipeline", "Stable Video Diffusion", pipeline, image_to_video, **FIELDS)]

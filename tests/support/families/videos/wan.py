@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import diffusers
-import torch
 import transformers
 
 from support.families.rig.family import Arguments
-from support.families.videos.shared import TEXT_TOKENS, assembled, family, from_video, prompted, with_frame, with_video
+from support.families.videos.shared import TEXT_TOKENS, assembled, family, from_video, in_float32, prompted, with_frame, with_video
 
 # The transformer takes the first tokens before the last 512 for the image's, so with one the text has to be that long.
 TEXT_TOKENS_WITH_IMAGE = 512
@@ -92,11 +91,7 @@ lucy_edit = partial(pipeline, shape=TRANSFORMER | {"in_channels": 8})
 first_frame_of_two_experts = partial(pipeline, shape=WITH_CONDITION, second=True)
 a_time_for_each_token = partial(pipeline, expand_timesteps=True)
 wan_family = partial(family, output_type="pt")
-LUCY_IN_FLOAT32 = {
-    "compared_in": torch.float32,
-    "tolerance": 1e-4,
-    "reason": "the pipeline hands the transformer float32 whatever its weights are",
-}
+LUCY_SINGLE = in_float32("the pipeline hands the transformer float32 whatever its weights are")
 
 # No `doubled`: VACE cannot prepare two videos, and AnyFlow's prompts depend on guidance.
 FAMILIES = [
@@ -109,6 +104,6 @@ FAMILIES = [
     wan_family("WanPipeline (a time for each token)", "Wan 2.2", a_time_for_each_token, text_to_video),
     wan_family("WanImageToVideoPipeline (a time for each token)", "Wan 2.2", a_time_for_each_token, with_frame(text_to_video)),
     wan_family("ChronoEditPipeline", "ChronoEdit", chrono_edit, image_tokens_to_video),
-    wan_family("LucyEditPipeline", "Lucy Edit", lucy_edit, with_video(text_to_video), images=True, **LUCY_IN_FLOAT32),
+    wan_family("LucyEditPipeline", "Lucy Edit", lucy_edit, with_video(text_to_video), images=True, **LUCY_SINGLE),
     wan_family("AnyFlowPipeline", "AnyFlow", any_flow, distilled, doubled=None),
 ]
