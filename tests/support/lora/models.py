@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters with random factors for the layers of a module, applied by our layers, by peft, and by merging."""
+"""Adapters with random factors for a module, applied by our layers, by peft, and by merging. Real: both kinds of layers."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,6 @@ from torch import nn
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
-CPU = torch.device("cpu")
 Factors = Mapping[str, LoRAFactors]
 
 
@@ -41,7 +40,7 @@ def checkpoint_of(factors: Factors, component: str = "transformer") -> LoRACheck
 def layers_of(model: nn.Module, **options: Any) -> AdapterLayers:
     """The layers of a model that is a pipeline's transformer."""
     torch.set_num_threads(1)
-    return AdapterLayers({"transformer": model}, **{"slots": 4, "max_rank": 16, "device": CPU} | options)
+    return AdapterLayers({"transformer": model}, **{"slots": 4, "max_rank": 16, "device": torch.device("cpu")} | options)
 
 
 def load(layers: AdapterLayers, slot: int, factors: Factors) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a peft LoRA folder with random factors for given linear layers."""
+"""Writes a real peft LoRA folder for given linear layers. Not real: the factors, which are random."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the tests of adapters on several ranks run."""
+"""Scenarios of adapters on several ranks. Real: the processes, their group and the manager. Not real: the model, which is one layer."""
 
 import shutil
 import tempfile

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Mochi pipeline. Prompts are embeddings with a mask."""
+"""A tiny Mochi pipeline of diffusers' real classes. Weights are random, and prompts are embeddings with a mask."""
 
 import warnings
 from collections.abc import Callable
@@ -8,57 +8,25 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.rig.family import Arguments, Family, build_seeded, seeded
-from support.families.rig.two_rows import of_two_prompts
-
-# Pixels and frames. The VAE class divides sides by 8 and keeps every sixth frame.
-SIDE = 32
-FRAMES = 7
-TEXT_TOKENS = 6
+from support.families.videos.shared import TEXT_TOKENS, assembled, family, prompted, short_prompts
 
 
-def pipeline() -> Any:
-    """A pipeline on a transformer of two blocks."""
-    transformer = diffusers.MochiTransformer3DModel(
-        patch_size=2,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=2,
-        pooled_projection_dim=16,
-        in_channels=12,
-        text_embed_dim=16,
-        time_embed_dim=4,
-        max_sequence_length=TEXT_TOKENS,
-    )
-    transformer.rope.forward = _quiet(transformer.rope.forward)
-    return diffusers.MochiPipeline(
-        transformer=transformer,
+def pipeline(kind: str) -> Any:
+    """A pipeline on a transformer of two blocks. The VAE divides sides by 8 and keeps every sixth frame."""
+    built = assembled(
+        kind,
+        transformer=diffusers.MochiTransformer3DModel(
+            patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16, in_channels=12,
+            text_embed_dim=16, time_embed_dim=4, max_sequence_length=TEXT_TOKENS,
+        ),
         vae=diffusers.AutoencoderKLMochi(
-            latent_channels=12,
-            out_channels=3,
-            encoder_block_out_channels=(32, 32, 32, 32),
-            decoder_block_out_channels=(32, 32, 32, 32),
-            layers_per_block=(1, 1, 1, 1, 1),
+            latent_channels=12, out_channels=3, encoder_block_out_channels=(32, 32, 32, 32),
+            decoder_block_out_channels=(32, 32, 32, 32), layers_per_block=(1, 1, 1, 1, 1),
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
-        text_encoder=None,
-        tokenizer=None,
-    )
-
-
-def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
-    """A prompt of another length for each seed, a size and a number of frames."""
-    return {
-        "prompt_embeds": seeded(seed, 1, TEXT_TOKENS, 16),
-        "prompt_attention_mask": _mask(2 + seed % 4),
-        "negative_prompt_embeds": seeded(seed + 100, 1, TEXT_TOKENS, 16),
-        "negative_prompt_attention_mask": _mask(1),
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "height": SIDE,
-        "width": SIDE,
-        "num_frames": FRAMES,
-    }
+    )  # fmt: skip
+    built.transformer.rope.forward = _quiet(built.transformer.rope.forward)
+    return built
 
 
 def _quiet(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,8 +40,4 @@ def _quiet(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _mask(tokens: int) -> torch.Tensor:
-    return (torch.arange(TEXT_TOKENS) < tokens)[None]
-
-
-FAMILIES = [Family("MochiPipeline", "Mochi", build_seeded(pipeline), text_to_video, doubled=of_two_prompts(text_to_video))]
+FAMILIES = [family("MochiPipeline", "Mochi", pipeline, prompted(masks=short_prompts(torch.bool), length=7))]

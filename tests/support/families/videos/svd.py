@@ -1,68 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Stable Video Diffusion pipeline: no prompt, an image and how much it shall move."""
+"""A tiny Stable Video Diffusion pipeline of diffusers' real classes with random weights.
+
+A request has no prompt, but an image and how much it shall move.
+"""
 
 from typing import Any
 
 import diffusers
 import transformers
 
-from support.families.rig.family import Arguments, Family, build_seeded, image
+from support.families.rig.family import Arguments, image
+from support.families.videos.shared import family, sized
 
-# Pixels and frames. The VAE halves sides and keeps every frame.
+# Pixels. The VAE halves sides and keeps every frame.
 SIDE = 16
-FRAMES = 2
 
 
-def pipeline() -> Any:
+def pipeline(kind: str) -> Any:
     """A pipeline whose image encoder sees images of 224 pixels: the pipeline makes no others."""
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=1, num_attention_heads=2, image_size=224, patch_size=112
     )
-    return diffusers.StableVideoDiffusionPipeline(
+    return getattr(diffusers, kind)(
         unet=diffusers.UNetSpatioTemporalConditionModel(
-            block_out_channels=(32, 32),
-            layers_per_block=1,
-            sample_size=SIDE // 2,
-            in_channels=8,
-            out_channels=4,
+            block_out_channels=(32, 32), layers_per_block=1, sample_size=SIDE // 2, in_channels=8, out_channels=4,
             down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-            up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-            cross_attention_dim=16,
-            num_attention_heads=2,
-            projection_class_embeddings_input_dim=3 * 8,
-            addition_time_embed_dim=8,
+            up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), cross_attention_dim=16, num_attention_heads=2,
+            projection_class_embeddings_input_dim=3 * 8, addition_time_embed_dim=8,
         ),
         vae=diffusers.AutoencoderKLTemporalDecoder(
-            block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4, layers_per_block=1
+            block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4, layers_per_block=1,
         ),
         image_encoder=transformers.CLIPVisionModelWithProjection(config),
         feature_extractor=transformers.CLIPImageProcessor(crop_size=32, size=32),
         scheduler=diffusers.EulerDiscreteScheduler(
-            prediction_type="v_prediction", timestep_type="continuous", use_karras_sigmas=True, sigma_min=0.002, sigma_max=700.0
+            prediction_type="v_prediction", timestep_type="continuous", use_karras_sigmas=True, sigma_min=0.002, sigma_max=700.0,
         ),
-    )
+    )  # fmt: skip
 
 
 def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
     """The first frame; the amount of motion depends on the seed."""
-    return {
-        "image": image(seed, SIDE, SIDE),
-        "num_inference_steps": steps,
-        "max_guidance_scale": guidance,
-        "motion_bucket_id": 100 + seed,
-        "height": SIDE,
-        "width": SIDE,
-        "num_frames": FRAMES,
-    }
+    arguments = sized(steps, guidance, SIDE, 2) | {"image": image(seed, SIDE, SIDE), "motion_bucket_id": 100 + seed}
+    arguments["max_guidance_scale"] = arguments.pop("guidance_scale")
+    return arguments
 
 
-FAMILIES = [
-    Family(
-        "StableVideoDiffusionPipeline",
-        "Stable Video Diffusion",
-        build_seeded(pipeline),
-        image_to_video,
-        output_type="pt",
-        doubled={"num_videos_per_prompt": 2},
-    )
-]
+FIELDS = {"output_type": "pt", "doubled": {"num_videos_per_prompt": 2}}
+
+FAMILIES = [family("StableVideoDiffusionPipeline", "Stable Video Diffusion", pipeline, image_to_video, **FIELDS)]
