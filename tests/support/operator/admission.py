@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Obstacles for objects of one kind in one namespace of a real API server: a quota, an admission policy, an admission webhook."""
+"""Obstacles for objects of one kind in one namespace of a real API server: a quota, an admission policy, an admission webhook.
+
+Real: the admission of the API server. Not real: the webhook's program, which is a server in the test, and the status of a quota.
+"""
 
 import base64
-import socket
 import ssl
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from diffusion_operator.api.names import Kind
 from support.operator.rest_client import RestClient
@@ -28,9 +31,9 @@ async def make_policy(client: RestClient) -> None:
         "matchConstraints": {"resourceRules": RULES},
         "validations": [{"expression": free, "message": POLICY_SAYS}],
     }
-    await _make(client, f"{REGISTRATION}/validatingadmissionpolicies", {"metadata": {"name": "refuse"}, "spec": spec})
+    await client.make(f"{REGISTRATION}/validatingadmissionpolicies", {"metadata": {"name": "refuse"}, "spec": spec})
     binding = {"metadata": {"name": "refuse"}, "spec": {"policyName": "refuse", "validationActions": ["Deny"]}}
-    await _make(client, f"{REGISTRATION}/validatingadmissionpolicybindings", binding)
+    await client.make(f"{REGISTRATION}/validatingadmissionpolicybindings", binding)
 
 
 async def refuse_by_policy(client: RestClient, namespace: str, kind: Kind | None) -> None:
@@ -48,7 +51,7 @@ async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None)
         return
     group = kind.group_and_version[0]
     hard = {f"count/{kind.plural}" + (f".{group}" if group else ""): "0"}
-    await _make(client, path, {"metadata": {"name": "none"}, "spec": {"hard": hard}})
+    await client.make(path, {"metadata": {"name": "none"}, "spec": {"hard": hard}})
     status = {"status": {"hard": hard, "used": hard}}
     answer, found = await client.send("PATCH", f"{path}/none/status", status, content_type="application/merge-patch+json")
     assert answer == 200, found
@@ -60,7 +63,9 @@ class Webhook:
     def __init__(self, client: RestClient, folder: Path) -> None:
         self._client = client
         self._folder = folder
-        self._runner: web.AppRunner | None = None
+        app = web.Application()
+        app.router.add_post("/", self._review)
+        self._server = TestServer(app)
         self.refused: dict[str, str] = {}
         """Kind by namespace."""
 
@@ -69,21 +74,13 @@ class Webhook:
         authority.issue("webhook", user="webhook", group="webhooks", addresses=("IP:127.0.0.1",))
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(authority.file("webhook.crt"), authority.file("webhook.key"))
-        app = web.Application()
-        app.router.add_post("/", self._review)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        await web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=context).start()
-        await self._register(f"https://127.0.0.1:{port}/", authority.file("ca.crt").read_bytes())
+        await self._server.start_server(ssl=context)
+        await self._register(f"https://127.0.0.1:{self._server.port}/", authority.file("ca.crt").read_bytes())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._runner is not None
         await self._client.send("DELETE", f"{REGISTRATION}/validatingwebhookconfigurations/refuse")
-        await self._runner.cleanup()
+        await self._server.close()
 
     async def _register(self, url: str, authority: bytes) -> None:
         webhook = {
@@ -95,7 +92,7 @@ class Webhook:
             "admissionReviewVersions": ["v1"],
         }
         body = {"metadata": {"name": "refuse"}, "webhooks": [webhook]}
-        await _make(self._client, f"{REGISTRATION}/validatingwebhookconfigurations", body)
+        await self._client.make(f"{REGISTRATION}/validatingwebhookconfigurations", body)
 
     async def _review(self, request: web.Request) -> web.Response:
         asked = (await request.json())["request"]
@@ -103,8 +100,3 @@ class Webhook:
         said = {"status": {"message": WEBHOOK_SAYS, "code": 403}} if refused else {}
         answer = {"uid": asked["uid"], "allowed": not refused, **said}
         return web.json_response({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": answer})
-
-
-async def _make(client: RestClient, path: str, document: dict[str, Any]) -> None:
-    status, found = await client.send("POST", path, document)
-    assert status == 201, found
