@@ -2,6 +2,8 @@
 """The operator without kopf, in virtual time: real reconciles over the fake cluster and scripted workers.
 
 Changes in the cluster wake keys as the handlers do; requeue times are kept; `run(seconds)` lets that much time pass.
+
+Real: every reconcile and plan. Not real: the API server, which is FakeCluster, the workers, the clock and the queue.
 """
 
 import heapq
@@ -10,10 +12,8 @@ import json
 from datetime import datetime, timedelta
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
-from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_ROUTABLE, POD
 from diffusion_operator.errors import OperatorError
 from diffusion_operator.metrics import PrometheusMeter
@@ -21,7 +21,7 @@ from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.settings import OperatorPods, Settings
-from support.operator.fake_cluster import EPOCH, FakeCluster
+from support.operator.fake_cluster import EPOCH, FakeCluster, terminated
 from support.operator.scripted_workers import ScriptedWorker, ScriptedWorkers
 
 JOIN_S = 0.05
@@ -44,7 +44,7 @@ def adapter(name: str = "x", path: str = "/loras/x", deployment: str = "d", **sp
 class Rig:
     def __init__(self) -> None:
         self.now = EPOCH
-        self.cluster = FakeCluster(clock=lambda: self.now)
+        self.cluster = FakeCluster(clock=self.clock)
         self.cluster.on_change = self._changed
         self.workers = ScriptedWorkers()
         self._due: dict[Key, datetime] = {}
@@ -64,7 +64,7 @@ class Rig:
         settings = Settings(engine_image="worker:1", operator_key=self.keys[0], previous_keys=self.keys[1:], operator_pods=OPERATOR_PODS)
         self.registry = CollectorRegistry()
         meter = PrometheusMeter(self.registry)
-        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=lambda: self.now, wake=self._wake, meter=meter)
+        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=self.clock, wake=self._wake, meter=meter)
 
     def restart_operator(self) -> None:
         """Memory is lost; everything is looked at again."""
@@ -116,11 +116,7 @@ class Rig:
     def start(self, pod: str, **script: Any) -> ScriptedWorker:
         """The pod runs, and its worker with it; the worker has tried the mounted adapters."""
         number = next(self._boots)
-        ip = f"10.0.0.{number}"
-        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{number}", clock=self.clock, **script))
-        self._load_mounted(worker)
-        self.cluster.running(pod, ip, ready=True)
-        return worker
+        return self._begin(pod, f"10.0.0.{number}", number, script)
 
     def start_all(self, **script: Any) -> list[ScriptedWorker]:
         """Every pod that does not run yet."""
@@ -131,20 +127,15 @@ class Rig:
         """Same pod, new server process."""
         found = self.cluster.find(POD, pod)
         assert found is not None
-        ip, restarts = found["status"]["podIP"], found["status"]["containerStatuses"][0]["restartCount"] + 1
-        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._boots)}", clock=self.clock, **script))
-        self._load_mounted(worker)
-        ended = {"exitCode": code, "reason": "Error", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}
-        self.cluster.running(pod, ip, ready=True, restarts=restarts, last=ended)
-        return worker
+        said = {"restarts": found["status"]["containerStatuses"][0]["restartCount"] + 1, "last": terminated(code, message)}
+        return self._begin(pod, found["status"]["podIP"], next(self._boots), script, **said)
 
-    def _load_mounted(self, worker: ScriptedWorker) -> None:
-        for wanted in self.desired()["adapters"]:
-            try:
-                worker.load_adapter(wanted["name"], msgspec.convert(wanted, AdapterLoad))
-            except OperatorError:
-                continue
+    def _begin(self, pod: str, ip: str, number: int, script: dict[str, Any], **said: Any) -> ScriptedWorker:
+        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{number}", clock=self.clock, **script))
+        worker.load_mounted(self.desired()["adapters"])
         worker.calls.clear()
+        self.cluster.running(pod, ip, ready=True, **said)
+        return worker
 
     # looking ----------------------------------------------------------------------------------------------------------
 
