@@ -73,7 +73,7 @@ class RestClient:
         assert status == 201, found
 
 
-def path_of(kind: Kind, namespace: str) -> str:
-    """Of its collection."""
+def path_of(kind: Kind, namespace: str | None = None) -> str:
+    """Return the path of a collection, in all namespaces where none is named."""
     prefix = "apis" if "/" in kind.api_version else "api"
-    return f"/{prefix}/{kind.api_version}/namespaces/{namespace}/{kind.plural}"
+    return f"/{prefix}/{kind.api_version}{f'/namespaces/{namespace}' if namespace else ''}/{kind.plural}"
