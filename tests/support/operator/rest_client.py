@@ -44,9 +44,10 @@ class RestClient:
         async with self._session.request(method, path, data=data, headers=headers) as answer:
             return answer.status, await answer.json()
 
-    async def create(self, kind: Kind, namespace: str, document: object, *, strict: bool = False) -> tuple[int, Any]:
+    async def create(self, kind: Kind, namespace: str, document: Any, *, strict: bool = False) -> tuple[int, Any]:
         """As `kubectl` does where it is strict: a field that is not known is refused."""
-        return await self.send("POST", path_of(kind, namespace) + ("?fieldValidation=Strict" if strict else ""), document)
+        placed = document | {"metadata": document["metadata"] | {"namespace": namespace}}
+        return await self.send("POST", path_of(kind, namespace) + ("?fieldValidation=Strict" if strict else ""), placed)
 
     async def list(self, kind: Kind, namespace: str) -> list[Any]:
         """All of a kind."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A deployment's whole life, told in virtual time by operators that may die or be two, and what the telling left behind.
 
-Made for comparing: a telling with faults with one without.
+Made for comparing: a telling with faults with one without. Real: the reconciles. Not real: the cluster and the workers, which are Rig's.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, KINDS, POD, SERVICE
-from support.operator.fault_points import FaultPoints, OperatorDied
+from support.operator.fault_points import Action, FaultPoints, OperatorDied, Wrapped
 from support.operator.rig import Rig, adapter, deployment
 from support.operator.scripted_workers import ScriptedWorker
 
@@ -79,8 +79,18 @@ class Teller:
         other = Rig()
         self._listeners.append(other.cluster.on_change)
         self._rigs.append(other)
+
+        async def hesitate(_name: str, action: Action, *given: Any, **more: Any) -> Any:
+            """Take a random number of turns of the event loop, before and after."""
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            result = await action(*given, **more)
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            return result
+
         for rig in self._rigs:
-            rig.runtime.cluster, rig.runtime.workers = _Hesitating(self.rig.cluster, rng), _Hesitating(self.rig.workers, rng)
+            rig.runtime.cluster, rig.runtime.workers = Wrapped(self.rig.cluster, hesitate), Wrapped(self.rig.workers, hesitate)
 
     def _die(self, place: str) -> None:
         self.told.deaths.append(place)
@@ -144,27 +154,6 @@ class Teller:
         if rig.cluster.find(ADAPTER, "x"):
             found |= {"adapter": _facts(rig.adapter_status())}
         return found
-
-
-class _Hesitating:
-    """A port whose calls take a random number of turns of the event loop."""
-
-    def __init__(self, port: Any, rng: random.Random) -> None:
-        self._port = port
-        self._rng = rng
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._port, name)
-
-        async def later(*given: Any, **more: Any) -> Any:
-            for _ in range(self._rng.randrange(4)):
-                await asyncio.sleep(0)
-            result = await found(*given, **more)
-            for _ in range(self._rng.randrange(4)):
-                await asyncio.sleep(0)
-            return result
-
-        return later
 
 
 def _operations(worker: ScriptedWorker) -> list[str]:
