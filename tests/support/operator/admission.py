@@ -7,18 +7,18 @@ Real: the admission of the API server. Not real: the webhook's program, which is
 import base64
 import ssl
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from diffusion_operator.api.names import Kind
-from support.operator.rest_client import RestClient
+from support.operator.rest_client import MERGE, RestClient, path_of
 from tools.devcluster.certs import Authority
 
 RESOURCES = ["services", "secrets", "configmaps", "pods", "networkpolicies", "poddisruptionbudgets"]
 RULES = [{"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["CREATE"], "resources": RESOURCES}]
 LABEL = "refuse"
+QUOTA = Kind("v1", "ResourceQuota", "resourcequotas")
 REGISTRATION = "/apis/admissionregistration.k8s.io/v1"
 POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the webhook wants none of these", "exceeded quota"
 
@@ -26,35 +26,30 @@ POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the w
 async def make_policy(client: RestClient) -> None:
     """Make a policy for the whole server: it refuses objects of the kind that their namespace has as its label `refuse`."""
     free = f"!('{LABEL}' in namespaceObject.metadata.labels) || namespaceObject.metadata.labels['{LABEL}'] != request.kind.kind"
-    spec: dict[str, Any] = {
-        "failurePolicy": "Fail",
-        "matchConstraints": {"resourceRules": RULES},
-        "validations": [{"expression": free, "message": POLICY_SAYS}],
-    }
-    await client.make(f"{REGISTRATION}/validatingadmissionpolicies", {"metadata": {"name": "refuse"}, "spec": spec})
-    binding = {"metadata": {"name": "refuse"}, "spec": {"policyName": "refuse", "validationActions": ["Deny"]}}
-    await client.make(f"{REGISTRATION}/validatingadmissionpolicybindings", binding)
+    validations = [{"expression": free, "message": POLICY_SAYS}]
+    policy = {"failurePolicy": "Fail", "matchConstraints": {"resourceRules": RULES}, "validations": validations}
+    binding = {"policyName": "refuse", "validationActions": ["Deny"]}
+    for plural, spec in (("validatingadmissionpolicies", policy), ("validatingadmissionpolicybindings", binding)):
+        await client.make(f"{REGISTRATION}/{plural}", {"metadata": {"name": "refuse"}, "spec": spec})
 
 
 async def refuse_by_policy(client: RestClient, namespace: str, kind: Kind | None) -> None:
     """None: no more."""
     change = {"metadata": {"labels": {LABEL: kind.kind if kind is not None else None}}}
-    status, found = await client.send("PATCH", f"/api/v1/namespaces/{namespace}", change, content_type="application/merge-patch+json")
+    status, found = await client.send("PATCH", f"/api/v1/namespaces/{namespace}", change, content_type=MERGE)
     assert status == 200, found
 
 
 async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None) -> None:
     """None of the kind may be made, or as many as one likes. Nothing computes the status of a quota here, so it is written too."""
-    path = f"/api/v1/namespaces/{namespace}/resourcequotas"
     if kind is None:
-        await client.send("DELETE", f"{path}/none")
+        await client.delete(QUOTA, namespace, "none")
         return
     group = kind.group_and_version[0]
     hard = {f"count/{kind.plural}" + (f".{group}" if group else ""): "0"}
-    await client.make(path, {"metadata": {"name": "none"}, "spec": {"hard": hard}})
-    status = {"status": {"hard": hard, "used": hard}}
-    answer, found = await client.send("PATCH", f"{path}/none/status", status, content_type="application/merge-patch+json")
-    assert answer == 200, found
+    await client.make(path_of(QUOTA, namespace), {"metadata": {"name": "none"}, "spec": {"hard": hard}})
+    status, found = await client.patch(QUOTA, namespace, "none", {"status": {"hard": hard, "used": hard}}, subresource="/status")
+    assert status == 200, found
 
 
 class Webhook:

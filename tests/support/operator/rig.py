@@ -6,7 +6,6 @@ Changes in the cluster wake keys as the handlers do; requeue times are kept; `ru
 Real: every reconcile and plan. Not real: the API server, which is FakeCluster, the workers, the clock and the queue.
 """
 
-import heapq
 import itertools
 import json
 from datetime import datetime, timedelta
@@ -48,7 +47,6 @@ class Rig:
         self.cluster.on_change = self._changed
         self.workers = ScriptedWorkers()
         self._due: dict[Key, datetime] = {}
-        self._order = itertools.count()
         self._boots = itertools.count(1)
         self.errors: list[str] = []
         self.survives: type[Exception] = OperatorError
@@ -75,8 +73,8 @@ class Rig:
 
     async def run(self, seconds: float = 5.0) -> None:
         end = self.now + timedelta(seconds=seconds)
-        while due := self._next(end):
-            key, when = due
+        while self._due and (soonest := min(self._due.items(), key=lambda item: item[1]))[1] <= end:
+            key, when = soonest
             self.now = max(self.now, when)
             del self._due[key]
             await self._reconcile(key)
@@ -85,16 +83,12 @@ class Rig:
     async def _reconcile(self, key: Key) -> None:
         try:
             result = await reconcile(self.runtime, key)
+            again_s = None if result.gone else result.requeue_after_s
         except self.survives as error:
             self.errors.append(str(error))
-            self._due.setdefault(key, self.now + timedelta(seconds=RETRY_S))
-            return
-        if not result.gone and result.requeue_after_s is not None:
-            self._due.setdefault(key, self.now + timedelta(seconds=result.requeue_after_s))
-
-    def _next(self, end: datetime) -> tuple[Key, datetime] | None:
-        soonest = heapq.nsmallest(1, self._due.items(), key=lambda item: item[1])
-        return soonest[0] if soonest and soonest[0][1] <= end else None
+            again_s = RETRY_S
+        if again_s is not None:
+            self._due.setdefault(key, self.now + timedelta(seconds=again_s))
 
     def _wake(self, key: Key) -> None:
         self.runtime.touched.add(key)
@@ -153,8 +147,7 @@ class Rig:
         return next(one["message"] for one in self.status(name)["conditions"] if one["type"] == type_)
 
     def adapter_status(self, name: str = "x") -> dict[str, Any]:
-        found = self.cluster.find(ADAPTER, name)
-        return found.get("status", {}) if found else {}
+        return (self.cluster.find(ADAPTER, name) or {}).get("status", {})
 
     def adapter_condition(self, type_: str, name: str = "x") -> tuple[str, str]:
         return _condition(self.adapter_status(name), type_)

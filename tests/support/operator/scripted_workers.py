@@ -166,16 +166,13 @@ class ScriptedWorker:
     def finish(self) -> None:
         """The operation in progress ends."""
         assert self.operation is not None
-        kind, error = self.operation.kind, None
-        if self.failing_operations:
-            self.failing_operations -= 1
-            error = self.operation_error
+        kind, error = self.operation.kind, self.operation_error if self.failing_operations else None
+        self.failing_operations -= error is not None
         asleep = (kind == "sleep") is (error is None)
         self.phase = WorkerPhase.ASLEEP if asleep else WorkerPhase.READY
         freed = 3_200_000_000 if kind == "sleep" and error is None else None
-        identity = self.operation.operation_id
-        self.last_operation = Operation(operation_id=identity, kind=kind, error=error, seconds=0.25, freed_bytes=freed, level=self.level)
-        self.operation = None
+        after = {"error": error, "seconds": 0.25, "freed_bytes": freed, "level": self.level}
+        self.last_operation, self.operation = msgspec.structs.replace(self.operation, **after), None
         self._adapters_after(kind, asleep=asleep)
         if not asleep:
             self.held_requests = 0
@@ -183,12 +180,12 @@ class ScriptedWorker:
 
     def _adapters_after(self, kind: str, *, asleep: bool) -> None:
         """A sleep that discards takes the ranks' copies; a wake loads what is deferred."""
-        if asleep and kind == "sleep" and self.level is SleepLevel.DISCARD:
-            self.adapters = {name: _deferred(one) for name, one in self.adapters.items()}
-        if not asleep and kind == "wake":
-            for name, one in list(self.adapters.items()):
-                if one.state is RecordState.DEFERRED:
-                    self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
+        discards, wakes = asleep and kind == "sleep" and self.level is SleepLevel.DISCARD, not asleep and kind == "wake"
+        for name, one in list(self.adapters.items()):
+            if discards and one.state is RecordState.LOADED:
+                self._change(name, state=RecordState.DEFERRED, ranks_loaded=0)
+            if wakes and one.state is RecordState.DEFERRED:
+                self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
 
     def load_adapter(self, name: str, load: AdapterLoad) -> None:
         """A put: taken over where the bytes are here already, else loaded, beside another version of the name."""
@@ -240,12 +237,11 @@ class ScriptedWorker:
 
     def evict(self, name: str, *, error: WireError | None = None) -> None:
         """Out of memory; with an error, which the last request met that wanted it back."""
-        self.adapters[name] = msgspec.structs.replace(self.adapters[name], state=RecordState.CACHED, ranks_loaded=0, error=error)
+        self._change(name, state=RecordState.CACHED, ranks_loaded=0, error=error)
 
     def use(self, name: str, *, requests: int, age_s: float, running: int = 0) -> None:
-        record = self.adapters[name]
-        total = record.requests_total + requests
-        self.adapters[name] = msgspec.structs.replace(record, requests_total=total, last_request_age_seconds=age_s, refs=running)
+        total = self.adapters[name].requests_total + requests
+        self._change(name, requests_total=total, last_request_age_seconds=age_s, refs=running)
 
     def remove(self, name: str) -> None:
         """Gone at once, unless requests still use it: then it drains until `drained`."""
@@ -265,18 +261,20 @@ class ScriptedWorker:
             error = WireError(code="DigestMismatch", message=f"expected {load.digest}, found {found}")
         present = self.adapters.get(name)
         if error is not None and present is not None and present.state is RecordState.LOADED:
-            self.adapters[name] = msgspec.structs.replace(present, error=error)
+            self._change(name, error=error)
             return error
-        self.loads += [name] if error is None else []
-        record = AdapterRecord(name=name, state=RecordState.FAILED, ranks_total=1, error=error)
+        facts = {"rank": self.rank, "modules": 24, "size_bytes": 100, "format": "peft", "alpha": 8.0, "base_model": "digits"}
+        facts |= {"revision": self.revisions.get(where), "components": load.components or self.components}
         if error is None:
-            loaded = {"digest": found, "ranks_loaded": 1, "load_seconds": len(self.loads) / 2}
-            record = AdapterRecord(name=name, state=RecordState.LOADED, ranks_total=1, **loaded)
-        about = {"rank": self.rank, "modules": 24, "size_bytes": 100, "format": "peft", "alpha": 8.0, "base_model": "digits"}
-        about |= {"revision": self.revisions.get(where), "components": load.components or self.components}
-        self.adapters[name] = _told(msgspec.structs.replace(record, **about), load)
+            self.loads.append(name)
+            facts |= {"digest": found, "ranks_loaded": 1, "load_seconds": len(self.loads) / 2}
+        state = RecordState.LOADED if error is None else RecordState.FAILED
+        self.adapters[name] = _told(AdapterRecord(name=name, state=state, ranks_total=1, error=error, **facts), load)
         self._make_room(name)
         return error
+
+    def _change(self, name: str, **facts: Any) -> None:
+        self.adapters[name] = msgspec.structs.replace(self.adapters[name], **facts)
 
     def _make_room(self, newest: str) -> None:
         loaded = {name: record for name, record in self.adapters.items() if record.state is RecordState.LOADED}
@@ -287,11 +285,6 @@ class ScriptedWorker:
     def _same(self, record: AdapterRecord, load: AdapterLoad) -> bool:
         same = record.digest == load.digest if load.digest and record.digest else record.source == load.source
         return same and record.components == (load.components or self.components)
-
-
-def _deferred(record: AdapterRecord) -> AdapterRecord:
-    loaded = record.state is RecordState.LOADED
-    return msgspec.structs.replace(record, state=RecordState.DEFERRED, ranks_loaded=0) if loaded else record
 
 
 def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
