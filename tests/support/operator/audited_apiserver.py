@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiohttp.test_utils import unused_port
+from kubernetes import client, config
 
 from diffusion_operator.api.names import GROUP
 from support.operator.chart_rendering import NAMESPACE, Chart, Document, the_only
@@ -113,13 +114,9 @@ class AuditedApiserver:
         """What `kubectl auth can-i --as` asks; of our group."""
         resource, _, subresource = resource.partition("/")
         about = {"group": GROUP, "resource": resource, "subresource": subresource, "verb": verb, "namespace": namespace}
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SubjectAccessReview",
-            "spec": {"user": user, "resourceAttributes": about},
-        }
-        answer = json.loads(self.kubectl("create", "--output=json", "-f", "-", stdin=json.dumps(review)))
-        return bool(answer["status"]["allowed"])
+        review = {"spec": {"user": user, "resourceAttributes": about}}
+        with config.new_client_from_config(config_file=str(self.kubeconfig)) as connection:
+            return bool(client.AuthorizationV1Api(connection).create_subject_access_review(review).status.allowed)
 
     def allowed(self, account: str) -> set[Right]:
         """What it asked for and got."""

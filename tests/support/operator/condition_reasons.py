@@ -12,6 +12,7 @@ import pkgutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
+from typing import NamedTuple
 
 from diffusion_operator import plan
 from diffusion_operator.plan.observed.replica_state import Problem
@@ -24,12 +25,11 @@ PROBLEM = "<problem>"
 ADAPTER_MODULE = "adapters.conditions"
 
 
-class Reasons:
+class Reasons(NamedTuple):
     """By condition, for each kind."""
 
-    def __init__(self) -> None:
-        self.deployment: Found = defaultdict(set)
-        self.adapter: Found = defaultdict(set)
+    deployment: Found
+    adapter: Found
 
 
 class _Source:
@@ -42,10 +42,8 @@ class _Source:
         self.functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
 
     def verdicts(self) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
-        for function in self.functions.values():
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "verdict":
-                    yield function, node
+        inside = [(function, node) for function in self.functions.values() for node in ast.walk(function)]
+        return ((function, node) for function, node in inside if isinstance(node, ast.Call) and ast.unparse(node.func) == "verdict")
 
     def texts(self, node: ast.expr, function: ast.FunctionDef) -> set[str]:
         """What an expression can be."""
@@ -97,7 +95,7 @@ class _Source:
 
 def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
     """Of all modules of the plan. `known` tells what expressions stand for that cannot be followed, as they are written."""
-    reasons = Reasons()
+    reasons = Reasons(defaultdict(set), defaultdict(set))
     for info in pkgutil.walk_packages(plan.__path__, "diffusion_operator.plan."):
         source = _Source(importlib.import_module(info.name), known)
         found = reasons.adapter if info.name.endswith(ADAPTER_MODULE) else reasons.deployment
@@ -119,9 +117,5 @@ def problems() -> set[str]:
     """The problems of a group that a condition may name itself: those that the conditions speak of, but as what they put in words."""
     tree = parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.status.conditions")))
     keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
-    named = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Problem" and id(node) not in keys
-    }
-    return {Problem[name].value for name in named}
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Problem"]
+    return {Problem[node.attr].value for node in named if id(node) not in keys}

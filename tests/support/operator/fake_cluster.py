@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from diffusion_operator.api.names import ADAPTER, CONTAINER, DEPLOYMENT, KINDS, POD, Kind
+from diffusion_operator.api.names import ADAPTER, CONTAINER, KINDS, POD, Kind
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused
 from support.operator.fake_apply import applied, entry, patched
 
@@ -137,10 +137,9 @@ class FakeCluster:
         """Deleted and collected at once, with what it owns."""
         manifest = self._objects.pop((kind.kind, namespace, name))
         self.on_change("DELETED", manifest)
-        uid = manifest["metadata"]["uid"]
-        for key, child in list(self._objects.items()):
-            if any(owner["uid"] == uid for owner in child["metadata"].get("ownerReferences", ())):
-                self.remove(KINDS[key[0]], key[2], namespace=key[1])
+        for (child, its_namespace, its_name), found in list(self._objects.items()):
+            if manifest["metadata"]["uid"] in [owner["uid"] for owner in found["metadata"].get("ownerReferences", ())]:
+                self.remove(KINDS[child], its_name, namespace=its_namespace)
 
     def find(self, kind: Kind, name: str, *, namespace: str = "default", uid: str | None = None) -> Manifest | None:
         found = self._objects.get((kind.kind, namespace, name))
@@ -156,9 +155,6 @@ class FakeCluster:
     def notes(self, reason: str) -> list[str]:
         """What the Events of a reason say."""
         return [manifest["note"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
-
-    def deployment_status(self, name: str = "d") -> Manifest:
-        return self._objects[DEPLOYMENT.kind, "default", name].get("status", {})
 
     # the kubelet, by hand ---------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class Rig:
         return json.loads(found["data"]["desired.json"]) if found else {"adapters": []}
 
     def status(self, name: str = "d") -> dict[str, Any]:
-        return self.cluster.deployment_status(name)
+        return (self.cluster.find(DEPLOYMENT, name) or {}).get("status", {})
 
     def condition(self, type_: str, name: str = "d") -> tuple[str, str]:
         return _condition(self.status(name), type_)

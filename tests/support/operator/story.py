@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, KINDS, POD, SERVICE
@@ -42,14 +43,14 @@ class End(NamedTuple):
     events: Counter[tuple[str, str]]
 
 
+@dataclass
 class Told:
     """What a telling left behind."""
 
-    def __init__(self) -> None:
-        self.ends: list[End] = []
-        self.deaths: list[str] = []
-        self.wrong: list[str] = []
-        self.status_writes = 0
+    ends: list[End] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    status_writes: int = 0
 
 
 class Teller:
@@ -99,13 +100,11 @@ class Teller:
     def _changed(self, change: str, manifest: dict[str, Any]) -> None:
         for listener in self._listeners:
             listener(change, manifest)
-        if (change, manifest["kind"]) != ("ADDED", POD.kind):
-            return
-        name = manifest["metadata"]["name"]
-        others = [other for other in self.rig.cluster.names(POD) if other != name and other.split("-")[1] == name.split("-")[1]]
-        if others:
-            self.told.wrong.append(f"pod {name} was made beside {others}")
-        self._pods_made += 1
+        if (change, manifest["kind"]) == ("ADDED", POD.kind):
+            name = manifest["metadata"]["name"]
+            others = [other for other in self.rig.cluster.names(POD) if other != name and other.split("-")[1] == name.split("-")[1]]
+            self.told.wrong += [f"pod {name} was made beside {others}"] if others else []
+            self._pods_made += 1
 
     async def tell(self, *, to_the_end: bool = True) -> Told:
         """All of it, or only to the step after the first death."""
@@ -132,13 +131,8 @@ class Teller:
         self._workers += self.rig.start_all()
 
     async def _end(self) -> End:
-        events = await self.rig.cluster.list(EVENT, "default")
-        return End(
-            standing=self._standing(),
-            pods_made=self._pods_made,
-            operations=sorted(_operations(worker) for worker in self._workers),
-            events=Counter((event["reason"], event["regarding"]["name"]) for event in events),
-        )
+        events = Counter((one["reason"], one["regarding"]["name"]) for one in await self.rig.cluster.list(EVENT, "default"))
+        return End(self._standing(), self._pods_made, sorted(map(_operations, self._workers)), events)
 
     def _standing(self) -> dict[str, Any]:
         rig, pods = self.rig, self.rig.cluster.names(POD)
@@ -147,8 +141,7 @@ class Teller:
         if rig.cluster.find(DEPLOYMENT, "d"):
             status = rig.status()
             told = sorted(f"d-{one['index']}-{one['incarnation']}" for one in status["replicaStates"])
-            if told != pods:
-                self.told.wrong.append(f"the status tells of {told}, and there are {pods}")
+            self.told.wrong += [f"the status tells of {told}, and there are {pods}"] if told != pods else []
             found |= {"conditions": _facts(status), "replicaStates": sorted(one["state"] for one in status["replicaStates"])}
             found |= {"observed": status["observedGeneration"], "desired": [one["name"] for one in rig.desired()["adapters"]]}
         if rig.cluster.find(ADAPTER, "x"):
