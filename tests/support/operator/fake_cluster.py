@@ -23,7 +23,7 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 class FakeCluster:
     def __init__(self, clock: Callable[[], datetime] = lambda: EPOCH) -> None:
-        self._clock = clock
+        self._stamp = lambda: clock().strftime("%Y-%m-%dT%H:%M:%SZ")
         self._objects: dict[tuple[str, str, str], Manifest] = {}
         self._numbers = itertools.count(1)
         self.on_change: Callable[[str, Manifest], None] = lambda change, manifest: None
@@ -181,7 +181,7 @@ class FakeCluster:
     def tell_to_go(self, name: str, *, evicted: bool = False) -> None:
         """Ask a pod to leave, as a deletion does, or an eviction through the API."""
         manifest = self._objects[POD.kind, "default", name]
-        manifest["metadata"].setdefault("deletionTimestamp", self._clock().strftime("%Y-%m-%dT%H:%M:%SZ"))
+        manifest["metadata"].setdefault("deletionTimestamp", self._stamp())
         if evicted:
             target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
             self.pod_status(name, conditions=[*manifest["status"].get("conditions", ()), target])
@@ -202,10 +202,8 @@ class FakeCluster:
         self.pod_status(name, conditions=[{"type": "Ready", "status": "False"}], containerStatuses=status)
 
     def _store(self, manifest: Manifest) -> Manifest:
-        stored = copy.deepcopy(manifest)
-        number = next(self._numbers)
-        stamp = self._clock().strftime("%Y-%m-%dT%H:%M:%SZ")
-        made = {"uid": f"uid-{number}", "resourceVersion": str(number), "creationTimestamp": stamp, "generation": 1}
+        stored, number = copy.deepcopy(manifest), next(self._numbers)
+        made = {"uid": f"uid-{number}", "resourceVersion": str(number), "creationTimestamp": self._stamp(), "generation": 1}
         stored["metadata"] = made | stored["metadata"]
         self._objects[self._key(manifest)] = stored
         self.on_change("ADDED", stored)
@@ -237,8 +235,7 @@ class FakeCluster:
 
     @staticmethod
     def _key(manifest: Manifest) -> tuple[str, str, str]:
-        metadata = manifest["metadata"]
-        return manifest["kind"], metadata["namespace"], metadata["name"]
+        return manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]
 
 
 def _container(state: Manifest, **more: Any) -> Manifest:

@@ -92,27 +92,23 @@ class FakeKubelet:
         there = {pod["metadata"]["uid"]: pod for pod in pods}
         for uid in self.containers.keys() - there.keys():
             await self._end(uid)  # deleted by force
-        self.pods_made.update(_identity(pod) for uid, pod in there.items() if uid not in self._seen)
+        made = [pod["metadata"] for uid, pod in there.items() if uid not in self._seen]
+        self.pods_made.update(f"{one['ownerReferences'][0]['uid']} {one['name']}" for one in made)
         self._seen |= there.keys()
-        self._watch_for_twins(pods)
+        self._watch_for_twins([pod["metadata"] for pod in pods if not pod["metadata"].get("deletionTimestamp")])
         await asyncio.gather(*(self._tend(pod) for pod in pods))
 
-    def _watch_for_twins(self, pods: list[Any]) -> None:
+    def _watch_for_twins(self, living: list[Any]) -> None:
         """Without surge no replica ever has two pods, one of them terminating perhaps; and no name is made twice."""
-        living = Counter(
-            (pod["metadata"]["ownerReferences"][0]["uid"], pod["metadata"]["name"].split("-")[1])
-            for pod in pods
-            if not pod["metadata"].get("deletionTimestamp")
-        )
-        self.wrong += [f"{count} pods of replica {index} of {uid} at once" for (uid, index), count in living.items() if count > 1]
+        replicas = Counter((one["ownerReferences"][0]["uid"], one["name"].split("-")[1]) for one in living)
+        self.wrong += [f"{count} pods of replica {index} of {uid} at once" for (uid, index), count in replicas.items() if count > 1]
 
     async def _tend(self, pod: Any) -> None:
         metadata = pod["metadata"]
-        uid = metadata["uid"]
         if metadata.get("deletionTimestamp"):
-            await self._end(uid)
+            await self._end(metadata["uid"])
             await self._client.delete(POD, metadata["namespace"], metadata["name"], at_once=True)
-        elif uid not in self.containers:
+        elif metadata["uid"] not in self.containers:
             await self._start(pod)
 
     async def _start(self, pod: Any) -> None:
@@ -215,7 +211,3 @@ class FakeKubelet:
             case _:
                 await self._workers.remove_adapter(msgspec.convert(fields, RemoveAdapter, strict=False), token="")
         return {}
-
-
-def _identity(pod: Any) -> str:
-    return f"{pod['metadata']['ownerReferences'][0]['uid']} {pod['metadata']['name']}"

@@ -130,11 +130,9 @@ def _array(schema: Any) -> st.SearchStrategy[Any]:
 def _string(schema: Any) -> st.SearchStrategy[str]:
     least, most = schema.get("minLength", 0), schema.get("maxLength", 1000)
     end = _rule(schema, r"endsWith\('([^']*)'\)") or ""
-    if "pattern" in schema:
-        # In Python `$` also is before a newline at the end.
-        plain = st.from_regex(re.compile(schema["pattern"].removesuffix("$") + r"\Z"))
-    else:
-        plain = st.text(min_size=least, max_size=min(most, 20))
+    # In Python `$` also is before a newline at the end.
+    pattern = schema["pattern"].removesuffix("$") + r"\Z" if "pattern" in schema else None
+    plain = st.from_regex(re.compile(pattern)) if pattern else st.text(min_size=least, max_size=min(most, 20))
     return plain.map(lambda text: text + end).filter(lambda text: least <= len(text) <= most)
 
 

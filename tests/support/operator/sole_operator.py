@@ -95,8 +95,7 @@ class Namespaces:
 
     async def pods(self) -> list[str]:
         """All of them."""
-        found = [f"{name}/{pod['metadata']['name']}" for name in self._names for pod in await self._client.list(POD, name)]
-        return sorted(found)
+        return sorted([f"{name}/{pod['metadata']['name']}" for name in self._names for pod in await self._client.list(POD, name)])
 
 
 def status_writes(operator: OperatorProcess) -> int:
