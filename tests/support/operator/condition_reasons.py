@@ -71,25 +71,26 @@ class _Source:
             return {str(constant)}
         found: set[str] = set()
         for node in ast.walk(function):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                found |= self._taken(name, node.targets[0], node.value, function)
-            elif isinstance(node, ast.NamedExpr | ast.AnnAssign) and node.value is not None:
-                found |= self._taken(name, node.target, node.value, function)
-            elif isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Attribute):
-                pair = node.target.elts if isinstance(node.target, ast.Tuple) else []
-                if node.iter.func.attr == "items" and len(pair) == 2 and ast.unparse(pair[1]) == name:
-                    found |= self._table(node.iter.func.value) or set()
+            match node:
+                case ast.Assign(targets=[target], value=value) | ast.NamedExpr(target=target, value=value):
+                    found |= self._taken(name, target, value, function)
+                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                    found |= self._taken(name, target, value, function)
+                case ast.For(target=ast.Tuple(elts=[_, ast.Name(id=each)]), iter=ast.Call(func=ast.Attribute(value=table, attr="items"))):
+                    found |= (self._table(table) if each == name else None) or set()
         return found
 
     def _taken(self, name: str, target: ast.expr, value: ast.expr, function: ast.FunctionDef) -> set[str]:
         """What a name is by one assignment."""
-        if isinstance(target, ast.Name) and target.id == name:
-            return self.texts(value, function)
-        if isinstance(target, ast.Tuple) and (at := [ast.unparse(one) for one in target.elts]).count(name):
-            called = self.functions.get(value.func.id) if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
-            returns = [node for node in ast.walk(called) if isinstance(node, ast.Return)] if called else []
-            tuples = [node.value.elts for node in returns if isinstance(node.value, ast.Tuple)]
-            return {text for elts in tuples if called for text in self.texts(elts[at.index(name)], called)}
+        names = [ast.unparse(one) for one in target.elts] if isinstance(target, ast.Tuple) else []
+        match target, value:
+            case ast.Name(id=taken), _ if taken == name:
+                return self.texts(value, function)
+            case ast.Tuple(), ast.Call(func=ast.Name(id=called)) if name in names and called in self.functions:
+                inner = self.functions[called]
+                returned = [node.value for node in ast.walk(inner) if isinstance(node, ast.Return)]
+                parts = [one.elts[names.index(name)] for one in returned if isinstance(one, ast.Tuple)]
+                return {text for part in parts for text in self.texts(part, inner)}
         return set()
 
 
