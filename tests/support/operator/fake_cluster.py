@@ -243,5 +243,5 @@ def _container(state: Manifest, **more: Any) -> Manifest:
 
 
 def terminated(code: int, message: str = "") -> Manifest:
-    """What a kubelet says of a container that ended."""
+    """Say of a container that it ended, as a kubelet does."""
     return {"exitCode": code, "reason": "Error" if code else "Completed", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}

@@ -21,7 +21,7 @@ TOKEN = re.compile(
     )""",
     re.VERBOSE,
 )
-# What calls give, by the kinds of their arguments: a vector, a scalar or a range. Parentheses alone are a call without a name.
+# The kind of a call by its name and its arguments: a vector, a scalar or a range. Parentheses alone are a call without a name.
 CALLS = {f"{name}(range)": "vector" for name in ("rate", "increase", "avg_over_time", "max_over_time")}
 CALLS |= {"time()": "scalar", "histogram_quantile(scalar, vector)": "vector", "absent(vector)": "vector", "aggregation(vector)": "vector"}
 CALLS |= {f"({kind})": kind for kind in ("vector", "scalar", "range")}

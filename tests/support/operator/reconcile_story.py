@@ -20,6 +20,7 @@ from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT
 from diffusion_operator.render.control_secret import control_token
 from diffusion_operator.worker_client import HttpWorkerClient
 from support.operator.fake_cluster import terminated
+from support.operator.kind_api import merged
 from support.operator.rig import Rig, deployment
 from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
@@ -85,12 +86,7 @@ class Story:
 
     def change(self, **spec: Any) -> None:
         """Change fields of the deployment's spec; those of one that is an object one by one."""
-
-        def merge(found: dict[str, Any]) -> None:
-            for name, value in spec.items():
-                found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
-
-        self.rig.cluster.change(DEPLOYMENT, "d", merge)
+        self.rig.cluster.change(DEPLOYMENT, "d", lambda found: found.update(merged(found, spec)))
 
     def records(self) -> dict[str, tuple[str, str]]:
         """State and residency of what the worker has, by name."""

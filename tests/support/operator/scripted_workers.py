@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A WorkerClient over workers in memory, by IP: each does what it is told at once, unless its script says otherwise.
 
-Real: the messages, and of sleep the rules: harmless calls, conflicts, a drain that a wake ends, a wake by a held request, ages by a
-clock. Not real: the model, its ranks, and the bytes of adapters.
+Real: the messages. Not real: the model, its ranks, and the bytes of adapters. Sleep is as the real one's: harmless calls, conflicts, a
+drain that a wake ends, a wake by a held request, ages by a clock.
 """
 
 import contextlib
@@ -13,30 +13,20 @@ from typing import Any
 
 import msgspec
 
+from diffusion_operator.api import worker_state
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
 from diffusion_operator.api.source import identity
-from diffusion_operator.api.worker_state import (
-    AdapterRecord,
-    HeldReport,
-    LoadReport,
-    LossReport,
-    ModelReport,
-    Operation,
-    RecordState,
-    WireError,
-    WorkerPhase,
-    WorkerState,
-)
+from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable, OperatorError
 from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from support.operator.fake_cluster import EPOCH
 
 RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
-DIGITS = ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
+DIGITS = worker_state.ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
 NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
-# Told in the state document as they are.
+# These are in the state document as they are.
 SAID = ("boot_id", "in_flight", "operation", "last_operation", "load", "model", "failure", "generation", "last_loss", "policy")
 
 
@@ -80,11 +70,11 @@ class ScriptedWorker:
     _asked: dict[str, AdapterLoad] = field(default_factory=dict)
     operation: Operation | None = None
     last_operation: Operation | None = None
-    load: LoadReport = field(default_factory=LoadReport)
-    model: ModelReport = DIGITS
+    load: worker_state.LoadReport = field(default_factory=worker_state.LoadReport)
+    model: worker_state.ModelReport = DIGITS
     failure: WireError | None = None
     generation: int = 1
-    last_loss: LossReport | None = None
+    last_loss: worker_state.LossReport | None = None
     calls: list[str] = field(default_factory=list)
     level: SleepLevel = SleepLevel.HOST_MEMORY
     """Of the sleep in progress, or the last one."""
@@ -116,7 +106,7 @@ class ScriptedWorker:
             self.begin("wake", f"demand-{self.wakes_by_itself}")
 
     def state(self) -> WorkerState:
-        held = HeldReport(current=self.held_requests, oldest_age_seconds=1.0 if self.held_requests else None)
+        held = worker_state.HeldReport(current=self.held_requests, oldest_age_seconds=1.0 if self.held_requests else None)
         ages = {"last_request_age_seconds": self._request_age_s(), "state_age_seconds": self._state_age_s()}
         adapters = (*self.adapters.values(), *self.loading.values(), *self.draining.values())
         return WorkerState(state=self.phase, adapters=adapters, held=held, **ages, **{name: getattr(self, name) for name in SAID})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's own client on a real worker server, calls to it in the words of a test, and the worker's parser on a pod's arguments.
+"""The operator's own client on a real worker server, and calls to it in the words of a test; and the worker's own parser.
 
 Real: the client, its HTTP and the server. Not real: the pod, the reconciles, and with FAKE_PROGRAM the ranks.
 """
