@@ -11,6 +11,10 @@ import hypothesis.internal.observability  # noqa: F401
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.operator.real_apiserver import kubeconfig_of_apiserver
+
+__all__ = ["kubeconfig_of_apiserver"]
+
 # How long an example takes is the machine's affair.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

@@ -20,7 +20,7 @@ from diffusion_operator.render.pod import pod
 from diffusion_operator.render.worker_arguments import option_word, worker_arguments
 from diffusion_worker import cli, config
 from diffusion_worker.config import RequestDefaults, RequestLimits, WorkerConfig
-from support.operator.worker_options import config_of_arguments
+from support.operator.worker_driver import config_of_arguments
 from support.worker.process import DIGITS_MODEL, REPOSITORY
 
 Spec = dict[str, Any]

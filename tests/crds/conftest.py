@@ -5,9 +5,6 @@ from pathlib import Path
 import pytest
 
 from support.operator.kind_api import Api
-from support.operator.real_apiserver import kubeconfig_of_apiserver
-
-__all__ = ["kubeconfig_of_apiserver"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from diffusion_operator.render.worker_arguments import worker_arguments
 from diffusion_worker import compatibility
 from diffusion_worker.errors import ConfigError
 from support.operator.kind_api import Api, Document, dd, merged
-from support.operator.worker_options import config_of_arguments
+from support.operator.worker_driver import config_of_arguments
 
 pytestmark = pytest.mark.apiserver
 

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Obstacles for objects of one kind in one namespace of a real API server: a quota, an admission policy, an admission webhook."""
+"""Obstacles for objects of one kind in one namespace of a real API server: a quota, an admission policy, an admission webhook.
+
+Real: the admission of the API server. Not real: the webhook's program, which is a server in the test, and the status of a quota.
+"""
 
 import base64
-import socket
 import ssl
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from diffusion_operator.api.names import Kind
-from support.operator.rest_client import RestClient
+from support.operator.rest_client import MERGE, RestClient, path_of
 from tools.devcluster.certs import Authority
 
 RESOURCES = ["services", "secrets", "configmaps", "pods", "networkpolicies", "poddisruptionbudgets"]
 RULES = [{"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["CREATE"], "resources": RESOURCES}]
 LABEL = "refuse"
+QUOTA = Kind("v1", "ResourceQuota", "resourcequotas")
 REGISTRATION = "/apis/admissionregistration.k8s.io/v1"
 POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the webhook wants none of these", "exceeded quota"
 
@@ -23,35 +26,30 @@ POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the w
 async def make_policy(client: RestClient) -> None:
     """Make a policy for the whole server: it refuses objects of the kind that their namespace has as its label `refuse`."""
     free = f"!('{LABEL}' in namespaceObject.metadata.labels) || namespaceObject.metadata.labels['{LABEL}'] != request.kind.kind"
-    spec: dict[str, Any] = {
-        "failurePolicy": "Fail",
-        "matchConstraints": {"resourceRules": RULES},
-        "validations": [{"expression": free, "message": POLICY_SAYS}],
-    }
-    await _make(client, f"{REGISTRATION}/validatingadmissionpolicies", {"metadata": {"name": "refuse"}, "spec": spec})
-    binding = {"metadata": {"name": "refuse"}, "spec": {"policyName": "refuse", "validationActions": ["Deny"]}}
-    await _make(client, f"{REGISTRATION}/validatingadmissionpolicybindings", binding)
+    validations = [{"expression": free, "message": POLICY_SAYS}]
+    policy = {"failurePolicy": "Fail", "matchConstraints": {"resourceRules": RULES}, "validations": validations}
+    binding = {"policyName": "refuse", "validationActions": ["Deny"]}
+    for plural, spec in (("validatingadmissionpolicies", policy), ("validatingadmissionpolicybindings", binding)):
+        await client.make(f"{REGISTRATION}/{plural}", {"metadata": {"name": "refuse"}, "spec": spec})
 
 
 async def refuse_by_policy(client: RestClient, namespace: str, kind: Kind | None) -> None:
     """None: no more."""
     change = {"metadata": {"labels": {LABEL: kind.kind if kind is not None else None}}}
-    status, found = await client.send("PATCH", f"/api/v1/namespaces/{namespace}", change, content_type="application/merge-patch+json")
+    status, found = await client.send("PATCH", f"/api/v1/namespaces/{namespace}", change, content_type=MERGE)
     assert status == 200, found
 
 
 async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None) -> None:
     """None of the kind may be made, or as many as one likes. Nothing computes the status of a quota here, so it is written too."""
-    path = f"/api/v1/namespaces/{namespace}/resourcequotas"
     if kind is None:
-        await client.send("DELETE", f"{path}/none")
+        await client.delete(QUOTA, namespace, "none")
         return
     group = kind.group_and_version[0]
     hard = {f"count/{kind.plural}" + (f".{group}" if group else ""): "0"}
-    await _make(client, path, {"metadata": {"name": "none"}, "spec": {"hard": hard}})
-    status = {"status": {"hard": hard, "used": hard}}
-    answer, found = await client.send("PATCH", f"{path}/none/status", status, content_type="application/merge-patch+json")
-    assert answer == 200, found
+    await client.make(path_of(QUOTA, namespace), {"metadata": {"name": "none"}, "spec": {"hard": hard}})
+    status, found = await client.patch(QUOTA, namespace, "none", {"status": {"hard": hard, "used": hard}}, subresource="/status")
+    assert status == 200, found
 
 
 class Webhook:
@@ -60,7 +58,9 @@ class Webhook:
     def __init__(self, client: RestClient, folder: Path) -> None:
         self._client = client
         self._folder = folder
-        self._runner: web.AppRunner | None = None
+        app = web.Application()
+        app.router.add_post("/", self._review)
+        self._server = TestServer(app)
         self.refused: dict[str, str] = {}
         """Kind by namespace."""
 
@@ -69,21 +69,13 @@ class Webhook:
         authority.issue("webhook", user="webhook", group="webhooks", addresses=("IP:127.0.0.1",))
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(authority.file("webhook.crt"), authority.file("webhook.key"))
-        app = web.Application()
-        app.router.add_post("/", self._review)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        await web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=context).start()
-        await self._register(f"https://127.0.0.1:{port}/", authority.file("ca.crt").read_bytes())
+        await self._server.start_server(ssl=context)
+        await self._register(f"https://127.0.0.1:{self._server.port}/", authority.file("ca.crt").read_bytes())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._runner is not None
         await self._client.send("DELETE", f"{REGISTRATION}/validatingwebhookconfigurations/refuse")
-        await self._runner.cleanup()
+        await self._server.close()
 
     async def _register(self, url: str, authority: bytes) -> None:
         webhook = {
@@ -95,7 +87,7 @@ class Webhook:
             "admissionReviewVersions": ["v1"],
         }
         body = {"metadata": {"name": "refuse"}, "webhooks": [webhook]}
-        await _make(self._client, f"{REGISTRATION}/validatingwebhookconfigurations", body)
+        await self._client.make(f"{REGISTRATION}/validatingwebhookconfigurations", body)
 
     async def _review(self, request: web.Request) -> web.Response:
         asked = (await request.json())["request"]
@@ -103,8 +95,3 @@ class Webhook:
         said = {"status": {"message": WEBHOOK_SAYS, "code": 403}} if refused else {}
         answer = {"uid": asked["uid"], "allowed": not refused, **said}
         return web.json_response({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": answer})
-
-
-async def _make(client: RestClient, path: str, document: dict[str, Any]) -> None:
-    status, found = await client.send("POST", path, document)
-    assert status == 201, found

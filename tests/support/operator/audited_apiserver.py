@@ -2,11 +2,13 @@
 """A real API server that notes what accounts ask for, with the chart's accounts and roles, and the operator's program under one of them.
 
 Namespaces enforce the restricted profile of Pod Security. Owner references are checked as OpenShift does it.
+
+Real: the API server, its audit log, the accounts and the program. Not real: there is no kubelet, so no pod runs.
 """
 
+import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,11 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aiohttp.test_utils import unused_port
 from kubernetes import client, config
 
 from diffusion_operator.api.names import GROUP
 from support.operator.chart_rendering import NAMESPACE, Chart, Document, the_only
-from support.operator.real_apiserver import CRDS, kubectl
+from support.operator.real_apiserver import install_crds, kubectl
 from tools.devcluster.apiserver import apiserver
 
 DEADLINE_S = 40.0
@@ -40,18 +43,13 @@ class Right(NamedTuple):
 
 class OperatorProgram(NamedTuple):
     process: subprocess.Popen[bytes]
-    output_path: Path
-
-    @property
-    def output(self) -> str:
-        return self.output_path.read_text()
+    output: Path
 
     def eventually(self, look: Callable[[], Any]) -> Any:
         """The first truthy answer; fails at once when the program ends."""
         ends = time.monotonic() + DEADLINE_S
         while not (found := look()):
-            assert time.monotonic() < ends, self.output[-4000:]
-            assert self.process.poll() is None, self.output[-4000:]
+            assert time.monotonic() < ends and self.process.poll() is None, self.output.read_text()[-4000:]
             time.sleep(0.2)
         return found
 
@@ -62,9 +60,7 @@ class AuditedApiserver:
     def __init__(self, kubeconfig: Path, chart: Chart) -> None:
         self.kubeconfig = kubeconfig
         self._chart = chart
-        for path in CRDS:
-            self.kubectl("apply", "--server-side", "-f", str(path))
-        self.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        install_crds(kubeconfig)
 
     def kubectl(self, *words: str, stdin: str | None = None) -> str:
         return kubectl(self.kubeconfig, *words, stdin=stdin)
@@ -98,19 +94,17 @@ class AuditedApiserver:
             key_file, output = Path(folder) / "key", Path(folder) / "output.txt"
             key_file.write_text("\n".join(keys))
             arguments = [str(key_file) if "/key/" in one else one for one in spec["containers"][0]["args"]]
-            ports = ["--liveness-port", str(free_port()), "--metrics-port", "0"]
+            ports = ["--liveness-port", str(unused_port()), "--metrics-port", "0"]
             environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig_of(spec["serviceAccountName"])), "PYTHONUNBUFFERED": "1"}
             with output.open("wb") as written:
                 command = [sys.executable, "-m", "diffusion_operator", *arguments, *ports]
                 process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env=environment)
             try:
                 yield OperatorProgram(process, output)
-            finally:
                 process.terminate()
-                try:
-                    process.wait(STOP_TIMEOUT_S)
-                finally:
-                    process.kill()
+                process.wait(STOP_TIMEOUT_S)
+            finally:
+                process.kill()
 
     def try_pod(self, pod: Document) -> None:
         """Whether admission lets it in; nothing is made. Raises with the refusal."""
@@ -134,21 +128,13 @@ class AuditedApiserver:
     def _asked(self, account: str) -> Iterator[dict[str, Any]]:
         """Each request of the account that was about a resource."""
         user = f"system:serviceaccount:{NAMESPACE}:{account}"
-        for line in (self.kubeconfig.parent / "audit.log").read_text().splitlines():
-            entry = json.loads(line)
+        for entry in map(json.loads, (self.kubeconfig.parent / "audit.log").read_text().splitlines()):
             if entry["user"]["username"] == user and "resource" in entry.get("objectRef", {}):
                 yield entry
 
 
 def _is_refused(entry: dict[str, Any]) -> bool:
     return entry.get("responseStatus", {}).get("code") in (401, 403)
-
-
-def free_port() -> int:
-    """The liveness server takes no 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def right_of(entry: dict[str, Any]) -> Iterator[Right]:
@@ -161,13 +147,8 @@ def right_of(entry: dict[str, Any]) -> Iterator[Right]:
 
 
 def granted(role: Document) -> set[Right]:
-    return {
-        Right(group, resource, verb)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
+    rules = [(rule["apiGroups"], rule["resources"], rule["verbs"]) for rule in role["rules"]]
+    return {Right(*one) for rule in rules for one in itertools.product(*rule)}
 
 
 @contextmanager

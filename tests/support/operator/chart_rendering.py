@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders charts/diffusion-operator with the helm that tools/devcluster provides, and gives the documents as plain dicts."""
+"""Render charts/diffusion-operator with the helm that tools/devcluster provides, and give the documents as plain dicts.
+
+Real: helm and the chart. Not real: there is no cluster that takes the documents.
+"""
 
 import json
 import subprocess

@@ -12,6 +12,7 @@ import pkgutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
+from typing import NamedTuple
 
 from diffusion_operator import plan
 from diffusion_operator.plan.observed.replica_state import Problem
@@ -24,12 +25,11 @@ PROBLEM = "<problem>"
 ADAPTER_MODULE = "adapters.conditions"
 
 
-class Reasons:
+class Reasons(NamedTuple):
     """By condition, for each kind."""
 
-    def __init__(self) -> None:
-        self.deployment: Found = defaultdict(set)
-        self.adapter: Found = defaultdict(set)
+    deployment: Found
+    adapter: Found
 
 
 class _Source:
@@ -42,10 +42,8 @@ class _Source:
         self.functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
 
     def verdicts(self) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
-        for function in self.functions.values():
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "verdict":
-                    yield function, node
+        inside = [(function, node) for function in self.functions.values() for node in ast.walk(function)]
+        return ((function, node) for function, node in inside if isinstance(node, ast.Call) and ast.unparse(node.func) == "verdict")
 
     def texts(self, node: ast.expr, function: ast.FunctionDef) -> set[str]:
         """What an expression can be."""
@@ -73,31 +71,32 @@ class _Source:
             return {str(constant)}
         found: set[str] = set()
         for node in ast.walk(function):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                found |= self._taken(name, node.targets[0], node.value, function)
-            elif isinstance(node, ast.NamedExpr | ast.AnnAssign) and node.value is not None:
-                found |= self._taken(name, node.target, node.value, function)
-            elif isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Attribute):
-                pair = node.target.elts if isinstance(node.target, ast.Tuple) else []
-                if node.iter.func.attr == "items" and len(pair) == 2 and ast.unparse(pair[1]) == name:
-                    found |= self._table(node.iter.func.value) or set()
+            match node:
+                case ast.Assign(targets=[target], value=value) | ast.NamedExpr(target=target, value=value):
+                    found |= self._taken(name, target, value, function)
+                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                    found |= self._taken(name, target, value, function)
+                case ast.For(target=ast.Tuple(elts=[_, ast.Name(id=each)]), iter=ast.Call(func=ast.Attribute(value=table, attr="items"))):
+                    found |= (self._table(table) if each == name else None) or set()
         return found
 
     def _taken(self, name: str, target: ast.expr, value: ast.expr, function: ast.FunctionDef) -> set[str]:
         """What a name is by one assignment."""
-        if isinstance(target, ast.Name) and target.id == name:
-            return self.texts(value, function)
-        if isinstance(target, ast.Tuple) and (at := [ast.unparse(one) for one in target.elts]).count(name):
-            called = self.functions.get(value.func.id) if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
-            returns = [node for node in ast.walk(called) if isinstance(node, ast.Return)] if called else []
-            tuples = [node.value.elts for node in returns if isinstance(node.value, ast.Tuple)]
-            return {text for elts in tuples if called for text in self.texts(elts[at.index(name)], called)}
+        names = [ast.unparse(one) for one in target.elts] if isinstance(target, ast.Tuple) else []
+        match target, value:
+            case ast.Name(id=taken), _ if taken == name:
+                return self.texts(value, function)
+            case ast.Tuple(), ast.Call(func=ast.Name(id=called)) if name in names and called in self.functions:
+                inner = self.functions[called]
+                returned = [node.value for node in ast.walk(inner) if isinstance(node, ast.Return)]
+                parts = [one.elts[names.index(name)] for one in returned if isinstance(one, ast.Tuple)]
+                return {text for part in parts for text in self.texts(part, inner)}
         return set()
 
 
 def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
     """Of all modules of the plan. `known` tells what expressions stand for that cannot be followed, as they are written."""
-    reasons = Reasons()
+    reasons = Reasons(defaultdict(set), defaultdict(set))
     for info in pkgutil.walk_packages(plan.__path__, "diffusion_operator.plan."):
         source = _Source(importlib.import_module(info.name), known)
         found = reasons.adapter if info.name.endswith(ADAPTER_MODULE) else reasons.deployment
@@ -119,9 +118,5 @@ def problems() -> set[str]:
     """The problems of a group that a condition may name itself: those that the conditions speak of, but as what they put in words."""
     tree = parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.status.conditions")))
     keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
-    named = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Problem" and id(node) not in keys
-    }
-    return {Problem[name].value for name in named}
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Problem"]
+    return {Problem[node.attr].value for node in named if id(node) not in keys}

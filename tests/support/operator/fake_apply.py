@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fake of the parts of server-side apply and of JSON patches that the operator relies on.
 
-test_cluster_on_real_apiserver.py has the real ones.
-
-A field is removed by an apply if an earlier apply of the same manager set it. Lists and selectors are taken whole. The ports of a
-Service are merged by number, so that two of one name can come together.
+Real: nothing; test_cluster_on_real_apiserver.py has the real ones. A field is removed by an apply if an earlier apply of the same
+manager set it. Lists and selectors are taken whole. The ports of a Service are merged by number, so that two of one name can come
+together.
 """
 
 import copy
@@ -22,11 +21,9 @@ _SERVERS = ("name", "namespace", "uid", "resourceVersion", "generation", "creati
 
 def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -> Manifest:
     """An entry of managedFields for all that a manifest says."""
-    fields: Manifest = {}
-    for path in _leaves(manifest):
-        at = fields
-        for name in path:
-            at = at.setdefault(name, {})
+    metadata = {name: value for name, value in manifest["metadata"].items() if name not in _SERVERS}
+    content = {name: value for name, value in manifest.items() if name not in ("apiVersion", "kind", "status")}
+    fields = _fields(content | {"metadata": metadata})
     return {"manager": manager, "operation": operation, "apiVersion": manifest["apiVersion"], "fieldsV1": fields}
 
 
@@ -85,29 +82,15 @@ def _member(at: Any, part: str) -> Any:
     return at.get(part) if isinstance(at, dict) else None
 
 
-def _leaves(manifest: Manifest) -> Iterator[Path]:
-    metadata = {name: value for name, value in manifest["metadata"].items() if name not in _SERVERS}
-    content = {name: value for name, value in manifest.items() if name not in ("apiVersion", "kind", "metadata", "status")}
-    yield from _under((), content | {"metadata": metadata})
-
-
-def _under(path: Path, value: Any) -> Iterator[Path]:
-    if isinstance(value, dict) and value and path[-1:] != ("f:selector",):
-        for name, each in value.items():
-            yield from _under((*path, f"f:{name}"), each)
-    elif path == ("f:spec", "f:ports"):
-        for port in value:
-            yield (*path, _port_key(port))
-    else:
-        yield path
+def _fields(value: Any, path: Path = ()) -> Manifest:
+    if isinstance(value, dict) and path[-1:] != ("selector",):
+        return {f"f:{name}": _fields(each, (*path, name)) for name, each in value.items()}
+    return {_port_key(port): {} for port in value} if path == ("spec", "ports") else {}
 
 
 def _paths(fields: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
     for name, below in fields.items():
-        if below:
-            yield from _paths(below, (*path, name))
-        else:
-            yield (*path, name)
+        yield from _paths(below, (*path, name)) if below else [(*path, name)]
 
 
 def _port_key(port: Mapping[str, Any]) -> str:

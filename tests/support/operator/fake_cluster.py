@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Cluster in memory that behaves: UIDs, versions, label selectors, preconditions, managed fields, owner references, and a kubelet by
-hand.
+hand. Assert on what is in it, not on what was called.
 
-Assert on what is in it, not on what was called.
+Real: nothing. An API server's rules are as far in it as the operator relies on them; no scheduler, kubelet or controller runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from diffusion_operator.api.names import ADAPTER, CONTAINER, DEPLOYMENT, KINDS, POD, Kind
+from diffusion_operator.api.names import ADAPTER, CONTAINER, KINDS, POD, Kind
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused
 from support.operator.fake_apply import applied, entry, patched
 
@@ -23,7 +23,7 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 class FakeCluster:
     def __init__(self, clock: Callable[[], datetime] = lambda: EPOCH) -> None:
-        self._clock = clock
+        self._stamp = lambda: clock().strftime("%Y-%m-%dT%H:%M:%SZ")
         self._objects: dict[tuple[str, str, str], Manifest] = {}
         self._numbers = itertools.count(1)
         self.on_change: Callable[[str, Manifest], None] = lambda change, manifest: None
@@ -50,12 +50,9 @@ class FakeCluster:
 
     async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]:
         self._check()
-        wanted = labels or {}
-        return [
-            copy.deepcopy(manifest)
-            for (found_kind, found_namespace, _), manifest in sorted(self._objects.items())
-            if (found_kind, found_namespace) == (kind.kind, namespace) and wanted.items() <= manifest["metadata"].get("labels", {}).items()
-        ]
+        wanted = (labels or {}).items()
+        there = [manifest for key, manifest in sorted(self._objects.items()) if key[:2] == (kind.kind, namespace)]
+        return [copy.deepcopy(one) for one in there if wanted <= one["metadata"].get("labels", {}).items()]
 
     async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
         found = await self.list(ADAPTER, namespace)
@@ -69,10 +66,8 @@ class FakeCluster:
         self._admit("create", manifest)
         if self._key(manifest) in self._objects:
             return False
-        stored = copy.deepcopy(manifest)
-        if manifest["kind"] != "Event":
-            stored["metadata"]["managedFields"] = [entry(manifest, "Update")]
-        self._store(stored)
+        fields = {} if manifest["kind"] == "Event" else {"managedFields": [entry(manifest, "Update")]}
+        self._store(manifest | {"metadata": manifest["metadata"] | fields})
         return True
 
     async def try_create(self, manifest: Manifest) -> None:
@@ -87,46 +82,33 @@ class FakeCluster:
         if existing is None and "uid" in manifest["metadata"]:
             raise ClusterConflict("there is no object of this uid", status=409, reason="Conflict")
         if existing is None:
-            self._store(manifest | {"metadata": {**manifest["metadata"], "managedFields": [entry(manifest, "Apply")]}})
-            return
-        self._replace(existing, applied(existing, manifest))
+            self._store(manifest | {"metadata": manifest["metadata"] | {"managedFields": [entry(manifest, "Apply")]}})
+        else:
+            self._replace(existing, applied(existing, manifest))
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Manifest]) -> Manifest:
         self._check()
-        existing = self._objects.get((kind.kind, namespace, name))
-        if existing is None:
+        if (existing := self.find(kind, name, namespace=namespace)) is None:
             raise ClusterRefused(f"{kind.plural} {name} not found", status=404, reason="NotFound")
         self._admit("patch", existing)
-        self._replace(existing, patched(existing, operations))
-        return copy.deepcopy(self._objects[kind.kind, namespace, name])
+        return copy.deepcopy(self._replace(existing, patched(existing, operations)))
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
         self._check()
-        manifest = self._objects.get((kind.kind, namespace, name))
-        if manifest is None:
-            return
-        self.status_writes += 1
-        manifest["status"] = copy.deepcopy(status)
-        manifest["metadata"]["resourceVersion"] = self._version()
-        self.on_change("MODIFIED", manifest)
+        if (manifest := self.find(kind, name, namespace=namespace)) is not None:
+            self.status_writes += 1
+            self._changed(manifest, status=copy.deepcopy(status))
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
         self._check()
-        manifest = self._objects.get((kind.kind, namespace, name))
-        if manifest is None or manifest["metadata"]["uid"] != uid:
-            return
-        found = manifest["metadata"]["labels"]
-        manifest["metadata"]["resourceVersion"] = self._version()
-        for key, value in labels.items():
-            if value is None:
-                found.pop(key, None)
-            else:
-                found[key] = value
+        if (manifest := self.find(kind, name, namespace=namespace, uid=uid)) is not None:
+            merged = manifest["metadata"]["labels"] | labels
+            manifest["metadata"]["labels"] = {key: value for key, value in merged.items() if value is not None}
+            manifest["metadata"]["resourceVersion"] = str(next(self._numbers))
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         self._check()
-        manifest = self._objects.get((kind.kind, namespace, name))
-        if manifest is None or manifest["metadata"]["uid"] != uid:
+        if self.find(kind, name, namespace=namespace, uid=uid) is None:
             return
         if kind == POD and self.graceful:
             self.tell_to_go(name)
@@ -141,15 +123,13 @@ class FakeCluster:
         if existing is None:
             return self._store(manifest)
         if existing["spec"] != manifest["spec"]:
-            existing["spec"] = copy.deepcopy(manifest["spec"])
             existing["metadata"]["generation"] += 1
-            existing["metadata"]["resourceVersion"] = self._version()
-            self.on_change("MODIFIED", existing)
+            self._changed(existing, spec=copy.deepcopy(manifest["spec"]))
         return existing
 
-    def change(self, kind: Kind, name: str, changed: Callable[[Manifest], object], *, namespace: str = "default") -> None:
+    def change(self, kind: Kind, name: str, changed: Callable[[Manifest], object]) -> None:
         """Change an object's spec in place."""
-        manifest = copy.deepcopy(self._objects[kind.kind, namespace, name])
+        manifest = copy.deepcopy(self._objects[kind.kind, "default", name])
         changed(manifest["spec"])
         self.put(manifest)
 
@@ -157,13 +137,13 @@ class FakeCluster:
         """Deleted and collected at once, with what it owns."""
         manifest = self._objects.pop((kind.kind, namespace, name))
         self.on_change("DELETED", manifest)
-        uid = manifest["metadata"]["uid"]
-        for key, child in list(self._objects.items()):
-            if any(owner["uid"] == uid for owner in child["metadata"].get("ownerReferences", ())):
-                self.remove(KINDS[key[0]], key[2], namespace=key[1])
+        for (child, its_namespace, its_name), found in list(self._objects.items()):
+            if manifest["metadata"]["uid"] in [owner["uid"] for owner in found["metadata"].get("ownerReferences", ())]:
+                self.remove(KINDS[child], its_name, namespace=its_namespace)
 
-    def find(self, kind: Kind, name: str, *, namespace: str = "default") -> Manifest | None:
-        return self._objects.get((kind.kind, namespace, name))
+    def find(self, kind: Kind, name: str, *, namespace: str = "default", uid: str | None = None) -> Manifest | None:
+        found = self._objects.get((kind.kind, namespace, name))
+        return found if found is None or uid in (None, found["metadata"]["uid"]) else None
 
     def names(self, kind: Kind) -> list[str]:
         return sorted(name for found, _, name in self._objects if found == kind.kind)
@@ -175,9 +155,6 @@ class FakeCluster:
     def notes(self, reason: str) -> list[str]:
         """What the Events of a reason say."""
         return [manifest["note"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
-
-    def deployment_status(self, name: str = "d") -> Manifest:
-        return self._objects[DEPLOYMENT.kind, "default", name].get("status", {})
 
     # the kubelet, by hand ---------------------------------------------------------------------------------------------
 
@@ -198,19 +175,13 @@ class FakeCluster:
 
     def running(self, name: str, ip: str, *, ready: bool = False, restarts: int = 0, last: Manifest | None = None) -> None:
         self._objects[POD.kind, "default", name]["spec"]["nodeName"] = "node"
-        last_state = {"terminated": last} if last else {}
-        self.pod_status(
-            name,
-            phase="Running",
-            podIP=ip,
-            conditions=[{"type": "Ready", "status": str(ready)}],
-            containerStatuses=[_container({"running": {}}, restartCount=restarts, lastState=last_state)],
-        )
+        status = [_container({"running": {}}, restartCount=restarts, lastState={"terminated": last} if last else {})]
+        self.pod_status(name, phase="Running", podIP=ip, conditions=[{"type": "Ready", "status": str(ready)}], containerStatuses=status)
 
     def tell_to_go(self, name: str, *, evicted: bool = False) -> None:
         """Ask a pod to leave, as a deletion does, or an eviction through the API."""
         manifest = self._objects[POD.kind, "default", name]
-        manifest["metadata"].setdefault("deletionTimestamp", self._clock().strftime("%Y-%m-%dT%H:%M:%SZ"))
+        manifest["metadata"].setdefault("deletionTimestamp", self._stamp())
         if evicted:
             target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
             self.pod_status(name, conditions=[*manifest["status"].get("conditions", ()), target])
@@ -219,39 +190,37 @@ class FakeCluster:
 
     def ended(self, name: str, *, code: int = 143) -> None:
         """The containers of a pod that is on its way out have ended, and the kubelet says so before it is gone."""
-        ended = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": "2026-01-01T00:00:00Z"}}
         conditions = [one for one in self._objects[POD.kind, "default", name]["status"]["conditions"] if one["type"] == "DisruptionTarget"]
-        ready = {"type": "Ready", "status": "False"}
-        phase = "Failed" if code else "Succeeded"
-        self.pod_status(name, phase=phase, conditions=[*conditions, ready], containerStatuses=[_container(ended)])
+        conditions.append({"type": "Ready", "status": "False"})
+        status = [_container({"terminated": terminated(code)})]
+        self.pod_status(name, phase="Failed" if code else "Succeeded", conditions=conditions, containerStatuses=status)
 
     def crashed(self, name: str, *, code: int, message: str, restarts: int = 1) -> None:
         """In CrashLoopBackOff after the container ended."""
-        ended = {"terminated": {"exitCode": code, "reason": "Error", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}}
         waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
-        status = [_container(waiting, restartCount=restarts, lastState=ended)]
+        status = [_container(waiting, restartCount=restarts, lastState={"terminated": terminated(code, message)})]
         self.pod_status(name, conditions=[{"type": "Ready", "status": "False"}], containerStatuses=status)
 
     def _store(self, manifest: Manifest) -> Manifest:
-        stored = copy.deepcopy(manifest)
-        number = next(self._numbers)
-        stamp = self._clock().strftime("%Y-%m-%dT%H:%M:%SZ")
-        made = {"uid": f"uid-{number}", "resourceVersion": str(number), "creationTimestamp": stamp, "generation": 1}
+        stored, number = copy.deepcopy(manifest), next(self._numbers)
+        made = {"uid": f"uid-{number}", "resourceVersion": str(number), "creationTimestamp": self._stamp(), "generation": 1}
         stored["metadata"] = made | stored["metadata"]
         self._objects[self._key(manifest)] = stored
         self.on_change("ADDED", stored)
         return stored
 
-    def _replace(self, existing: Manifest, updated: Manifest) -> None:
-        """An update that changes nothing is none."""
+    def _replace(self, existing: Manifest, updated: Manifest) -> Manifest:
+        """Return the object after an update; one that changes nothing is none."""
         if updated == existing:
-            return
-        updated["metadata"]["resourceVersion"] = self._version()
+            return existing
         self._objects[self._key(updated)] = updated
-        self.on_change("MODIFIED", updated)
+        return self._changed(updated)
 
-    def _version(self) -> str:
-        return str(next(self._numbers))
+    def _changed(self, manifest: Manifest, **fields: Any) -> Manifest:
+        manifest.update(fields)
+        manifest["metadata"]["resourceVersion"] = str(next(self._numbers))
+        self.on_change("MODIFIED", manifest)
+        return manifest
 
     def _admit(self, verb: str, manifest: Manifest) -> None:
         if manifest["kind"] == "Pod" and self.refuse_pods is not None:
@@ -266,9 +235,13 @@ class FakeCluster:
 
     @staticmethod
     def _key(manifest: Manifest) -> tuple[str, str, str]:
-        metadata = manifest["metadata"]
-        return manifest["kind"], metadata["namespace"], metadata["name"]
+        return manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]
 
 
 def _container(state: Manifest, **more: Any) -> Manifest:
     return {"name": CONTAINER, "state": state, "restartCount": 0, **more}
+
+
+def terminated(code: int, message: str = "") -> Manifest:
+    """Say of a container that it ended, as a kubelet does."""
+    return {"exitCode": code, "reason": "Error" if code else "Completed", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}

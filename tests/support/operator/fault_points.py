@@ -2,12 +2,14 @@
 """Places where the operator may die: before and after everything it does to the cluster or to a worker.
 
 They are found by wrapping the two ports, so that whatever the operator learns to do is a place, too. Looks are none: nothing
-changes by them.
+changes by them. Real: the ports and what they do. Not real: the death in virtual time, which is an exception.
 """
 
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+Action = Callable[..., Awaitable[Any]]
 LOOKS = frozenset({"get", "look_up", "list", "pages", "adapters_of", "state", "try_create", "close"})
 
 
@@ -26,7 +28,7 @@ class FaultPoints:
 
     def wrap(self, port: Any) -> Any:
         """The same port, with places around its actions."""
-        return _Wrapped(port, self)
+        return Wrapped(port, self._act, unwrapped=LOOKS)
 
     def reach(self, place: str) -> None:
         """At a place: die here if it is the one, and stay dead."""
@@ -36,27 +38,27 @@ class FaultPoints:
         if len(self.passed) == self._at:
             self._die(place)
 
+    async def _act(self, name: str, action: Action, *given: Any, **more: Any) -> Any:
+        what = f"{name} {_about(given)}"
+        self.reach(f"before {what}")
+        result = await action(*given, **more)
+        self.reach(f"after {what}")
+        return result
 
-class _Wrapped:
-    def __init__(self, port: Any, points: FaultPoints) -> None:
+
+class Wrapped:
+    """A port whose actions are done by `act`, which is given the name, the action and its arguments."""
+
+    def __init__(self, port: Any, act: Action, *, unwrapped: Collection[str] = ()) -> None:
         self._port = port
-        self._points = points
+        self._act = act
+        self._unwrapped = unwrapped
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._port, name)
-        if name in LOOKS or name.startswith("_") or not callable(found):
+        if name in self._unwrapped or name.startswith("_") or not callable(found):
             return found
-        return self._with_places(name, found)
-
-    def _with_places(self, name: str, action: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def acted(*given: Any, **more: Any) -> Any:
-            what = f"{name} {_about(given)}"
-            self._points.reach(f"before {what}")
-            result = await action(*given, **more)
-            self._points.reach(f"after {what}")
-            return result
-
-        return acted
+        return functools.partial(self._act, name, found)
 
 
 def _about(given: tuple[Any, ...]) -> str:

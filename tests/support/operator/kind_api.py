@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of both kinds, and a real API server that judges them: without a kubectl for each, which takes a quarter of a second."""
+"""Documents of both kinds, their schemas, and a real API server that judges documents.
+
+Real: the API server and our CRDs. The client is Python's, because a kubectl for each takes a quarter of a second.
+"""
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -88,17 +92,14 @@ def _name(document: Document) -> str:
     return str(document["metadata"]["name"])
 
 
-# What a schema says
-
-
 def spec_schema(plural: str) -> Document:
     """The schema of a kind's spec, as `crds/` has it."""
-    return _object_schema(plural)["properties"]["spec"]
+    return object_schema(plural)["properties"]["spec"]
 
 
 def rule_messages(plural: str) -> set[str]:
     """The message of every rule of a kind."""
-    return {rule["message"] for schema in _schemas(_object_schema(plural)) for rule in schema.get("x-kubernetes-validations", ())}
+    return {rule["message"] for schema in schemas(object_schema(plural)) for rule in schema.get("x-kubernetes-validations", ())}
 
 
 def ends(schema: Document, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Document]]:
@@ -123,12 +124,16 @@ def merged(one: Document, other: Document) -> Document:
     return one | other | deeper
 
 
-def _object_schema(plural: str) -> Document:
+@functools.cache
+def object_schema(plural: str) -> Document:
+    """The schema of a kind, which nobody may change."""
     (version,) = yaml.safe_load((ROOT / "crds" / f"{plural}.yaml").read_text())["spec"]["versions"]
     return version["schema"]["openAPIV3Schema"]
 
 
-def _schemas(schema: Document) -> Iterator[Document]:
+def schemas(schema: Document) -> Iterator[Document]:
+    """A schema, and all that are in it."""
     yield schema
-    for inner in (*schema.get("properties", {}).values(), *filter(None, [schema.get("items")])):
-        yield from _schemas(inner)
+    for inner in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
+        if isinstance(inner, dict):
+            yield from schemas(inner)

@@ -2,23 +2,20 @@
 """Manifests of both kinds, made by hypothesis of the schema files themselves: inside the schema, and just outside it.
 
 A new field of a schema is covered by being there. Of the rules in CEL three forms are understood, so that enough manifests pass
-them: exactly one of some fields, a value of a list, and an end that a string must have.
+them: exactly one of some fields, a value of a list, and an end that a string must have. Real: the schemas. Not real: the users.
 """
 
 import copy
-import functools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, Kind
+from support.operator.kind_api import object_schema, schemas
 
-CRDS = Path(__file__).resolve().parents[3] / "crds"
 OPTIONAL_FIELDS = 20  # of 100; more, and hardly a manifest meets all the rules between fields
 MOST_ITEMS = 3
 FEW = {"replicas": 3}  # of these, less than the schema would take: each is a pod
@@ -40,12 +37,6 @@ class Case(NamedTuple):
     touched: tuple[str, ...]
 
 
-class _Node(NamedTuple):
-    holder: Any
-    key: Any
-    schema: Any
-
-
 def cases(number: int, *, count: int) -> list[Case]:
     """The same from the same number."""
     found: list[Case] = []
@@ -60,21 +51,14 @@ def cases(number: int, *, count: int) -> list[Case]:
     return found[:count]
 
 
-@functools.cache
 def schema_of(kind: Kind) -> Any:
     """As the CRD has it."""
-    document = yaml.safe_load((CRDS / f"{kind.plural}.yaml").read_text())
-    return document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return object_schema(kind.plural)
 
 
 def field_names(schema: Any) -> Iterator[str]:
     """Of a schema, all the way down."""
-    for name, inner in schema.get("properties", {}).items():
-        yield name
-        yield from field_names(inner)
-    for deeper in ("items", "additionalProperties"):
-        if isinstance(schema.get(deeper), dict):
-            yield from field_names(schema[deeper])
+    return (name for one in schemas(schema) for name in one.get("properties", ()))
 
 
 @st.composite
@@ -91,9 +75,6 @@ def _case(draw: st.DrawFn) -> Case:
             break
         touched += draw(_put_outside(document, schema))
     return Case(kind, document, suffix, tuple(touched))
-
-
-# inside ---------------------------------------------------------------------------------------------------------------
 
 
 _known: dict[tuple[int, str], st.SearchStrategy[Any]] = {}
@@ -149,11 +130,9 @@ def _array(schema: Any) -> st.SearchStrategy[Any]:
 def _string(schema: Any) -> st.SearchStrategy[str]:
     least, most = schema.get("minLength", 0), schema.get("maxLength", 1000)
     end = _rule(schema, r"endsWith\('([^']*)'\)") or ""
-    if "pattern" in schema:
-        # In Python `$` also is before a newline at the end.
-        plain = st.from_regex(re.compile(schema["pattern"].removesuffix("$") + r"\Z"))
-    else:
-        plain = st.text(min_size=least, max_size=min(most, 20))
+    # In Python `$` also is before a newline at the end.
+    pattern = schema["pattern"].removesuffix("$") + r"\Z" if "pattern" in schema else None
+    plain = st.from_regex(re.compile(pattern)) if pattern else st.text(min_size=least, max_size=min(most, 20))
     return plain.map(lambda text: text + end).filter(lambda text: least <= len(text) <= most)
 
 
@@ -163,31 +142,28 @@ def _rule(schema: Any, form: str) -> str | None:
     return found[0] if found else None
 
 
-# just outside ---------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def _put_outside(draw: st.DrawFn, document: Any, schema: Any) -> list[str]:
     """Changes one place; the fields that it is about, from the outermost on."""
     nodes = list(_nodes(document, "spec", schema, ("spec",)))
-    path, node = nodes[draw(st.integers(0, len(nodes) - 1))]
-    value, kind = node.holder[node.key], draw(st.integers(0, 5))
+    path, holder, place, schema = nodes[draw(st.integers(0, len(nodes) - 1))]
+    value, kind = holder[place], draw(st.integers(0, 5))
     if kind == 0 and isinstance(value, dict):
         value["unheardOf"] = copy.deepcopy(draw(st.sampled_from(ODD)))
         return [*path, "unheardOf"]
-    if kind == 1 and isinstance(node.holder, dict):
-        del node.holder[node.key]
+    if kind == 1 and isinstance(holder, dict):
+        del holder[place]
         return [*path]
-    if kind == 2 and isinstance(value, dict) and node.schema.get("properties"):
-        name = draw(st.sampled_from(sorted(node.schema["properties"])))
-        value[name] = copy.deepcopy(draw(_inside(node.schema["properties"][name], name)))
+    if kind == 2 and isinstance(value, dict) and schema.get("properties"):
+        name = draw(st.sampled_from(sorted(schema["properties"])))
+        value[name] = copy.deepcopy(draw(_inside(schema["properties"][name], name)))
         return [*path, name]
-    if kind == 3 and isinstance(value, dict) and "additionalProperties" in node.schema:
+    if kind == 3 and isinstance(value, dict) and "additionalProperties" in schema:
         key = draw(st.sampled_from(KEYS))
-        value[key] = copy.deepcopy(draw(_inside(node.schema["additionalProperties"])))
+        value[key] = copy.deepcopy(draw(_inside(schema["additionalProperties"])))
         return [*path, key]
-    over = _over(node.schema, value)
-    node.holder[node.key] = copy.deepcopy(draw(st.sampled_from((*over, *ODD) if kind == 4 or not over else over)))
+    over = _over(schema, value)
+    holder[place] = copy.deepcopy(draw(st.sampled_from((*over, *ODD) if kind == 4 or not over else over)))
     return [*path]
 
 
@@ -205,8 +181,9 @@ def _over(schema: Any, value: Any) -> list[Any]:
     return found
 
 
-def _nodes(holder: Any, key: Any, schema: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], _Node]]:
-    yield path, _Node(holder, key, schema)
+def _nodes(holder: Any, key: Any, schema: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any, Any]]:
+    """All places at and under one: the fields that they are about, what holds them, under which key, and their schema."""
+    yield path, holder, key, schema
     value = holder[key]
     if isinstance(value, dict):
         for name in value:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan looks at, for tables: deployments, pods and state documents that say only what a row is about."""
+"""What a plan looks at, for tables: deployments, pods and state documents that say only what a row is about.
+
+Real: the plan and its messages. Not real: there is nothing behind them.
+"""
 
 from datetime import timedelta
 from typing import Any
@@ -35,25 +38,13 @@ REVISION = template_of(made(), default_image="worker:1").revision
 
 
 def pod(index: int = 0, incarnation: int = 0, **facts: Any) -> Pod:
-    defaults = {
-        "created_at": EPOCH,
-        "revision": REVISION,
-        "scheduled": True,
-        "node": "node",
-        "ip": "10.0.0.1",
-        "ready": True,
-        "container": RUNNING,
-    }
-    name = f"d-{index}-{incarnation}"
-    return Pod(name=name, uid=f"uid-{index}-{incarnation}", index=index, incarnation=incarnation, **(defaults | facts))
+    defaults = {"created_at": EPOCH, "revision": REVISION, "scheduled": True, "node": "node", "ip": "10.0.0.1", "ready": True}
+    facts = defaults | {"container": RUNNING} | facts
+    return Pod(name=f"d-{index}-{incarnation}", uid=f"uid-{index}-{incarnation}", index=index, incarnation=incarnation, **facts)
 
 
 def planned(
-    *pods: Pod,
-    states: dict[int, WorkerState] | None = None,
-    status: dict[str, Any] | None = None,
-    stale: tuple[int, ...] = (),
-    **spec: Any,
+    *pods: Pod, states: dict[int, WorkerState] | None = None, status: dict[str, Any] | None = None, stale: tuple[int, ...] = (), **spec: Any
 ) -> DeploymentPlan:
     """Every pod's worker is ready unless `states` says otherwise, by index; of those in `stale` the last poll failed.
 

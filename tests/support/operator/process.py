@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program `diffusion-operator`, which can be told where to die and which counts what it does.
 
-The two ports are wrapped where the process makes them; all else is the real program. `OPERATOR_UNDER_TEST` in the environment is a
+Real: the program, all but its two ports, which are wrapped where the process makes them. `OPERATOR_UNDER_TEST` in the environment is a
 JSON object: `dieAt`, the number of the place to die at; `diedAt`, a file of the kinds of places where it died before: it dies at each
 that is not in it and lives again, always as a process of its own; `controlPort`, where workers listen; `settings`, other values of
 them. Among the metrics are how often each kind of action was begun, how much is kept of objects, and the most passes that one object had.
@@ -59,13 +59,13 @@ class DyingOnce(FaultPoints):
 POINTS = DyingOnce(Path(TOLD["diedAt"])) if "diedAt" in TOLD else FaultPoints(_die, at=TOLD.get("dieAt"))
 
 
-class CountingProcess(handlers.Process):
+class CountingProcess(handlers.Process, Collector):
     """The real one, and the passes of each object that is there."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.passes: Counter[Key] = Counter()
-        metrics.REGISTRY.register(_Counts(self))
+        metrics.REGISTRY.register(self)
 
     async def _reconcile(self, key: Key) -> Result:
         self.passes[key] += 1
@@ -74,20 +74,15 @@ class CountingProcess(handlers.Process):
             del self.passes[key]
         return result
 
-
-class _Counts(Collector):
-    def __init__(self, process: CountingProcess) -> None:
-        self._process = process
-
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        process, runtime = self._process, self._process.runtime
         actions = GaugeMetricFamily("under_test_actions", "Begun.", labels=["what"])
         for what, count in Counter(" ".join(place.split()[1:3]) for place in list(POINTS.passed) if place.startswith("before")).items():
             actions.add_metric([what], count)
         yield actions
-        kept = 0 if runtime is None else sum(map(len, (runtime.memories, runtime.ready_reasons, runtime.touched, runtime.statuses)))
-        yield GaugeMetricFamily("under_test_kept", "Entries about objects.", value=kept + len(process.queue or ()))
-        yield GaugeMetricFamily("under_test_most_passes", "Of one object.", value=max(process.passes.values(), default=0))
+        known = self.runtime
+        kept = 0 if known is None else sum(map(len, (known.memories, known.ready_reasons, known.touched, known.statuses)))
+        yield GaugeMetricFamily("under_test_kept", "Entries about objects.", value=kept + len(self.queue or ()))
+        yield GaugeMetricFamily("under_test_most_passes", "Of one object.", value=max(self.passes.values(), default=0))
 
 
 def _wrap_ports() -> None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real kube-apiserver with our CRDs, one for the whole test session, shared by every folder that imports the fixture.
+"""A real kube-apiserver with our CRDs, one for the whole test session.
 
-from support.operator.real_apiserver import kubeconfig_of_apiserver  # in a conftest.py
+Real: the API server, etcd and kubectl. Not real: there is no scheduler, kubelet or controller.
 """
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,32 +13,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 CRDS = sorted((ROOT / "crds").glob("*.yaml"))
 
-_stack = ExitStack()
-_users = 0
-_kubeconfig: Path | None = None
-
 
 @pytest.fixture(scope="session")
 def kubeconfig_of_apiserver() -> Iterator[Path]:
-    global _users, _kubeconfig
-    if _kubeconfig is None:
-        _kubeconfig = _start()
-    _users += 1
-    yield _kubeconfig
-    _users -= 1
-    if _users == 0:
-        _kubeconfig = None
-        _stack.close()
-
-
-def _start() -> Path:
     from tools.devcluster.apiserver import apiserver
 
-    kubeconfig = _stack.enter_context(apiserver())
+    with apiserver() as kubeconfig:
+        install_crds(kubeconfig)
+        yield kubeconfig
+
+
+def install_crds(kubeconfig: Path) -> None:
+    """Apply our CRDs, and wait until they count."""
     for path in CRDS:
         kubectl(kubeconfig, "apply", "--server-side", "-f", str(path))
     kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
-    return kubeconfig
 
 
 def kubectl(kubeconfig: Path, *arguments: str, stdin: str | None = None) -> str:

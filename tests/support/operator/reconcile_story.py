@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's real reconciles with a real worker server as the pod of a deployment's only replica.
 
-The cluster is the fake one and its time virtual, fifty times as fast as the worker's. The desired file is brought to the worker as a
-kubelet would, a moment after its ConfigMap changed.
+Real: the reconciles, the worker's process and its HTTP. Not real: the cluster, whose time is virtual, fifty times as fast as the
+worker's. The desired file is brought to the worker as a kubelet would, a moment after its ConfigMap changed.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT
 from diffusion_operator.render.control_secret import control_token
 from diffusion_operator.worker_client import HttpWorkerClient
+from support.operator.fake_cluster import terminated
+from support.operator.kind_api import merged
 from support.operator.rig import Rig, deployment
 from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
@@ -42,7 +44,7 @@ class Story:
         client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(self.worker.control_url.rpartition(":")[2]))
         self._clients.append(client)
         self.rig.workers = self.rig.runtime.workers = client  # also for an operator that is restarted
-        ended = {"exitCode": 137, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"} if self._restarts else None
+        ended = terminated(137) if self._restarts else None
         self.rig.cluster.running(POD_NAME, "127.0.0.1", ready=True, restarts=self._restarts, last=ended)
 
     def kill_worker(self) -> None:
@@ -84,12 +86,7 @@ class Story:
 
     def change(self, **spec: Any) -> None:
         """Change fields of the deployment's spec; those of one that is an object one by one."""
-
-        def merge(found: dict[str, Any]) -> None:
-            for name, value in spec.items():
-                found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
-
-        self.rig.cluster.change(DEPLOYMENT, "d", merge)
+        self.rig.cluster.change(DEPLOYMENT, "d", lambda found: found.update(merged(found, spec)))
 
     def records(self) -> dict[str, tuple[str, str]]:
         """State and residency of what the worker has, by name."""
@@ -110,7 +107,7 @@ def write_desired(rig: Rig, path: Path) -> None:
 
 @asynccontextmanager
 async def story(
-    *options: str, program: tuple[str, ...] = FAKE_PROGRAM, ranks: int = 1, env: Mapping[str, str] | None = None, **spec: Any
+    *options: str, program: tuple[str, ...] = FAKE_PROGRAM, env: Mapping[str, str] | None = None, **spec: Any
 ) -> AsyncIterator[Story]:
     """A deployment with this spec; `options` and `env` are the worker's."""
     rig = Rig()
@@ -122,7 +119,7 @@ async def story(
         desired = Path(folder) / "desired.json"
         write_desired(rig, desired)
         mounted = (f"--desired={desired}", f"--state-dir={folder}", *options)
-        with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, ranks=ranks, env=env) as worker:
+        with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, env=env) as worker:
             worker.wait_ready()
             told = Story(rig, worker, desired)
             told.adopt_worker()

@@ -1,35 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw requests to a real API server, by somebody who may do everything: what a user, a kubelet or a controller would do."""
+"""Raw requests to a real API server, by somebody who may do everything: what a user, a kubelet or a controller would do.
 
-import base64
+Real: the server, its admission and its answers. Not real: the user.
+"""
+
 import json
-import ssl
-import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+from kubernetes.aio import client, config
+from kubernetes.aio.client.rest import RESTClientObject
 
 from diffusion_operator.api.names import Kind
 
 MERGE = "application/merge-patch+json"
+TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
 class RestClient:
     """An async context manager; answers are (status, document)."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        document = json.loads(kubeconfig.read_text())
-        self._server = document["clusters"][0]["cluster"]["server"]
-        self._ssl = _context(document)
+        self._kubeconfig = kubeconfig
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._ssl, limit=32))
+        found = client.Configuration()
+        await config.load_kube_config(config_file=str(self._kubeconfig), client_configuration=found)
+        connector = aiohttp.TCPConnector(ssl=RESTClientObject(found).ssl_context, limit=32)
+        self._session = aiohttp.ClientSession(found.host, connector=connector, timeout=TIMEOUT)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
 
@@ -38,13 +41,13 @@ class RestClient:
         assert self._session is not None
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {"Content-Type": content_type} if data is not None else {}
-        timeout = aiohttp.ClientTimeout(total=30)
-        async with self._session.request(method, self._server + path, data=data, headers=headers, timeout=timeout) as answer:
+        async with self._session.request(method, path, data=data, headers=headers) as answer:
             return answer.status, await answer.json()
 
-    async def create(self, kind: Kind, namespace: str, document: object, *, strict: bool = False) -> tuple[int, Any]:
+    async def create(self, kind: Kind, namespace: str, document: Any, *, strict: bool = False) -> tuple[int, Any]:
         """As `kubectl` does where it is strict: a field that is not known is refused."""
-        return await self.send("POST", path_of(kind, namespace) + ("?fieldValidation=Strict" if strict else ""), document)
+        placed = document | {"metadata": document["metadata"] | {"namespace": namespace}}
+        return await self.send("POST", path_of(kind, namespace) + ("?fieldValidation=Strict" if strict else ""), placed)
 
     async def list(self, kind: Kind, namespace: str) -> list[Any]:
         """All of a kind."""
@@ -63,22 +66,15 @@ class RestClient:
 
     async def make_namespace(self, name: str) -> None:
         """Of this name; must not be there yet."""
-        status, found = await self.send("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+        await self.make("/api/v1/namespaces", {"metadata": {"name": name}})
+
+    async def make(self, path: str, document: object) -> None:
+        """Any object, at the path of its collection, which must take it."""
+        status, found = await self.send("POST", path, document)
         assert status == 201, found
 
 
-def path_of(kind: Kind, namespace: str) -> str:
-    """Of its collection."""
+def path_of(kind: Kind, namespace: str | None = None) -> str:
+    """Return the path of a collection, in all namespaces where none is named."""
     prefix = "apis" if "/" in kind.api_version else "api"
-    return f"/{prefix}/{kind.api_version}/namespaces/{namespace}/{kind.plural}"
-
-
-def _context(document: Any) -> ssl.SSLContext:
-    user = document["users"][0]["user"]
-    authority = base64.b64decode(document["clusters"][0]["cluster"]["certificate-authority-data"]).decode()
-    context = ssl.create_default_context(cadata=authority)
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(base64.b64decode(user["client-certificate-data"]) + base64.b64decode(user["client-key-data"]))
-        file.flush()
-        context.load_cert_chain(file.name)
-    return context
+    return f"/{prefix}/{kind.api_version}{f'/namespaces/{namespace}' if namespace else ''}/{kind.plural}"

@@ -2,18 +2,17 @@
 """The operator without kopf, in virtual time: real reconciles over the fake cluster and scripted workers.
 
 Changes in the cluster wake keys as the handlers do; requeue times are kept; `run(seconds)` lets that much time pass.
+
+Real: every reconcile and plan. Not real: the API server, which is FakeCluster, the workers, the clock and the queue.
 """
 
-import heapq
 import itertools
 import json
 from datetime import datetime, timedelta
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
-from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_ROUTABLE, POD
 from diffusion_operator.errors import OperatorError
 from diffusion_operator.metrics import PrometheusMeter
@@ -21,7 +20,7 @@ from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.settings import OperatorPods, Settings
-from support.operator.fake_cluster import EPOCH, FakeCluster
+from support.operator.fake_cluster import EPOCH, FakeCluster, terminated
 from support.operator.scripted_workers import ScriptedWorker, ScriptedWorkers
 
 JOIN_S = 0.05
@@ -44,11 +43,10 @@ def adapter(name: str = "x", path: str = "/loras/x", deployment: str = "d", **sp
 class Rig:
     def __init__(self) -> None:
         self.now = EPOCH
-        self.cluster = FakeCluster(clock=lambda: self.now)
+        self.cluster = FakeCluster(clock=self.clock)
         self.cluster.on_change = self._changed
         self.workers = ScriptedWorkers()
         self._due: dict[Key, datetime] = {}
-        self._order = itertools.count()
         self._boots = itertools.count(1)
         self.errors: list[str] = []
         self.survives: type[Exception] = OperatorError
@@ -64,7 +62,7 @@ class Rig:
         settings = Settings(engine_image="worker:1", operator_key=self.keys[0], previous_keys=self.keys[1:], operator_pods=OPERATOR_PODS)
         self.registry = CollectorRegistry()
         meter = PrometheusMeter(self.registry)
-        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=lambda: self.now, wake=self._wake, meter=meter)
+        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=self.clock, wake=self._wake, meter=meter)
 
     def restart_operator(self) -> None:
         """Memory is lost; everything is looked at again."""
@@ -75,8 +73,8 @@ class Rig:
 
     async def run(self, seconds: float = 5.0) -> None:
         end = self.now + timedelta(seconds=seconds)
-        while due := self._next(end):
-            key, when = due
+        while self._due and (soonest := min(self._due.items(), key=lambda item: item[1]))[1] <= end:
+            key, when = soonest
             self.now = max(self.now, when)
             del self._due[key]
             await self._reconcile(key)
@@ -85,16 +83,12 @@ class Rig:
     async def _reconcile(self, key: Key) -> None:
         try:
             result = await reconcile(self.runtime, key)
+            again_s = None if result.gone else result.requeue_after_s
         except self.survives as error:
             self.errors.append(str(error))
-            self._due.setdefault(key, self.now + timedelta(seconds=RETRY_S))
-            return
-        if not result.gone and result.requeue_after_s is not None:
-            self._due.setdefault(key, self.now + timedelta(seconds=result.requeue_after_s))
-
-    def _next(self, end: datetime) -> tuple[Key, datetime] | None:
-        soonest = heapq.nsmallest(1, self._due.items(), key=lambda item: item[1])
-        return soonest[0] if soonest and soonest[0][1] <= end else None
+            again_s = RETRY_S
+        if again_s is not None:
+            self._due.setdefault(key, self.now + timedelta(seconds=again_s))
 
     def _wake(self, key: Key) -> None:
         self.runtime.touched.add(key)
@@ -116,11 +110,7 @@ class Rig:
     def start(self, pod: str, **script: Any) -> ScriptedWorker:
         """The pod runs, and its worker with it; the worker has tried the mounted adapters."""
         number = next(self._boots)
-        ip = f"10.0.0.{number}"
-        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{number}", clock=self.clock, **script))
-        self._load_mounted(worker)
-        self.cluster.running(pod, ip, ready=True)
-        return worker
+        return self._begin(pod, f"10.0.0.{number}", number, script)
 
     def start_all(self, **script: Any) -> list[ScriptedWorker]:
         """Every pod that does not run yet."""
@@ -131,20 +121,15 @@ class Rig:
         """Same pod, new server process."""
         found = self.cluster.find(POD, pod)
         assert found is not None
-        ip, restarts = found["status"]["podIP"], found["status"]["containerStatuses"][0]["restartCount"] + 1
-        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._boots)}", clock=self.clock, **script))
-        self._load_mounted(worker)
-        ended = {"exitCode": code, "reason": "Error", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}
-        self.cluster.running(pod, ip, ready=True, restarts=restarts, last=ended)
-        return worker
+        said = {"restarts": found["status"]["containerStatuses"][0]["restartCount"] + 1, "last": terminated(code, message)}
+        return self._begin(pod, found["status"]["podIP"], next(self._boots), script, **said)
 
-    def _load_mounted(self, worker: ScriptedWorker) -> None:
-        for wanted in self.desired()["adapters"]:
-            try:
-                worker.load_adapter(wanted["name"], msgspec.convert(wanted, AdapterLoad))
-            except OperatorError:
-                continue
+    def _begin(self, pod: str, ip: str, number: int, script: dict[str, Any], **said: Any) -> ScriptedWorker:
+        worker = self.workers.add(ip, ScriptedWorker(boot_id=f"boot-{number}", clock=self.clock, **script))
+        worker.load_mounted(self.desired()["adapters"])
         worker.calls.clear()
+        self.cluster.running(pod, ip, ready=True, **said)
+        return worker
 
     # looking ----------------------------------------------------------------------------------------------------------
 
@@ -153,7 +138,7 @@ class Rig:
         return json.loads(found["data"]["desired.json"]) if found else {"adapters": []}
 
     def status(self, name: str = "d") -> dict[str, Any]:
-        return self.cluster.deployment_status(name)
+        return (self.cluster.find(DEPLOYMENT, name) or {}).get("status", {})
 
     def condition(self, type_: str, name: str = "d") -> tuple[str, str]:
         return _condition(self.status(name), type_)
@@ -162,8 +147,7 @@ class Rig:
         return next(one["message"] for one in self.status(name)["conditions"] if one["type"] == type_)
 
     def adapter_status(self, name: str = "x") -> dict[str, Any]:
-        found = self.cluster.find(ADAPTER, name)
-        return found.get("status", {}) if found else {}
+        return (self.cluster.find(ADAPTER, name) or {}).get("status", {})
 
     def adapter_condition(self, type_: str, name: str = "x") -> tuple[str, str]:
         return _condition(self.adapter_status(name), type_)

@@ -1,38 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """A WorkerClient over workers in memory, by IP: each does what it is told at once, unless its script says otherwise.
 
-Sleep is as the real one's: harmless calls, conflicts, a drain that a wake ends, a wake by a held request, ages by a clock.
+Real: the messages. Not real: the model, its ranks, and the bytes of adapters. Sleep is as the real one's: harmless calls, conflicts, a
+drain that a wake ends, a wake by a held request, ages by a clock.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 import msgspec
 
+from diffusion_operator.api import worker_state
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
 from diffusion_operator.api.source import identity
-from diffusion_operator.api.worker_state import (
-    AdapterRecord,
-    HeldReport,
-    LoadReport,
-    LossReport,
-    ModelReport,
-    Operation,
-    RecordState,
-    WireError,
-    WorkerPhase,
-    WorkerState,
-)
-from diffusion_operator.errors import ControlError, ControlRefused, ControlUnreachable
-from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
+from diffusion_operator.errors import ControlRefused, ControlUnreachable, OperatorError
+from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from support.operator.fake_cluster import EPOCH
 
 RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
-DIGITS = ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
+DIGITS = worker_state.ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
 NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
+# These are in the state document as they are.
+SAID = ("boot_id", "in_flight", "operation", "last_operation", "load", "model", "failure", "generation", "last_loss", "policy")
 
 
 @dataclass
@@ -75,23 +70,23 @@ class ScriptedWorker:
     _asked: dict[str, AdapterLoad] = field(default_factory=dict)
     operation: Operation | None = None
     last_operation: Operation | None = None
-    load: LoadReport = field(default_factory=LoadReport)
-    model: ModelReport = DIGITS
+    load: worker_state.LoadReport = field(default_factory=worker_state.LoadReport)
+    model: worker_state.ModelReport = DIGITS
     failure: WireError | None = None
     generation: int = 1
-    last_loss: LossReport | None = None
+    last_loss: worker_state.LossReport | None = None
     calls: list[str] = field(default_factory=list)
     level: SleepLevel = SleepLevel.HOST_MEMORY
     """Of the sleep in progress, or the last one."""
     wakes_by_itself: int = 0
-    _seen: tuple[WorkerPhase, datetime] | None = None
+    _seen: tuple[WorkerPhase, datetime] = (WorkerPhase.READY, EPOCH)
 
     def __post_init__(self) -> None:
         self._seen = (self.phase, self.clock())
 
     def _state_age_s(self) -> float:
         """Since the phase was first another one, at some look or operation."""
-        if self._seen is None or self._seen[0] is not self.phase:
+        if self._seen[0] is not self.phase:
             self._seen = (self.phase, self.clock())
         return (self.clock() - self._seen[1]).total_seconds()
 
@@ -111,23 +106,10 @@ class ScriptedWorker:
             self.begin("wake", f"demand-{self.wakes_by_itself}")
 
     def state(self) -> WorkerState:
-        return WorkerState(
-            boot_id=self.boot_id,
-            state=self.phase,
-            in_flight=self.in_flight,
-            operation=self.operation,
-            last_operation=self.last_operation,
-            load=self.load,
-            model=self.model,
-            adapters=(*self.adapters.values(), *self.loading.values(), *self.draining.values()),
-            failure=self.failure,
-            generation=self.generation,
-            last_loss=self.last_loss,
-            policy=self.policy,
-            held=HeldReport(current=self.held_requests, oldest_age_seconds=1.0 if self.held_requests else None),
-            last_request_age_seconds=self._request_age_s(),
-            state_age_seconds=self._state_age_s(),
-        )
+        held = worker_state.HeldReport(current=self.held_requests, oldest_age_seconds=1.0 if self.held_requests else None)
+        ages = {"last_request_age_seconds": self._request_age_s(), "state_age_seconds": self._state_age_s()}
+        adapters = (*self.adapters.values(), *self.loading.values(), *self.draining.values())
+        return WorkerState(state=self.phase, adapters=adapters, held=held, **ages, **{name: getattr(self, name) for name in SAID})
 
     def sleep(self, call: SleepWorker) -> None:
         self.policy = call.policy
@@ -137,7 +119,7 @@ class ScriptedWorker:
         self._check_free("sleep", call.operation_id)
         idle_s = self._request_age_s()
         if call.if_idle_since_s is not None and idle_s is not None and idle_s < call.if_idle_since_s:
-            raise _refused("Busy", retryable=True)
+            raise _refused("Busy")
         self.level = call.level
         self.begin("sleep", call.operation_id)
 
@@ -158,7 +140,7 @@ class ScriptedWorker:
         if self.refuse_operations:
             raise ControlRefused(self.refuse_operations.pop(0), status=409)
         if self.operation is not None and self.operation.operation_id != operation_id:
-            raise _refused("Conflict", retryable=True)
+            raise _refused("Conflict")
 
     def begin(self, kind: str, operation_id: str) -> None:
         self.calls.append(f"{kind} {operation_id}")
@@ -174,16 +156,13 @@ class ScriptedWorker:
     def finish(self) -> None:
         """The operation in progress ends."""
         assert self.operation is not None
-        kind, error = self.operation.kind, None
-        if self.failing_operations:
-            self.failing_operations -= 1
-            error = self.operation_error
+        kind, error = self.operation.kind, self.operation_error if self.failing_operations else None
+        self.failing_operations -= error is not None
         asleep = (kind == "sleep") is (error is None)
         self.phase = WorkerPhase.ASLEEP if asleep else WorkerPhase.READY
         freed = 3_200_000_000 if kind == "sleep" and error is None else None
-        identity = self.operation.operation_id
-        self.last_operation = Operation(operation_id=identity, kind=kind, error=error, seconds=0.25, freed_bytes=freed, level=self.level)
-        self.operation = None
+        after = {"error": error, "seconds": 0.25, "freed_bytes": freed, "level": self.level}
+        self.last_operation, self.operation = msgspec.structs.replace(self.operation, **after), None
         self._adapters_after(kind, asleep=asleep)
         if not asleep:
             self.held_requests = 0
@@ -191,12 +170,12 @@ class ScriptedWorker:
 
     def _adapters_after(self, kind: str, *, asleep: bool) -> None:
         """A sleep that discards takes the ranks' copies; a wake loads what is deferred."""
-        if asleep and kind == "sleep" and self.level is SleepLevel.DISCARD:
-            self.adapters = {name: _deferred(one) for name, one in self.adapters.items()}
-        if not asleep and kind == "wake":
-            for name, one in list(self.adapters.items()):
-                if one.state is RecordState.DEFERRED:
-                    self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
+        discards, wakes = asleep and kind == "sleep" and self.level is SleepLevel.DISCARD, not asleep and kind == "wake"
+        for name, one in list(self.adapters.items()):
+            if discards and one.state is RecordState.LOADED:
+                self._change(name, state=RecordState.DEFERRED, ranks_loaded=0)
+            if wakes and one.state is RecordState.DEFERRED:
+                self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
 
     def load_adapter(self, name: str, load: AdapterLoad) -> None:
         """A put: taken over where the bytes are here already, else loaded, beside another version of the name."""
@@ -220,6 +199,12 @@ class ScriptedWorker:
         if error is not None:
             raise ControlRefused(error, status=409)
 
+    def load_mounted(self, wanted: Iterable[dict[str, Any]]) -> None:
+        """Try the adapters of the desired file, as a worker does that begins."""
+        for one in wanted:
+            with contextlib.suppress(OperatorError):
+                self.load_adapter(one["name"], msgspec.convert(one, AdapterLoad))
+
     def _defer(self, name: str, load: AdapterLoad, present: AdapterRecord | None) -> None:
         """Told while it sleeps: what it has takes over the new words, what it has not is fetched and kept for the wake."""
         error = self.refusals.get(identity(load.source))
@@ -242,12 +227,11 @@ class ScriptedWorker:
 
     def evict(self, name: str, *, error: WireError | None = None) -> None:
         """Out of memory; with an error, which the last request met that wanted it back."""
-        self.adapters[name] = msgspec.structs.replace(self.adapters[name], state=RecordState.CACHED, ranks_loaded=0, error=error)
+        self._change(name, state=RecordState.CACHED, ranks_loaded=0, error=error)
 
     def use(self, name: str, *, requests: int, age_s: float, running: int = 0) -> None:
-        record = self.adapters[name]
-        total = record.requests_total + requests
-        self.adapters[name] = msgspec.structs.replace(record, requests_total=total, last_request_age_seconds=age_s, refs=running)
+        total = self.adapters[name].requests_total + requests
+        self._change(name, requests_total=total, last_request_age_seconds=age_s, refs=running)
 
     def remove(self, name: str) -> None:
         """Gone at once, unless requests still use it: then it drains until `drained`."""
@@ -267,31 +251,20 @@ class ScriptedWorker:
             error = WireError(code="DigestMismatch", message=f"expected {load.digest}, found {found}")
         present = self.adapters.get(name)
         if error is not None and present is not None and present.state is RecordState.LOADED:
-            self.adapters[name] = msgspec.structs.replace(present, error=error)
+            self._change(name, error=error)
             return error
-        self.loads += [name] if error is None else []
-        self.adapters[name] = _told(
-            AdapterRecord(
-                name=name,
-                state=RecordState.FAILED if error else RecordState.LOADED,
-                digest=None if error else found,
-                revision=self.revisions.get(where),
-                rank=self.rank,
-                modules=24,
-                size_bytes=100,
-                components=load.components or self.components,
-                format="peft",
-                alpha=8.0,
-                base_model="digits",
-                ranks_loaded=0 if error else 1,
-                ranks_total=1,
-                error=error,
-                load_seconds=None if error else len(self.loads) / 2,
-            ),
-            load,
-        )
+        facts = {"rank": self.rank, "modules": 24, "size_bytes": 100, "format": "peft", "alpha": 8.0, "base_model": "digits"}
+        facts |= {"revision": self.revisions.get(where), "components": load.components or self.components}
+        if error is None:
+            self.loads.append(name)
+            facts |= {"digest": found, "ranks_loaded": 1, "load_seconds": len(self.loads) / 2}
+        state = RecordState.LOADED if error is None else RecordState.FAILED
+        self.adapters[name] = _told(AdapterRecord(name=name, state=state, ranks_total=1, error=error, **facts), load)
         self._make_room(name)
         return error
+
+    def _change(self, name: str, **facts: Any) -> None:
+        self.adapters[name] = msgspec.structs.replace(self.adapters[name], **facts)
 
     def _make_room(self, newest: str) -> None:
         loaded = {name: record for name, record in self.adapters.items() if record.state is RecordState.LOADED}
@@ -302,11 +275,6 @@ class ScriptedWorker:
     def _same(self, record: AdapterRecord, load: AdapterLoad) -> bool:
         same = record.digest == load.digest if load.digest and record.digest else record.source == load.source
         return same and record.components == (load.components or self.components)
-
-
-def _deferred(record: AdapterRecord) -> AdapterRecord:
-    loaded = record.state is RecordState.LOADED
-    return msgspec.structs.replace(record, state=RecordState.DEFERRED, ranks_loaded=0) if loaded else record
 
 
 def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
@@ -329,34 +297,35 @@ class ScriptedWorkers:
 
     async def state(self, ip: str, *, token: str) -> WorkerState:
         self.tokens.add(token)
-        worker = self._by_ip.get(ip)
-        if worker is None or worker.unreachable:
-            raise ControlUnreachable(f"{ip}: connection refused")
-        return worker.state()
+        return self._reached(ip).state()
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
-        self._called(call.worker.ip, call.worker.boot_id).sleep(call)
+        self._called(call.worker).sleep(call)
 
     async def wake(self, call: WakeWorker, *, token: str) -> None:
-        self._called(call.worker.ip, call.worker.boot_id).wake(call)
+        self._called(call.worker).wake(call)
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
-        worker = self._called(call.worker.ip, call.worker.boot_id)
+        worker = self._called(call.worker)
         if worker.phase not in (WorkerPhase.READY, WorkerPhase.ASLEEP):
-            raise _refused("Asleep", retryable=True)
+            raise _refused("Asleep")
         worker.load_adapter(call.name, call.load)
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
-        self._called(call.worker.ip, call.worker.boot_id).remove(call.name)
+        self._called(call.worker).remove(call.name)
 
-    def _called(self, ip: str, boot_id: str) -> ScriptedWorker:
-        worker = self._by_ip[ip]
-        if worker.unreachable:
+    def _reached(self, ip: str) -> ScriptedWorker:
+        worker = self._by_ip.get(ip)
+        if worker is None or worker.unreachable:
             raise ControlUnreachable(f"{ip}: connection refused")
-        if worker.boot_id != boot_id:
+        return worker
+
+    def _called(self, address: WorkerAddress) -> ScriptedWorker:
+        worker = self._reached(address.ip)
+        if worker.boot_id != address.boot_id:
             raise _refused("WrongBoot", retryable=False)
         return worker
 
 
-def _refused(code: str, *, retryable: bool) -> ControlError:
+def _refused(code: str, *, retryable: bool = True) -> ControlRefused:
     return ControlRefused(WireError(code=code, message=code, retryable=retryable), status=409)

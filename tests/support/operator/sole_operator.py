@@ -2,12 +2,13 @@
 """For tests of the operator as a process: an API server on which no other operator works, whoever does what a user does there, and a
 fake kubelet.
 
-from support.operator.sole_operator import client, kubeconfig, kubelet  # in a conftest.py
+Real: the API server and the operator's program. Not real: the kubelet, its workers and the garbage collector, which are FakeKubelet.
 """
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -16,12 +17,15 @@ from typing import Any
 import pytest
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
+from support.operator import rig
 from support.operator.fake_kubelet import FakeKubelet
 from support.operator.rest_client import RestClient, path_of
 from support.soak.operator_invariants import untrue
 from support.soak.operator_process import OperatorProcess, own_apiserver
 
 DEADLINE_S = 60.0
+deployment = rig.deployment
+adapter = functools.partial(rig.adapter, "a", "/loras/a")
 
 
 @pytest.fixture(scope="session")
@@ -47,18 +51,10 @@ async def kubelet(client: RestClient) -> AsyncIterator[FakeKubelet]:
 
 
 @contextmanager
-def running(
-    folder: Path,
-    kubeconfig: Path,
-    *,
-    control_port: int | None = None,
-    image: str = "worker:1",
-    arguments: Sequence[str] = (),
-    **settings: float,
-) -> Iterator[OperatorProcess]:
+def running(folder: Path, kubeconfig: Path, **options: Any) -> Iterator[OperatorProcess]:
     """Ready at the beginning, ended at the end."""
     folder.mkdir(exist_ok=True)
-    operator = OperatorProcess(folder, kubeconfig, control_port=control_port, image=image, arguments=arguments, **settings)
+    operator = OperatorProcess(folder, kubeconfig, **options)
     operator.start()
     try:
         operator.wait_ready()
@@ -99,18 +95,7 @@ class Namespaces:
 
     async def pods(self) -> list[str]:
         """All of them."""
-        found = [f"{name}/{pod['metadata']['name']}" for name in self._names for pod in await self._client.list(POD, name)]
-        return sorted(found)
-
-
-def deployment(**spec: Any) -> dict[str, Any]:
-    base = {"model": {"source": {"path": "/models/m"}}, "resources": {"gpuResourceName": "none"}}
-    return {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "metadata": {"name": "d"}, "spec": base | spec}
-
-
-def adapter(name: str = "a") -> dict[str, Any]:
-    spec = {"deploymentRef": {"name": "d"}, "source": {"path": "/loras/a"}}
-    return {"apiVersion": ADAPTER.api_version, "kind": ADAPTER.kind, "metadata": {"name": name}, "spec": spec}
+        return sorted([f"{name}/{pod['metadata']['name']}" for name in self._names for pod in await self._client.list(POD, name)])
 
 
 def status_writes(operator: OperatorProcess) -> int:

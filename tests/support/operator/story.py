@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A deployment's whole life, told in virtual time by operators that may die or be two, and what the telling left behind.
 
-Made for comparing: a telling with faults with one without.
+Made for comparing: a telling with faults with one without. Real: the reconciles. Not real: the cluster and the workers, which are Rig's.
 """
 
 import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, KINDS, POD, SERVICE
-from support.operator.fault_points import FaultPoints, OperatorDied
+from support.operator.fault_points import Action, FaultPoints, OperatorDied, Wrapped
 from support.operator.rig import Rig, adapter, deployment
 from support.operator.scripted_workers import ScriptedWorker
 
@@ -42,14 +43,14 @@ class End(NamedTuple):
     events: Counter[tuple[str, str]]
 
 
+@dataclass
 class Told:
     """What a telling left behind."""
 
-    def __init__(self) -> None:
-        self.ends: list[End] = []
-        self.deaths: list[str] = []
-        self.wrong: list[str] = []
-        self.status_writes = 0
+    ends: list[End] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    status_writes: int = 0
 
 
 class Teller:
@@ -79,8 +80,18 @@ class Teller:
         other = Rig()
         self._listeners.append(other.cluster.on_change)
         self._rigs.append(other)
+
+        async def hesitate(_name: str, action: Action, *given: Any, **more: Any) -> Any:
+            """Take a random number of turns of the event loop, before and after."""
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            result = await action(*given, **more)
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            return result
+
         for rig in self._rigs:
-            rig.runtime.cluster, rig.runtime.workers = _Hesitating(self.rig.cluster, rng), _Hesitating(self.rig.workers, rng)
+            rig.runtime.cluster, rig.runtime.workers = Wrapped(self.rig.cluster, hesitate), Wrapped(self.rig.workers, hesitate)
 
     def _die(self, place: str) -> None:
         self.told.deaths.append(place)
@@ -89,13 +100,11 @@ class Teller:
     def _changed(self, change: str, manifest: dict[str, Any]) -> None:
         for listener in self._listeners:
             listener(change, manifest)
-        if (change, manifest["kind"]) != ("ADDED", POD.kind):
-            return
-        name = manifest["metadata"]["name"]
-        others = [other for other in self.rig.cluster.names(POD) if other != name and other.split("-")[1] == name.split("-")[1]]
-        if others:
-            self.told.wrong.append(f"pod {name} was made beside {others}")
-        self._pods_made += 1
+        if (change, manifest["kind"]) == ("ADDED", POD.kind):
+            name = manifest["metadata"]["name"]
+            others = [other for other in self.rig.cluster.names(POD) if other != name and other.split("-")[1] == name.split("-")[1]]
+            self.told.wrong += [f"pod {name} was made beside {others}"] if others else []
+            self._pods_made += 1
 
     async def tell(self, *, to_the_end: bool = True) -> Told:
         """All of it, or only to the step after the first death."""
@@ -122,13 +131,8 @@ class Teller:
         self._workers += self.rig.start_all()
 
     async def _end(self) -> End:
-        events = await self.rig.cluster.list(EVENT, "default")
-        return End(
-            standing=self._standing(),
-            pods_made=self._pods_made,
-            operations=sorted(_operations(worker) for worker in self._workers),
-            events=Counter((event["reason"], event["regarding"]["name"]) for event in events),
-        )
+        events = Counter((one["reason"], one["regarding"]["name"]) for one in await self.rig.cluster.list(EVENT, "default"))
+        return End(self._standing(), self._pods_made, sorted(map(_operations, self._workers)), events)
 
     def _standing(self) -> dict[str, Any]:
         rig, pods = self.rig, self.rig.cluster.names(POD)
@@ -137,34 +141,12 @@ class Teller:
         if rig.cluster.find(DEPLOYMENT, "d"):
             status = rig.status()
             told = sorted(f"d-{one['index']}-{one['incarnation']}" for one in status["replicaStates"])
-            if told != pods:
-                self.told.wrong.append(f"the status tells of {told}, and there are {pods}")
+            self.told.wrong += [f"the status tells of {told}, and there are {pods}"] if told != pods else []
             found |= {"conditions": _facts(status), "replicaStates": sorted(one["state"] for one in status["replicaStates"])}
             found |= {"observed": status["observedGeneration"], "desired": [one["name"] for one in rig.desired()["adapters"]]}
         if rig.cluster.find(ADAPTER, "x"):
             found |= {"adapter": _facts(rig.adapter_status())}
         return found
-
-
-class _Hesitating:
-    """A port whose calls take a random number of turns of the event loop."""
-
-    def __init__(self, port: Any, rng: random.Random) -> None:
-        self._port = port
-        self._rng = rng
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._port, name)
-
-        async def later(*given: Any, **more: Any) -> Any:
-            for _ in range(self._rng.randrange(4)):
-                await asyncio.sleep(0)
-            result = await found(*given, **more)
-            for _ in range(self._rng.randrange(4)):
-                await asyncio.sleep(0)
-            return result
-
-        return later
 
 
 def _operations(worker: ScriptedWorker) -> list[str]:

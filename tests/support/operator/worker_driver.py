@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's own client on a real worker server, and calls to it in the words of a test."""
+"""The operator's own client on a real worker server, and calls to it in the words of a test; and the worker's own parser.
+
+Real: the client, its HTTP and the server. Not real: the pod, the reconciles, and with FAKE_PROGRAM the ranks.
+"""
 
 import asyncio
 import shutil
@@ -7,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import click
 import pytest
 
 from diffusion_operator.api.adapter_load import AdapterLoad
@@ -17,6 +21,8 @@ from diffusion_operator.errors import ControlRefused
 from diffusion_operator.plan.observed.observed import AttemptKey
 from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from diffusion_operator.worker_client import HttpWorkerClient
+from diffusion_worker import cli
+from diffusion_worker.config import WorkerConfig
 from support.worker.process import DIGITS, WorkerProcess
 
 IP = "127.0.0.1"
@@ -39,25 +45,9 @@ class Driver:
     async def state(self) -> WorkerState:
         return await self.client.state(IP, token=self.token)
 
-    async def sleep(
-        self,
-        mode: DrainMode = DrainMode.WAIT,
-        operation_id: str | None = None,
-        *,
-        level: SleepLevel = SleepLevel.HOST_MEMORY,
-        policy: SleepPolicy = SleepPolicy.ASLEEP,
-        if_idle_since_s: int | None = None,
-    ) -> None:
-        call = SleepWorker(
-            worker=self.address,
-            operation_id=operation_id or self._id(),
-            attempt=1,
-            mode=mode,
-            deadline_s=30,
-            level=level,
-            policy=policy,
-            if_idle_since_s=if_idle_since_s,
-        )
+    async def sleep(self, mode: DrainMode = DrainMode.WAIT, operation_id: str | None = None, **said: Any) -> None:
+        said = {"level": SleepLevel.HOST_MEMORY, "policy": SleepPolicy.ASLEEP, "attempt": 1, "deadline_s": 30} | said
+        call = SleepWorker(worker=self.address, operation_id=operation_id or self._id(), mode=mode, **said)
         await self.client.sleep(call, token=self.token)
 
     async def wake(self, operation_id: str | None = None, *, policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE) -> None:
@@ -109,3 +99,11 @@ async def refusal(call: Awaitable[object]) -> ControlRefused:
     with pytest.raises(ControlRefused) as info:
         await call
     return info.value
+
+
+def config_of_arguments(arguments: list[str]) -> WorkerConfig:
+    """The settings that `diffusion-worker` would serve with; raises what the parser raises."""
+    command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
+    assert command is not None
+    context = command.make_context("serve", arguments[1:])
+    return cli.config_of({name: value for name, value in context.params.items() if name not in ("host", "port", "control_port")})
