@@ -5,7 +5,7 @@ from typing import Any
 
 from support.runner.rank_processes import Rank
 from support.runner.wordy_pipelines import WordyFlux, runner_of
-from support.worker.corrupting_extension import flip
+from support.worker.extensions import flip
 
 
 def tensor(rank: Rank) -> dict[str, Any]:

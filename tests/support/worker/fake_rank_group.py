@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks in the test's process, for tests of everything above them: they start, step, sleep, wake and die as a test says.
 
-Real: the protocol `RankGroup` and its messages. Not real: the model, its memory and the processes. A test sees what was asked of
-them; it makes loads, steps and calls wait; it makes an adapter, a sleep, a wake, a restart or any method fail, or a method fail on
-one rank, hang or kill; it corrupts what a rank holds, or lets it keep it.
+Real: the protocol `RankGroup` and its messages. Not real: the model, its memory and the processes.
+
+A test sees what was asked of them, and makes loads, steps and calls wait. It makes an adapter, a sleep, a wake, a restart or any
+method fail, on one rank too, or hang or kill. It corrupts what a rank holds, or lets it keep it.
 """
 
 import asyncio
@@ -72,7 +73,7 @@ class FakeRankGroup(FakeRequests):
         self._failure: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self._ticks: asyncio.Queue[tuple[Tick, list[bytes | memoryview]]] = asyncio.Queue()
         self._ranks = [FakeRank(number) for number in range(self._count)]
-        # Of all ranks; without one each is ready or asleep.
+        # The state of all ranks; None where each is ready or asleep.
         self._state: RankState | None = RankState.STARTING
 
     @property
