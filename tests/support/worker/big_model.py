@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digits pipeline with a transformer of random weights and over a gigabyte, for what only shows with size."""
+"""The digits pipeline with a transformer of over a gigabyte, for effects that only show with size.
+
+Real: the pipeline and all that the digits have of it. Not real: the transformer's weights, which are random.
+"""
 
 import json
 import shutil

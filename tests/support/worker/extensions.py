@@ -21,7 +21,7 @@ LONGEST_S = 60.0
 
 
 class Polite:
-    """Says what a rank knows, as a user's own extension would, and misbehaves when told to."""
+    """Answers with things that a rank knows, as a user's own extension would, and misbehaves when asked to."""
 
     _rank: int
     model_runner: Any

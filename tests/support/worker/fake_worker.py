@@ -50,13 +50,10 @@ class ScriptedRankGroup(FakeRankGroup):
         await asyncio.sleep(BEHAVIOUR.get("loadSeconds", 0.0))
         return await super().start(asleep=asleep)
 
-    async def call(
-        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
-    ) -> list[RpcReply]:
+    async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> list[RpcReply]:
         """Run a method; the folder of an adapter decides how its load goes."""
         await asyncio.sleep(BEHAVIOUR.get(SECONDS.get(method, ""), 0.0))
-        request: Any = kwargs.get("request", {})
-        path = request.get("lora_path", "")
+        path = kwargs.get("request", {}).get("lora_path", "")
         if (name := Path(path).name) in REFUSED:
             code, why = REFUSED[name]
             self.adapter_errors[path] = ErrorReport(code, f"adapter folder {path!r}: {why}")

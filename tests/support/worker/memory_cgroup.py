@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A memory cgroup of a test's own, whose limit a real worker runs under and sees as a container sees its own.
 
-Needs root, a writable hierarchy of version 1 and `unshare`; where one of them is missing `why_not` says which.
+Real: the kernel's limit and its files. Not real: the container. It needs root, a writable hierarchy of version 1 and `unshare`;
+where one of them is missing `why_not` says which.
 """
 
 import contextlib
