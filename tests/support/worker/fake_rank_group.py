@@ -10,7 +10,6 @@ method fail, on one rank too, or hang or kill. It corrupts what a rank holds, or
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec.msgpack import decode, encode
 
@@ -258,9 +257,8 @@ class FakeRankGroup(FakeRequests):
     async def _wait(self, event: asyncio.Event) -> None:
         """Wait for the event, or raise when the group is lost before."""
         waiting = asyncio.ensure_future(event.wait())
-        awaited: set[asyncio.Future[Any]] = {waiting, self._failure}
         try:
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
         self._check()
