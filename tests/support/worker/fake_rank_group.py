@@ -18,8 +18,8 @@ from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import ErrorReport, LoadedLoRA, ModelInfo, Recipe, RpcReply, SleepLevel, SleepTask, Tick, WakeTask, pack
-from support.worker.fake_images import CHANGE, FAKE_STAGES, FakeRequests, fake_pixels, fake_preview
 from support.worker.fake_rank import WEIGHTS_BYTES, FakeRank, fake_digest
+from support.worker.fake_requests import CHANGE, FAKE_STAGES, FakeRequests, fake_pixels, fake_preview
 
 __all__ = ["CHANGE", "FAKE_STAGES", "WEIGHTS_BYTES", "FakeRankGroup", "fake_digest", "fake_pixels", "fake_preview"]
 
