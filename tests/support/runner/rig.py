@@ -122,4 +122,4 @@ def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.d
 
 def levels_apart(one: Any, other: Any) -> int:
     """The largest difference of two images in a colour, of 255."""
-    return int(np.abs(one.astype(int) - other.astype(int)).max())
+    return int(np.abs(np.asarray(one, int) - np.asarray(other, int)).max())

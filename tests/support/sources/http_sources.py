@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real HTTP server on loopback with files that it serves well, badly, or not at all; it counts what it is asked for."""
+"""A server of files on loopback that counts what it is asked for.
+
+Real: HTTP and its sockets. Not real: the files, each of which it serves well, badly or not at all, as a test says.
+"""
 
 import hashlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -37,10 +40,78 @@ class Served:
         return hashlib.sha256(self.content).hexdigest()
 
 
-class SourceServer:
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: "SourceServer"
+
+    def do_GET(self) -> None:
+        served = self._served(urlsplit(self.path).path, self.headers.get("Authorization"))
+        if served.status is not None:
+            self._send_head(served.status, {"Content-Length": "0"})
+        elif served.redirect is not None:
+            self._send_head(302, {"Content-Length": "0", "Location": served.redirect})
+        else:
+            self._send_file(served)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _served(self, path: str, authorization: str | None) -> Served:
+        self.server.asked[path] += 1
+        self.server.authorizations.append(authorization)
+        if self.server.token is not None and authorization != f"Bearer {self.server.token}":
+            return Served(status=401)
+        served = self.server.find(self.command, path) or Served(status=404)
+        for _ in range(self.server.asked[path] - 1):
+            served = served.then or served
+        return served
+
+    def _send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _send_file(self, served: Served) -> None:
+        etag = served.etag or f'"{served.sha256[:16]}"'
+        begin, size = self._begin(served, etag), len(served.content)
+        headers = {"ETag": etag, **served.headers}
+        if begin:
+            headers["Content-Range"] = f"bytes {begin}-{size - 1}/{size}"
+        if served.length is False:
+            headers["Connection"] = "close"
+        else:
+            headers["Content-Length"] = str(size - begin if served.length is None else served.length)
+        self._send_head(206 if begin else 200, headers)
+        if self.command == "GET":
+            self._send_body(served, served.content[begin:])
+        self.close_connection = True
+
+    def _begin(self, served: Served, etag: str) -> int:
+        asked = self.headers.get("Range")
+        self.server.ranges.append(asked)
+        if not asked or not served.ranges or (served.if_range and self.headers.get("If-Range", etag) != etag):
+            return 0
+        return int(asked.removeprefix("bytes=").rstrip("-"))
+
+    def _send_body(self, served: Served, content: bytes) -> None:
+        with suppress(OSError):  # the client is gone
+            if served.gate_after is not None and served.break_after is None:
+                self.wfile.write(content[: served.gate_after])
+                self.wfile.flush()
+                self.server.at_gate.set()
+                served.gate.wait(60)
+                content = content[served.gate_after :]
+            self.wfile.write(content[: served.break_after])
+
+
+class SourceServer(ThreadingHTTPServer):
     """Serves `files` by their paths; with a token it wants that as a bearer's."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, Served] = {}
         self.token: str | None = None
         self.asked: Counter[str] = Counter()
@@ -48,13 +119,7 @@ class SourceServer:
         self.authorizations: list[str | None] = []
         # Reached when an answer waits at its gate.
         self.at_gate = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
-
-    @property
-    def url(self) -> str:
-        """Without a slash at its end."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self.server_port}"
 
     def find(self, method: str, path: str) -> Served | None:
         """What is at a path."""
@@ -63,93 +128,13 @@ class SourceServer:
     @contextmanager
     def running(self) -> Iterator["SourceServer"]:
         """Serve until the end of the block."""
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             yield self
         finally:
             for served in self.files.values():
                 served.gate.set()
-            self._server.shutdown()
-            self._server.server_close()
+            self.shutdown()
+            self.server_close()
             thread.join(5)
-
-
-def _handler(server: SourceServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def _answer(self, *, body: bool) -> None:
-            path = urlsplit(self.path).path
-            server.asked[path] += 1
-            server.authorizations.append(self.headers.get("Authorization"))
-            if server.token is not None and self.headers.get("Authorization") != f"Bearer {server.token}":
-                return self._say(401)
-            served = server.find(self.command, path)
-            if served is None:
-                return self._say(404)
-            for _ in range(server.asked[path] - 1):
-                served = served.then or served
-            if served.status is not None:
-                return self._say(served.status)
-            if served.redirect is not None:
-                return self._say(302, {"Location": served.redirect})
-            return self._send(served, body=body)
-
-        def _say(self, status: int, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": "0", **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-
-        def _send(self, served: Served, *, body: bool) -> None:
-            etag = served.etag or f'"{served.sha256[:16]}"'
-            begin = self._begin(served, etag)
-            content = served.content[begin:]
-            self.send_response(206 if begin else 200)
-            self.send_header("ETag", etag)
-            for name, value in served.headers.items():
-                self.send_header(name, value)
-            if begin:
-                self.send_header("Content-Range", f"bytes {begin}-{len(served.content) - 1}/{len(served.content)}")
-            if served.length is False:
-                self.send_header("Connection", "close")
-            else:
-                self.send_header("Content-Length", str(len(content) if served.length is None else served.length))
-            self.end_headers()
-            if body:
-                self._send_body(served, content)
-            self.close_connection = True
-
-        def _begin(self, served: Served, etag: str) -> int:
-            asked = self.headers.get("Range")
-            server.ranges.append(asked)
-            if not asked or not served.ranges or (served.if_range and self.headers.get("If-Range", etag) != etag):
-                return 0
-            return int(asked.removeprefix("bytes=").rstrip("-"))
-
-        def _send_body(self, served: Served, content: bytes) -> None:
-            try:
-                if served.break_after is not None:
-                    self.wfile.write(content[: served.break_after])
-                    return
-                if served.gate_after is not None:
-                    self.wfile.write(content[: served.gate_after])
-                    self.wfile.flush()
-                    server.at_gate.set()
-                    served.gate.wait(60)
-                    content = content[served.gate_after :]
-                self.wfile.write(content)
-            except OSError:
-                pass  # whoever asked is gone
-
-    return Handler

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with the routes of a hub that a fetch uses: what a repository has at a revision, and its files at a commit."""
+"""A server with the routes of a hub that a fetch uses: a repository at a revision, and its files at a commit.
+
+Real: HTTP and its sockets. Not real: the hub itself, all of which is in memory.
+"""
 
 import hashlib
 import json

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of sources need: adapters as bytes, a fetcher on a folder, and the processes that it started."""
+"""Tools for tests of sources: adapters as bytes, a fetcher on a folder, and the processes that it started.
+
+Real: the fetcher, its processes and its cache. Not real: the tensors of an adapter, which are one number over and over.
+"""
 
 import asyncio
 import json
@@ -8,6 +11,9 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
@@ -33,13 +39,9 @@ class SourceRig:
         self.cache, self.secrets, self.claims = (folder / name for name in ("cache", "secrets", "claims"))
         for place in (self.cache, self.secrets, self.claims):
             place.mkdir(exist_ok=True)
-        settings: dict[str, object] = {
-            "cache_dir": str(self.cache),
-            "secrets_dir": str(self.secrets),
-            "claims_dir": str(self.claims),
-            "allow_http_sources": True,
-        }
-        self.config = WorkerConfig(model="/none", served_name="none", **{**settings, **options})  # type: ignore[arg-type]
+        places = {"cache_dir": str(self.cache), "secrets_dir": str(self.secrets), "claims_dir": str(self.claims)}
+        settings = {"model": "/none", "served_name": "none", "allow_http_sources": True, **places, **options}
+        self.config = WorkerConfig(**settings)  # type: ignore[arg-type]
         self.fetcher = Fetcher(self.config, limits=limits)
         self.progress: list[tuple[int, int | None]] = []
 
@@ -53,19 +55,15 @@ class SourceRig:
         """Fetch it."""
         return await self.fetcher.fetch_adapter(source, digest=digest, deadline_s=deadline_s, report=self._report, name="papercut")
 
-    async def model(
-        self, source: Source, *, revision: str | None = None, digest: str | None = None, deadline_s: float = DEADLINE_S
-    ) -> Fetched:
-        """Fetch it."""
-        return await self.fetcher.fetch_model(source, revision=revision, digest=digest, deadline_s=deadline_s, report=self._report)
+    async def model(self, source: Source, **pin: str | None) -> Fetched:
+        """Fetch it; `pin` is a revision, a digest or both."""
+        return await self.fetcher.fetch_model(source, deadline_s=DEADLINE_S, report=self._report, **pin)
 
-    async def refusal(self, source: Source, *, digest: str | None = None, deadline_s: float = DEADLINE_S) -> RequestError:
-        """The error that a fetch of an adapter ends with."""
-        try:
-            found = await self.adapter(source, digest=digest, deadline_s=deadline_s)
-        except RequestError as error:
-            return error
-        raise AssertionError(f"expected an error, found {found}")
+    async def refusal(self, source: Source, **options: Any) -> RequestError:
+        """The error that a fetch of an adapter ends with; options as for `adapter`."""
+        with pytest.raises(RequestError) as refused:
+            await self.adapter(source, **options)
+        return refused.value
 
     def files(self, folder: str) -> list[str]:
         """Names in a folder of the cache."""

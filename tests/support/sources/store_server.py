@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket and a hub for cluster tests, run in a pod by the worker image's own Python: one folder, over TLS, for whoever knows its key.
+"""A bucket and a hub for cluster tests, run in a pod by the worker image's own Python, from one folder.
 
-A fake as far as a fetch of one file goes: it checks no signature. Arguments: folder, certificate, key, the key that clients must know.
+Real: TLS, HTTP and the files. Not real: the bucket and the hub; it checks no signature, only that a client knows its key.
+Arguments: folder, certificate, key, the key that clients must know.
 """
 
 import http.server

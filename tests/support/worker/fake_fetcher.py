@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fetcher without files, for tests over fake ranks: paths are taken as they are, other sources come when a test lets them."""
+"""A fetcher for tests over fake ranks: paths are taken as they are, other sources come when a test lets them.
+
+Real: the calls of `Fetcher` and how they end. Not real: the files, none of which is there.
+"""
 
 import asyncio
 

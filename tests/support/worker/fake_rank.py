@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a `FakeRankGroup`: what it holds, awake and asleep, and how that goes wrong."""
+"""One rank of a `FakeRankGroup`: what it holds, awake and asleep, and how that goes wrong.
 
-from diffusion_worker.messages import MemoryReport, MemoryTag, SleepLevel
+Real: its answers, as a rank sends them. Not real: the memory and the adapters that they are about.
+"""
+
+import hashlib
+from typing import Any
+
+from diffusion_worker.messages import ErrorReport, Fingerprint, MemoryReport, MemoryTag, SleepLevel, SleepTask, TaskAck, TaskStatus
 
 WEIGHTS_BYTES = 1_000_000
+
+
+def fake_digest(path: str) -> str:
+    """The digest of the adapter in a folder that need not exist."""
+    return "sha256:" + hashlib.sha256(path.encode()).hexdigest()
 
 
 class FakeRank:
     """What one rank holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.asleep: list[MemoryTag] = []
         self.level: SleepLevel | None = None
         self.checksum: str | None = None
@@ -40,6 +52,19 @@ class FakeRank:
         self.asleep = [tag for tag in self.asleep if tags is not None and tag not in tags]
         self.level = self.level if self.asleep else None
         return 0
+
+    def act(self, task: Any, error: ErrorReport | None) -> TaskAck:
+        """Do a task, of sleep or of waking, or fail with the error."""
+        if error is not None:
+            return TaskAck(task.task_id, TaskStatus.ERROR, self.number, 0, self.resident, error.code, error.message)
+        freed = self.sleep(task.level) if isinstance(task, SleepTask) else self.wake(task.tags)
+        return TaskAck(task.task_id, TaskStatus.SUCCESS, self.number, freed, self.resident)
+
+    def fingerprint(self, adapters: dict[int, str], weights: str, probe: str) -> Fingerprint:
+        """These weights, this probe and the adapters in these folders, but for what is spoilt on this rank."""
+        assert not self.asleep, "there is nothing to fingerprint on a rank that sleeps"
+        kept = {lora_int_id: f"{fake_digest(path)} {self.spoilt.get(lora_int_id, 'kept')}" for lora_int_id, path in adapters.items()}
+        return Fingerprint(self.checksum or weights, kept, self.probe or probe)
 
     def memory(self) -> MemoryReport:
         """As the rank tells of it."""

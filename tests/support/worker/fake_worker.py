@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `diffusion-worker` over `FakeRankGroup`: the real server, ports, signals and exit codes, without torch.
+"""The program `diffusion-worker` over `FakeRankGroup`.
+
+Real: the server, its ports, signals and exit codes. Not real: the ranks, so there is no torch.
 
 `FAKE_WORKER` in the environment is a JSON object that says how the ranks behave: `loadSeconds`, `stepSeconds`, `configError`,
 `dieAfterSeconds`, `hangAtStop`, `sleepSeconds`, `wakeSeconds`, and `wakeErrors`, the codes that the next wakes fail with. How an
@@ -12,6 +14,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from diffusion_worker import cli
 from diffusion_worker.config import WorkerConfig
@@ -47,15 +50,12 @@ class ScriptedRankGroup(FakeRankGroup):
         await asyncio.sleep(BEHAVIOUR.get("loadSeconds", 0.0))
         return await super().start(asleep=asleep)
 
-    async def call(
-        self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
-    ) -> list[RpcReply]:
+    async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> list[RpcReply]:
         """Run a method; the folder of an adapter decides how its load goes."""
         await asyncio.sleep(BEHAVIOUR.get(SECONDS.get(method, ""), 0.0))
-        path = str(getattr(kwargs.get("request"), "lora_path", None) or dict(_fields(kwargs.get("request"))).get("lora_path", ""))
-        refused = REFUSED.get(Path(path).name)
-        if refused is not None:
-            code, why = refused
+        path = kwargs.get("request", {}).get("lora_path", "")
+        if (name := Path(path).name) in REFUSED:
+            code, why = REFUSED[name]
             self.adapter_errors[path] = ErrorReport(code, f"adapter folder {path!r}: {why}")
         (self.calling.clear if path.endswith("/slow") else self.calling.set)()
         return await super().call(method, timeout_s=timeout_s, **kwargs)
@@ -65,10 +65,6 @@ class ScriptedRankGroup(FakeRankGroup):
         if BEHAVIOUR.get("hangAtStop"):
             time.sleep(600)  # noqa: ASYNC251 (that is the fault)
         await super().stop()
-
-
-def _fields(request: object) -> dict[str, object]:
-    return request if isinstance(request, dict) else {}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker should not have more of after much work than before: memory, descriptors, processes, requests, folders."""
+"""The memory, descriptors, processes, requests and folders that a worker should not have more of after much work than before.
+
+Real: all of it, as /proc and the worker itself show it.
+"""
 
 import os
 import time
@@ -24,7 +27,7 @@ def footprint(worker: WorkerProcess) -> Footprint:
 
 
 def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
-    """What is there that was not there before, once the worker is idle."""
+    """Return the things that are there and were not there before, once the worker is idle."""
     worker.wait_for(lambda: worker.state()["state"] == "ready" and worker.state()["inFlight"] == 0, what="idle")
     state, after = worker.state(), footprint(worker)
     counts = {"queued": state["queued"], **{adapter["name"]: adapter["refs"] for adapter in state["adapters"]}}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients over bare sockets that send what is no request, or leave in the middle of one. The same from the same seed."""
+"""Clients over bare sockets that send no request at all, or leave in the middle of one; the same ones from the same seed.
+
+Real: the sockets and their bytes. Not real: the answers, of which at most the first part is read.
+"""
 
 import asyncio
 import contextlib

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's HTTP edge in this process: real applications and engine over a fake rank group, called without sockets."""
+"""The worker's HTTP edge in this process, called without sockets, and an edge whose model sleeps until a test lets it wake.
+
+Real: both applications and the engine. Not real: the ranks, which are a `FakeRankGroup`, and the ASGI server.
+"""
 
 import asyncio
+import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,25 +14,19 @@ from typing import Any
 
 import httpx2
 
-from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.engine import Engine
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.server.app import control_app, data_app
-from support.worker.fake_fetcher import FakeFetcher
 from support.worker.fake_rank_group import FakeRankGroup
+from support.worker.sleep_rig import SleepRig, write_desired
 
 DEADLINE_S = 10.0
 
 
-class Edge:
+class Edge(SleepRig):
     """One engine with both of its applications, and a client for each."""
 
     def __init__(self, group: FakeRankGroup, *, token_path: Path | None = None, **settings: Any) -> None:
-        self.config = WorkerConfig(**{"model": "/models/digits", "served_name": "digits", **settings})
-        self.ranks = group
-        group.max_cached = self.config.max_cached_loras
-        self.fetcher = FakeFetcher(self.config)
-        self.engine = Engine(self.config, group, boot_id="boot-1", fetcher=self.fetcher)
+        super().__init__(group, **settings)
         self.data_application = data_app(self.engine)
         self.data = _client(self.data_application)
         self.control = _client(control_app(self.engine, token_path))
@@ -39,17 +37,15 @@ class Edge:
 
     async def operate(self, kind: str, **body: Any) -> httpx2.Response:
         """The answer to a sleep or wake."""
-        return await self.control.post(f"/v1/{kind}", json={"operationId": uuid.uuid4().hex, "bootId": "boot-1", **body})
+        return await self.control.post(f"/v1/{kind}", json=_call(**body))
 
     async def put_adapter(self, name: str, path: str, **body: Any) -> httpx2.Response:
         """The answer to a put of an adapter."""
-        call = {"operationId": uuid.uuid4().hex, "bootId": "boot-1", "source": {"path": path}, **body}
-        return await self.control.put(f"/v1/adapters/{name}", json=call)
+        return await self.control.put(f"/v1/adapters/{name}", json=_call(**{"source": {"path": path}, **body}))
 
     async def delete_adapter(self, name: str, **query: Any) -> httpx2.Response:
         """The answer to a delete of an adapter."""
-        call = {"operationId": uuid.uuid4().hex, "bootId": "boot-1", "drainSeconds": 5, **query}
-        return await self.control.delete(f"/v1/adapters/{name}", params=call)
+        return await self.control.delete(f"/v1/adapters/{name}", params=_call(**{"drainSeconds": 5, **query}))
 
     async def state(self) -> dict[str, Any]:
         """The state document."""
@@ -88,26 +84,43 @@ class Edge:
     async def wait_for(self, check: Callable[[], Awaitable[bool]]) -> None:
         """Let the event loop turn until `check` holds."""
         async with asyncio.timeout(DEADLINE_S):
-            while True:
-                if await check():
-                    return
+            while not await check():  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
 
 @asynccontextmanager
 async def serving_edge(*, token_path: Path | None = None, model: ModelInfo | None = None, **settings: Any) -> AsyncIterator[Edge]:
     """An edge whose engine has started and is ended afterwards; `model` is what its ranks say that they loaded."""
-    group = FakeRankGroup(settings.get("ranks", 1))
-    group.model = model or group.model
-    edge = Edge(group, token_path=token_path, **settings)
-    await edge.engine.start()
-    try:
+    edge = Edge(FakeRankGroup(settings.get("ranks", 1)), token_path=token_path, **settings)
+    edge.ranks.model = model or edge.ranks.model
+    async with edge.serving(DEADLINE_S):
         yield edge
-    finally:
-        edge.ranks.stepping.set()
-        edge.ranks.calling.set()
-        async with asyncio.timeout(DEADLINE_S):
-            await edge.engine.terminate()
+
+
+def desired(folder: Path, policy: str = "OnIdle", **cold: Any) -> str:
+    """The mounted file with a policy and limits of held requests."""
+    return write_desired(folder, policy, coldRequests=cold)
+
+
+@asynccontextmanager
+async def sleeping_edge(
+    folder: Path, policy: str = "OnIdle", *, settings: dict[str, Any] | None = None, **cold: Any
+) -> AsyncIterator[Edge]:
+    """An edge whose model sleeps, and whose ranks answer no call until `edge.ranks.calling` is set."""
+    async with serving_edge(desired_path=desired(folder, policy, **cold), **(settings or {})) as edge:
+        await fall_asleep(edge)
+        yield edge
+
+
+async def fall_asleep(edge: Edge) -> None:
+    if edge.engine.state != "asleep":
+        await edge.operate("sleep")
+        await edge.wait_state(state="asleep", operation=None)
+    edge.ranks.calling.clear()
+
+
+def code(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 def _client(application: Any) -> httpx2.AsyncClient:
@@ -115,16 +128,60 @@ def _client(application: Any) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(transport=transport, base_url="http://worker")
 
 
+def _call(**fields: Any) -> dict[str, Any]:
+    return {"operationId": uuid.uuid4().hex, "bootId": "boot-1", **fields}
+
+
 def image_scope() -> dict[str, Any]:
     """What an ASGI server says of an image request."""
+    path = "/v1/images/generations"
     return {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/images/generations",
-        "raw_path": b"/v1/images/generations",
-        "query_string": b"",
+        "type": "http", "http_version": "1.1", "scheme": "http", "server": ("worker", 80),
+        "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
-        "http_version": "1.1",
-        "scheme": "http",
-        "server": ("worker", 80),
-    }
+    }  # fmt: skip
+
+
+class Client:
+    """A request for a stream whose messages are read one by one."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._content = [json.dumps({"prompt": "p", "stream": True, "num_inference_steps": 2}).encode()]
+        self.gone = asyncio.Event()
+        self._answering = asyncio.create_task(edge.data_application(image_scope(), self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._content:
+            return {"type": "http.request", "body": self._content.pop(), "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self._sent.put_nowait(message)
+
+    async def status(self) -> int:
+        """Of the answer, when it begins."""
+        async with asyncio.timeout(DEADLINE_S):
+            return int((await self._sent.get())["status"])
+
+    async def event(self) -> dict[str, Any]:
+        """The next event, past signs of life."""
+        text = ""
+        while not (text.startswith("event: ") and text.endswith("\n\n")):
+            async with asyncio.timeout(DEADLINE_S):
+                text += (await self._sent.get())["body"].decode()
+            text = text.removeprefix(": keep-alive\n\n")
+        found: dict[str, Any] = json.loads(text.partition("data: ")[2])
+        return found
+
+    async def sign_of_life(self) -> None:
+        """Returns when one comes."""
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self._sent.get())["body"] != b": keep-alive\n\n":
+                pass
+
+    async def end(self) -> None:
+        """Returns when the application is through with the request."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self._answering

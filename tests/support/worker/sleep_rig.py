@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine over fake ranks for tests of sleep and wake: the engine itself, called without HTTP, mostly by a clock that turns by itself."""
+"""An engine over fake ranks, called without HTTP, mostly by a clock that turns by itself.
+
+Real: the engine. Not real: its ranks, which are a `FakeRankGroup`, and its `FakeFetcher`.
+"""
 
 import asyncio
 import itertools
@@ -34,10 +37,25 @@ def write_desired(folder: Path, policy: str, **fields: Any) -> str:
 class SleepRig:
     """One engine and its ranks."""
 
-    def __init__(self, engine: Engine, ranks: FakeRankGroup) -> None:
-        self.engine = engine
-        self.ranks = ranks
+    def __init__(self, group: FakeRankGroup, **settings: Any) -> None:
+        self.config = WorkerConfig(**{"model": "/models/digits", "served_name": "digits", **settings})
+        self.ranks = group
+        group.max_cached = self.config.max_cached_loras
+        self.fetcher = FakeFetcher(self.config)
+        self.engine = Engine(self.config, group, boot_id="boot-1", fetcher=self.fetcher)
         self._ids = itertools.count(1)
+
+    @asynccontextmanager
+    async def serving(self, deadline_s: float) -> AsyncIterator[None]:
+        """Start the engine and end it afterwards, the latter within the deadline."""
+        await self.engine.start()
+        try:
+            yield
+        finally:
+            for event in (self.ranks.stepping, self.ranks.calling, self.ranks.loading):
+                event.set()
+            async with asyncio.timeout(deadline_s):
+                await self.engine.terminate()
 
     @property
     def document(self) -> StateDocument:
@@ -105,14 +123,6 @@ class SleepRig:
 @asynccontextmanager
 async def sleep_rig(ranks: int = 2, *, group: FakeRankGroup | None = None, **settings: Any) -> AsyncIterator[SleepRig]:
     """A rig whose engine has started and is ended afterwards."""
-    config = WorkerConfig(**{"model": "/models/digits", "served_name": "digits", "ranks": ranks, **settings})
-    group = group or FakeRankGroup(ranks)
-    engine = Engine(config, group, boot_id="boot-1", fetcher=FakeFetcher(config))
-    await engine.start()
-    try:
-        yield SleepRig(engine, group)
-    finally:
-        for event in (group.stepping, group.calling, group.loading):
-            event.set()
-        async with asyncio.timeout(60):
-            await engine.terminate()
+    rig = SleepRig(group or FakeRankGroup(ranks), ranks=ranks, **settings)
+    async with rig.serving(60):
+        yield rig

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of 300 random words by a tiny pipeline of each family of text encoder, in a process whose logs are a rank's.
 
+Real: the pipelines, the runner and the logging. Not real: the weights, which are few and random.
 Each is asked twice: as it is, and with an encoder that fails and quotes what it was asked. Errors go where a client would read
 them, so they are not printed. The last line of the output is `WORDS` and all words.
 """
@@ -11,6 +12,7 @@ import string
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import transformers
@@ -44,31 +46,16 @@ def shortened(seed: int, steps: int, guidance: float) -> Arguments:
     return asked(seed, steps, guidance) | {"max_sequence_length": 16}
 
 
-def with_words(make: Callable[[], Any], encoder: Callable[[], Any], length: int = 64) -> Callable[[], Any]:
+def with_words(make: Callable[[], Any], encoder: Callable[[], Any]) -> Callable[[], Any]:
     """A pipeline of a family that is asked with embeddings, with a text encoder of its kind and a tokenizer of letters."""
 
     def build() -> Any:
         pipeline, tokenizer = make(), worded_images.letters()
-        tokenizer.model_max_length, tokenizer.padding_side = length, "right"
+        tokenizer.model_max_length, tokenizer.padding_side = 64, "right"
         pipeline.register_modules(text_encoder=encoder(), tokenizer=tokenizer)
         return pipeline
 
     return build_seeded(build)
-
-
-def clip() -> Any:
-    """Make the encoder of Stable Diffusion."""
-    return transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1))
-
-
-def gemma2() -> Any:
-    """Make the encoder of Lumina 2."""
-    return transformers.Gemma2Model(transformers.Gemma2Config(**GROUPED))
-
-
-def llama() -> Any:
-    """Make the encoder of HiDream."""
-    return transformers.LlamaModel(transformers.LlamaConfig(**GROUPED))
 
 
 def umt5() -> Any:
@@ -78,26 +65,23 @@ def umt5() -> Any:
     return encoder
 
 
-FLUX = next(family for family in worded_images.FAMILIES if family.name == "FluxPipeline (words)")
-OMNIGEN = next(family for family in worded_images.FAMILIES if family.name == "OmniGenPipeline")
-QWEN_WORDS = next(family for family in QWEN + worded_images.FAMILIES if family.name == "QwenImagePipeline (words)")
-
-
 def cases() -> list[tuple[str, str, Family]]:
     """Names of encoders, the component to break, and a family each."""
 
-    def family(name: str, build: Callable[[], Any], request: Request = asked) -> Family:
-        return Family(name, name, build, request, output_type="pt")
+    def made(name: str, make: Callable[[], Any], encoder: Callable[[], Any], request: Request = asked) -> tuple[str, str, Family]:
+        return name, "text_encoder", Family(name, name, with_words(make, encoder), request, output_type="pt")
 
-    stable = with_words(lambda: stable_diffusion.pipeline("StableDiffusionPipeline"), clip)
+    stable = partial(stable_diffusion.pipeline, "StableDiffusionPipeline")
+    clip = transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1)
+    worded = {family.name: family for family in worded_images.FAMILIES + QWEN}
     return [
-        ("clip", "text_encoder", family("clip", stable)),
-        ("t5", "text_encoder_2", FLUX),
-        ("umt5", "text_encoder", family("umt5", with_words(masked_prompts.auraflow, umt5))),
-        ("gemma2", "text_encoder", family("gemma2", with_words(masked_prompts.lumina2, gemma2), shortened)),
-        ("llama", "text_encoder", family("llama", with_words(masked_prompts.lumina2, llama), shortened)),
-        ("qwen2_5_vl", "text_encoder", QWEN_WORDS),
-        ("omnigen", "transformer", OMNIGEN),
+        made("clip", stable, partial(transformers.CLIPTextModel, clip)),
+        ("t5", "text_encoder_2", worded["FluxPipeline (words)"]),
+        made("umt5", masked_prompts.auraflow, umt5),
+        made("gemma2", masked_prompts.lumina2, partial(transformers.Gemma2Model, transformers.Gemma2Config(**GROUPED)), shortened),
+        made("llama", masked_prompts.lumina2, partial(transformers.LlamaModel, transformers.LlamaConfig(**GROUPED)), shortened),
+        ("qwen2_5_vl", "text_encoder", worded["QwenImagePipeline (words)"]),
+        ("omnigen", "transformer", worded["OmniGenPipeline"]),
     ]
 
 

@@ -29,8 +29,8 @@ from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import LoRAUse, MemoryTag, SleepLevel, Tick
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from support.runner.rig import OneRank, RunnerRig, request
-from support.worker.big_model import make_big_model
 from support.worker.process import DIGITS
+from support.worker.real_memory import make_big_model
 
 CPU = torch.device("cpu")
 MIB = 2**20

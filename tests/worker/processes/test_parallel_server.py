@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.worker.image_difference import levels_apart
+from support.runner.rig import levels_apart
 from support.worker.process import DIGITS, WorkerProcess
 
 # A start of a real worker imports torch for ten seconds.

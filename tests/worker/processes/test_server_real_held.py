@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from support.worker.gated_extension import Gates
+from support.worker.extensions import Gates
 from support.worker.process import WorkerProcess, process_exists
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ class Sleepy:
         self.desired = folder / "desired.json"
         self.declare()
         # One at a time: images end in the order in which they were asked for.
-        options = (f"--desired={self.desired}", "--worker-extension=support.worker.gated_extension:Gated", "--max-batch-size=1")
+        options = (f"--desired={self.desired}", "--worker-extension=support.worker.extensions:Gated", "--max-batch-size=1")
         self.worker = WorkerProcess(options=options, env={"PYTHONPATH": str(Path(__file__).parents[2]), **self.gates.env})
 
     def declare(self, policy: str = "OnIdle", **cold: Any) -> None:

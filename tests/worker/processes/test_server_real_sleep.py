@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.worker.big_model import make_big_model
-from support.worker.memory_cgroup import MemoryCgroup, why_not
 from support.worker.process import DIGITS, WorkerProcess, resident_bytes
+from support.worker.real_memory import MemoryCgroup, make_big_model, why_not
 
 # A start of a real worker imports torch for ten seconds.
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from support.worker.gated_extension import Gates
+from support.worker.extensions import Gates
 from support.worker.process import DIGITS, WorkerProcess, descendants, process_exists, resident_bytes
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ class Faulty(WorkerProcess):
         super().__init__(
             ranks=2,
             loras={"stripes": DIGITS / "loras" / "stripes"},
-            options=(*options, "--worker-extension=support.worker.gated_extension:Gated", "--drain-timeout-seconds=2"),
+            options=(*options, "--worker-extension=support.worker.extensions:Gated", "--drain-timeout-seconds=2"),
             env={"PYTHONPATH": str(TESTS), **self.gates.env},
         )
         self.alone = b""

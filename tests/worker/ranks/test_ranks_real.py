@@ -34,7 +34,7 @@ def is_trace(path: str) -> bool:
 
 
 async def test_a_call_reaches_every_rank_or_the_one_that_is_asked_and_errors_name_theirs() -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Polite") as executor:
+    async with ranks(worker_extension="support.worker.extensions:Polite") as executor:
         greet = {"timeout_s": 30, "name": "you"}
         assert results(await executor.call("greet", **greet)) == [f"hello you from rank {rank}" for rank in (0, 1)]
         only = await executor.call("greet", output_rank=1, **greet)
@@ -51,7 +51,7 @@ async def test_a_call_reaches_every_rank_or_the_one_that_is_asked_and_errors_nam
 
 
 async def test_a_step_that_waits_behind_a_long_call_is_not_overdue() -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Polite") as executor:
+    async with ranks(worker_extension="support.worker.extensions:Polite") as executor:
         napping = asyncio.create_task(executor.call("nap", timeout_s=30, seconds=1.5, only_rank=0))
         await asyncio.sleep(0)
         executor.broadcast_tick(Tick(1))
@@ -61,7 +61,7 @@ async def test_a_step_that_waits_behind_a_long_call_is_not_overdue() -> None:
 
 
 async def test_a_rank_that_never_answers_a_call_is_taken_for_lost() -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Polite", tick_timeout_s=0.5) as executor:
+    async with ranks(worker_extension="support.worker.extensions:Polite", tick_timeout_s=0.5) as executor:
         with pytest.raises(RequestError):
             await executor.call("nap", timeout_s=0.1, seconds=600.0, only_rank=1)
         async with asyncio.timeout(5):
@@ -72,7 +72,7 @@ async def test_a_rank_that_never_answers_a_call_is_taken_for_lost() -> None:
 
 
 async def test_a_rank_that_hangs_in_a_step_loses_the_group_at_the_steps_deadline_with_the_rank_and_the_phase_named() -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Stuck") as executor:
+    async with ranks(worker_extension="support.worker.extensions:Stuck") as executor:
         executor.broadcast_tick(Tick(1, [request("a")]))
         with pytest.raises(GroupFailed, match=r"step 1 of 3 was not finished within 1 s: rank 0, which answers for all, said nothing"):
             await executor.next_report(1.0, phase="step 1 of 3")
@@ -81,7 +81,7 @@ async def test_a_rank_that_hangs_in_a_step_loses_the_group_at_the_steps_deadline
 
 
 async def test_every_way_of_losing_a_rank_is_noticed_at_once_and_the_next_generation_makes_the_same_image() -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Polite") as executor:
+    async with ranks(worker_extension="support.worker.extensions:Polite") as executor:
         before = await image(executor)
         descriptors = open_descriptors()
         for generation, (how, fault, says) in enumerate(
@@ -145,7 +145,7 @@ async def test_a_rank_killed_in_the_middle_of_a_step_takes_the_group_with_it() -
 
 
 async def test_a_rank_that_hears_no_shutdown_is_killed_after_the_grace_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Polite") as executor:
+    async with ranks(worker_extension="support.worker.extensions:Polite") as executor:
         pid = pids_of(executor)[1]
         call_soon(executor, "nap", seconds=600.0, only_rank=1)
         await asyncio.sleep(0)
@@ -174,7 +174,7 @@ async def test_frames_that_are_no_message_are_counted_and_change_nothing() -> No
 
 
 async def test_a_pipeline_is_loaded_anew_and_one_that_does_not_fit_leaves_the_old_one_serving() -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Polite") as executor:
+    async with ranks(worker_extension="support.worker.extensions:Polite") as executor:
         before = await image(executor)
         refused = await executor.call("re_init_pipeline", timeout_s=60, pipeline="FluxPipeline")
         assert [reply.error and reply.error.code for reply in refused] == [ErrorCode.INVALID_REQUEST] * 2
@@ -198,7 +198,7 @@ async def test_every_rank_writes_a_trace_of_its_own(tmp_path: Path) -> None:
 
 async def test_a_rank_that_dies_before_it_has_loaded_is_told_with_its_exit_code() -> None:
     executor = RankExecutor(
-        WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", ranks=2, worker_extension="support.worker.polite_extension:EarlyDeath")
+        WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", ranks=2, worker_extension="support.worker.extensions:EarlyDeath")
     )
     try:
         async with asyncio.timeout(60):

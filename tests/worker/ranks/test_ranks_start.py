@@ -38,7 +38,7 @@ with DiffusionEngine(sys.argv[1], start_method="spawn") as engine:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_ranks_serve_die_serve_again_sleep_and_wake_however_they_are_started(method: StartMethod) -> None:
-    async with ranks(limit_s=300, start_method=method, worker_extension="support.worker.polite_extension:Polite") as executor:
+    async with ranks(limit_s=300, start_method=method, worker_extension="support.worker.extensions:Polite") as executor:
         before = await image(executor)
         old = pids_of(executor)
         os.kill(old[1], signal.SIGKILL)

@@ -19,7 +19,7 @@ from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from support.runner.rig import RunnerRig, request
 from support.runner.wordy_pipelines import LargeFlux, NeverFlux, WordyFlux, WordyFluxEdits, WordyWan, runner_of
-from support.worker.corrupting_extension import Corrupting, flip
+from support.worker.extensions import Corrupting, flip
 from support.worker.process import DIGITS
 
 pytestmark = pytest.mark.slow

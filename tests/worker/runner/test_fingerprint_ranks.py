@@ -18,13 +18,13 @@ from diffusion_worker.messages import MemoryTag, SleepLevel, TaskAck, TaskStatus
 from diffusion_worker.ranks.executor import RankExecutor
 from support.runner.rank_processes import run
 from support.runner.rig import request
-from support.worker.corrupting_extension import flip_in_file, write_limit
+from support.worker.extensions import flip_in_file, write_limit
 from support.worker.process import DIGITS, DIGITS_MODEL, process_exists, resident_bytes
 from support.worker.real_ranks import call, fingerprints, image, pids_of, ranks, sleep, wake
 
 pytestmark = pytest.mark.slow
 
-CORRUPTING = "support.worker.corrupting_extension:Corrupting"
+CORRUPTING = "support.worker.extensions:Corrupting"
 STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS / "loras" / "stripes"))
 
 

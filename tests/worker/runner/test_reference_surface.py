@@ -186,7 +186,7 @@ def test_a_worker_traces_between_start_and_stop_and_does_nothing_where_profiling
 
 @pytest.mark.slow
 async def test_an_extension_makes_the_same_image_on_all_ranks_together() -> None:
-    async with ranks(worker_extension="support.worker.polite_extension:Polite") as executor:
+    async with ranks(worker_extension="support.worker.extensions:Polite") as executor:
         first, second = results(await executor.call("make", timeout_s=60, prompt="a red digit seven"))
         other, _ = results(await executor.call("make", timeout_s=60, prompt="a blue digit two"))
     assert first == second != other

@@ -3,7 +3,6 @@
 
 import asyncio
 import hashlib
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,9 +47,7 @@ def is_here(fetched: Fetched) -> bool:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with s3_server(port) as server:
+    with s3_server() as server:
         yield server
 
 

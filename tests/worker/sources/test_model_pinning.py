@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that another replica found first: what is fetched then, when its branch has moved, its bucket changed, or its source is gone."""
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,9 +40,7 @@ def rig(tmp_path: Path) -> SourceRig:
 
 @pytest.fixture
 def s3() -> Iterator[S3Server]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with s3_server(port) as server:
+    with s3_server() as server:
         yield server
 
 

@@ -272,7 +272,8 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
     started = time.monotonic()
     assert says in refusal(await edit(edge, {"image": content}), "image")
     assert says in refusal(await edit(edge, {"mask": content, "image": red()}), "mask")
-    assert time.monotonic() - started < 0.5
+    # Half a second on an idle core; a decoder that reads on takes minutes.
+    assert time.monotonic() - started < 5
     several = await edit(edge, [("image[]", red()), ("image[]", content)])
     assert says in refusal(several, "image[1]")
 

@@ -19,10 +19,9 @@ from PIL import Image
 from diffusion_worker.engine.state.state_document import Residency, SleepCall
 from diffusion_worker.errors import ErrorCode, GroupFailed
 from diffusion_worker.messages import ErrorReport, RequestSpec, Task
-from support.worker.cold_edge import Client, code, desired, fall_asleep, sleeping_edge
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 from support.worker.process import decode_image
-from support.worker.server_edge import DEADLINE_S, Edge, serving_edge
+from support.worker.server_edge import DEADLINE_S, Client, Edge, code, desired, fall_asleep, serving_edge, sleeping_edge
 
 KILLED = "rank 0 was ended by SIGKILL"
 

@@ -11,8 +11,7 @@ from diffusion_worker.engine.sleep import calls as sleep_calls
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport
 from diffusion_worker.server.images import streaming
-from support.worker.cold_edge import Client, code, desired, sleeping_edge
-from support.worker.server_edge import serving_edge
+from support.worker.server_edge import Client, code, desired, serving_edge, sleeping_edge
 
 
 async def test_a_held_stream_begins_at_once_and_tells_where_it_stands_until_it_is_made(

@@ -1,20 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A memory cgroup of a test's own, whose limit a real worker runs under and sees as a container sees its own.
+"""Memory at its real size for a real worker: a model of over a gigabyte, and a cgroup with a limit like a container's.
 
-Needs root, a writable hierarchy of version 1 and `unshare`; where one of them is missing `why_not` says which.
+Real: the pipeline of the digits, the kernel's limit and its files. Not real: the weights of the transformer, which are random, and
+the container. The cgroup needs root, a writable hierarchy of version 1 and `unshare`; where one is missing `why_not` says which.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
 from pathlib import Path
 
+from support.worker.process import DIGITS_MODEL
+
+# 44 heads of 32: a width of 1,408, where four joint blocks have about 285 million parameters, 1.1 GB in float32.
+HEADS = 44
 MEMORY = Path("/sys/fs/cgroup/memory")
 
 
+def make_big_model(folder: Path) -> Path:
+    """Write the model (0.6 GB on disk, in float16) and return its folder."""
+    # Late: a test session that makes no big model need not import torch.
+    import torch
+    from diffusers import SD3Transformer2DModel
+
+    shutil.copytree(DIGITS_MODEL, folder, ignore=lambda path, names: [name for name in names if Path(path).name == "transformer"])
+    config = json.loads((DIGITS_MODEL / "transformer" / "config.json").read_text())
+    config |= {"num_attention_heads": HEADS, "caption_projection_dim": HEADS * config["attention_head_dim"]}
+    torch.manual_seed(0)
+    transformer = SD3Transformer2DModel.from_config(config).to(torch.float16)
+    transformer.save_pretrained(folder / "transformer")
+    return folder
+
+
 def why_not() -> str | None:
-    """Why there can be none here; None where there can."""
+    """Return the reason why there can be no cgroup here; None where there can."""
     if os.geteuid() != 0:
         return "not root"
     if not os.access(MEMORY / "cgroup.procs", os.W_OK):

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker extensions, which tests load into ranks by `support.worker.extensions:Polite` and the like.
+
+Real: the ranks that they are mixed into. Not real: the faults of a memory, a device or a process, which they make themselves.
+"""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffusion_worker.memory import device_memory
+from diffusion_worker.messages import RequestSpec
+
+GATES = "DIFFUSION_TEST_GATES"
+# A test that forgets its gate fails by a deadline of the worker's own, and not never.
+LONGEST_S = 60.0
+
+
+class Polite:
+    """Answers with things that a rank knows, as a user's own extension would, and misbehaves when asked to."""
+
+    _rank: int
+    model_runner: Any
+
+    def greet(self, name: str) -> str:
+        """The rank's number in a sentence."""
+        return f"hello {name} from rank {self._rank}"
+
+    def nap(self, seconds: float, only_rank: int) -> None:
+        """Do nothing for a while, on one rank."""
+        if self._rank == only_rank:
+            time.sleep(seconds)
+
+    def trip(self, only_rank: int) -> None:
+        """Fail, on one rank."""
+        if self._rank == only_rank:
+            raise ValueError("tripped")
+
+    def lose_device(self) -> None:
+        """Fail in CUDA's words for a device that is lost to this process."""
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def leave(self, code: int) -> None:
+        """End the process."""
+        os._exit(code)
+
+    def make(self, prompt: str) -> str:
+        """Make an image on all ranks together; returns the digest of its pixels."""
+        spec = RequestSpec(request_id="made", prompt=prompt, seed=1, height=32, width=32, steps=2)
+        return hashlib.sha256(self.generate(spec).tobytes()).hexdigest()  # type: ignore[attr-defined]
+
+    def pipeline_name(self) -> str:
+        """The class of the pipeline that is served."""
+        return type(self.model_runner.pipeline).__name__
+
+
+class EarlyDeath:
+    """Ends the process of rank 1 before it has loaded."""
+
+    _rank: int
+
+    def load_model(self, report: Any, *, asleep: bool = False) -> Any:
+        """Never returns on rank 1, and on the others only when their server gives them up."""
+        if self._rank == 1:
+            os._exit(9)
+        time.sleep(600)
+
+
+class Stuck:
+    """Hangs in every step, on rank 1."""
+
+    _rank: int
+
+    def execute_stepwise(self, tick: Any, frames: Any) -> Any:
+        """Never returns on rank 1; the others wait for it where they need its rows."""
+        if self._rank == 1:
+            time.sleep(600)
+        return super().execute_stepwise(tick, frames)  # type: ignore[misc]
+
+
+class Corrupting:
+    """Spoils one bit at a time, on one rank or on all; the fingerprint has to see each change. Or leaves a rank no memory."""
+
+    _rank: int
+    model_runner: Any
+
+    def flip_weight(self, only_rank: int | None = None, number: int = 0) -> None:
+        """In a tensor on the device, the first one by default."""
+        self._flip(only_rank, self.model_runner.weights.tensors()[number])
+
+    def flip_adapter(self, lora_int_id: int, only_rank: int | None = None) -> None:
+        """In what is kept of an adapter in host memory."""
+        self._flip(only_rank, self.model_runner.loras.host_copies()[lora_int_id][1][0])
+
+    def flip_mirror(self, only_rank: int | None = None) -> None:
+        """In what is in host memory to fill the weights from again, as it is in no file."""
+        self._flip(only_rank, next(placed.kept for placed in self.model_runner.weights._placed if placed.kept is not None))
+
+    def limit_memory(self, cgroup: str, only_rank: int | None = None) -> None:
+        """Have a folder in the place of the kernel's, whose files say how much memory a rank may have and has."""
+        if only_rank in (None, self._rank):
+            device_memory.CGROUP = Path(cgroup)
+
+    def _flip(self, only_rank: int | None, tensor: torch.Tensor) -> None:
+        if only_rank in (None, self._rank):
+            flip(tensor)
+
+
+class Gated:
+    """Stops real ranks in the middle of a sleep, a wake or an adapter's load, until a test lets them go on.
+
+    A gate is a file in the folder of `GATES`: while `wake` is there, every rank but the first waits before it wakes; the first has
+    done its part by then. With one rank, that one waits.
+    """
+
+    _rank: int
+    _config: Any
+    model_runner: Any
+
+    def handle_sleep_task(self, **arguments: Any) -> Any:
+        """A sleep, after the gate `sleep`."""
+        self._pass("sleep")
+        return super().handle_sleep_task(**arguments)  # type: ignore[misc]
+
+    def handle_wake_task(self, **arguments: Any) -> Any:
+        """A wake, after the gate `wake`; where `spoil` is closed, once, it brings back weights of which one bit
+        is another, and where `spoil-adapters` is, so are the copies of adapters in host memory."""
+        self._pass("wake")
+        answer = super().handle_wake_task(**arguments)  # type: ignore[misc]
+        if self._spoils("spoil"):
+            flip(self.model_runner.weights.tensors()[0])
+        if self._spoils("spoil-adapters"):
+            for _, kept in self.model_runner.loras.host_copies().values():
+                kept[0].neg_()
+        return answer
+
+    def add_lora(self, **arguments: Any) -> Any:
+        """An adapter's load, after the gate `adapter`."""
+        self._pass("adapter")
+        return super().add_lora(**arguments)  # type: ignore[misc]
+
+    def _spoils(self, name: str) -> bool:
+        if spoils := self._is_closed(name):
+            Gates(Path(os.environ[GATES])).open(name)
+        return spoils
+
+    def _is_closed(self, name: str) -> bool:
+        return (self._rank > 0 or bool(self._config.ranks == 1)) and (Path(os.environ[GATES]) / name).exists()
+
+    def _pass(self, name: str) -> None:
+        deadline = time.monotonic() + LONGEST_S
+        while self._is_closed(name) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+class Gates:
+    """The test's side of `Gated`: closes and opens them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For the worker's process."""
+        return {GATES: str(self._folder)}
+
+    def close(self, name: str) -> None:
+        """Who comes to it waits from now on."""
+        (self._folder / name).touch()
+
+    def open(self, name: str) -> None:
+        """Who waits goes on."""
+        (self._folder / name).unlink(missing_ok=True)
+
+
+def write_limit(cgroup: Path, *, free_bytes: int) -> None:
+    """The files of a folder for `limit_memory`, in which so much is left."""
+    used = 1 << 30
+    (cgroup / "memory.max").write_text(f"{used + free_bytes}\n")
+    (cgroup / "memory.current").write_text(f"{used}\n")
+    (cgroup / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """The lowest bit of the last byte of a contiguous tensor."""
+    assert tensor.is_contiguous()
+    with torch.inference_mode():
+        tensor.detach().view(-1).view(torch.uint8)[-1] ^= 1
+
+
+def flip_in_file(path: Path) -> None:
+    """The lowest bit of a file's last byte; its times are put back: by them it was never written to."""
+    before, last = path.stat(), path.read_bytes()[-1]
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
