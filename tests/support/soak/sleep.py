@@ -9,18 +9,21 @@ sequences after it are wanted too. The same seed chooses the same sequences.
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as with_seed
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from support.soak.sleep_requests import BODIES
-from support.soak.sleep_rig import CONTENTS, MOST_WRONG, NAMES, SleepOutcome, SleepRig
+from support.soak.frame import Outcome
+from support.soak.sleep_rig import BODIES, CONTENTS, NAMES, SleepRig
 from support.soak.traffic import BAD
 
 STEPS = 14
+MOST_WRONG = 20
 # Of so many sequences one may kill a rank, and one the server: a new one imports torch for many seconds.
 RANK_KILLED_IN = 3
 SERVER_KILLED_IN = 20
@@ -54,7 +57,7 @@ class Sequence(RuleBasedStateMachine):
 
         def both() -> None:
             for number in range(company):
-                self.rig.asking.image(number % len(BODIES), [])
+                self.rig.ask(number % len(BODIES), [])
             work()
 
         if not self.idle:
@@ -69,16 +72,16 @@ class Sequence(RuleBasedStateMachine):
 
     @rule(body=st.integers(0, len(BODIES) - 1), names=NAMED, count=st.integers(1, 6), stream=st.booleans())
     def ask(self, body: int, names: list[str], count: int, stream: bool) -> None:
-        asking = self.rig.asking
-        self._do(f"ask {count} of {body} {names} {stream=}", lambda: [asking.image(body, names, stream=stream) for _ in range(count)])
+        ask = partial(self.rig.ask, body, names, stream=stream)
+        self._do(f"ask {count} of {body} {names} {stream=}", lambda: [ask() for _ in range(count)])
 
     @rule(names=NAMED, after_s=st.floats(0.01, 0.4), stream=st.booleans())
     def leave(self, names: list[str], after_s: float, stream: bool) -> None:
-        self._do(f"leave after {after_s:.2f} s", lambda: self.rig.asking.image(1, names, stream=stream, gone_after_s=after_s))
+        self._do(f"leave after {after_s:.2f} s", lambda: self.rig.ask(1, names, stream=stream, gone_after_s=after_s))
 
     @rule(number=st.integers(0, len(BAD) - 1))
     def ask_wrongly(self, number: int) -> None:
-        self._do(f"wrong {number}", lambda: self.rig.asking.wrong(number))
+        self._do(f"wrong {number}", lambda: self.rig.ask_wrongly(number))
 
     # --- sleep and wake -------------------------------------------------------------------------------------------------
 
@@ -102,7 +105,7 @@ class Sequence(RuleBasedStateMachine):
     @precondition(lambda self: self.slept)
     @rule(company=COMPANY)
     def sleep_again_by_the_same_id(self, company: int) -> None:
-        self._do("sleep by the same id", lambda: self.rig.sleep(self.rig.last_sleep or {}), company)
+        self._do("sleep by the same id", lambda: self.rig.sleep(self.rig.last_sleep), company)
 
     @rule(level=LEVELS, first=st.sampled_from(["sleep", "wake"]), company=COMPANY)
     def two_at_once(self, level: str, first: str, company: int) -> None:
@@ -134,7 +137,7 @@ class Sequence(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), company=COMPANY)
     def delete(self, name: str, company: int) -> None:
-        self._do(f"delete {name}", lambda: self.rig.delete(name), company)
+        self._do(f"delete {name}", lambda: self.rig.put(name, None), company)
 
     @precondition(lambda self: self.rank_kills > 0)
     @rule(rank=st.integers(0, 1), number=st.sampled_from([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]), company=COMPANY)
@@ -157,15 +160,15 @@ class Sequence(RuleBasedStateMachine):
             self.rig.settle()
 
 
-def run_sleep(folder: Path, *, run_seed: int, sequences: int, limit_s: float, ranks: int = 2) -> SleepOutcome:
+def run_sleep(folder: Path, *, seed: int, count: int, limit_s: float, ranks: int = 2) -> Outcome:
     """The soak; `folder` is for the worker's files."""
-    rig = SleepRig(folder, ranks=ranks, seed=run_seed)
+    rig = SleepRig(folder, ranks=ranks, seed=seed)
     try:
         rig.begin()
-        started = time.monotonic()
-        while rig.outcome.sequences < sequences and time.monotonic() - started < limit_s and len(rig.outcome.wrong) < MOST_WRONG:
-            _run_one(rig, run_seed * 100_000 + rig.outcome.sequences)
-        rig.outcome.seconds = time.monotonic() - started
+        for done in rig.outcome.until(count, limit_s):
+            _run_one(rig, seed * 100_000 + done)
+            if len(rig.outcome.wrong) >= MOST_WRONG:
+                break
         rig.end()
     finally:
         rig.close()
@@ -175,12 +178,6 @@ def run_sleep(folder: Path, *, run_seed: int, sequences: int, limit_s: float, ra
 def _run_one(rig: SleepRig, number: int) -> None:
     """One sequence of that seed. Of many in one run hypothesis makes five in six by small changes of the one before."""
     machine = type("SequenceOfThisSeed", (Sequence,), {"rig": rig, "seen": 0})
-    options = settings(
-        max_examples=2,
-        stateful_step_count=STEPS,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(seed(number)(machine), settings=options)
+    phases, checks = [Phase.generate], list(HealthCheck)
+    options = settings(max_examples=2, stateful_step_count=STEPS, phases=phases, deadline=None, database=None, suppress_health_check=checks)
+    run_state_machine_as_test(with_seed(number)(machine), settings=options)
