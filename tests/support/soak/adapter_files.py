@@ -35,7 +35,7 @@ MAX_RANK = 64
 ADAPTER_CODES = {"InvalidAdapter", "UnsupportedFormat", "NoMatchingModules", "ModulesOutsideEnvelope", "RankTooLarge"}
 # Tiny models, in namings that are read here and in namings that diffusers converts.
 PICKED = ("SDXL, Kohya", "SD3, peft", "SD3, diffusers", "Flux 2, Kohya", "Qwen-Image, original", "Z-Image, Kohya", "Wan, original")
-# Of the processor, as in the outcome, for one file; a reader that counts to a number of a name, or tries a pattern for ever, takes longer.
+# For one file, of the processor's time. A reader that counts to a number of a name, or tries a pattern for ever, takes longer.
 MOST_SECONDS = 5.0
 MOST_GROWTH_BYTES = 256 << 20
 # After the first files everything that is made once has been made.

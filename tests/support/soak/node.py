@@ -137,8 +137,6 @@ class NodeSoak:
         outcome.slowest_s = round(max(one.slowest_s for one in asking), 1)
         outcome.lost = [lost for one in asking for lost in one.lost]
 
-    # --- faults ---------------------------------------------------------------------------------------------------------
-
     def _kubectl(self, *words: str) -> None:
         self.rig.kubectl.text(*words, deadline_s=30)
 

@@ -10,7 +10,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,21 @@ OPERATOR_LIVES_S = (0.5, 3.0)
 LEAST_DEATHS = 3  # of a round
 DIE_WITHIN = 600  # places: the first few hundred after a start are applies of children
 TRUE_WITHIN_S = 90.0
+POLICIES, LEVELS = ("AlwaysAwake", "Asleep"), ("HostMemory", "Discard")
+# The steps, and how often each is taken.
+WEIGHTS = {
+    "scale": 4, "scale_by_subresource": 2, "template": 3, "sleep": 4, "suspend": 1, "restart": 1, "put_adapter": 3, "change_adapter": 2,
+    "drop_adapter": 2, "delete_pod": 3, "kill_pod": 3, "crash": 2, "delete_child": 2, "redeploy": 1,
+}  # fmt: skip
+# Those that change the deployment.
+EDITS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "scale": lambda rng: {"spec": {"replicas": rng.randint(0, 3)}},
+    "scale_by_subresource": lambda rng: {"spec": {"replicas": rng.randint(0, 3)}},
+    "template": lambda rng: {"spec": {"engine": {"maxBatchSize": rng.randint(1, 4)}}},
+    "sleep": lambda rng: {"spec": {"sleep": {"policy": rng.choice(POLICIES), "level": rng.choice(LEVELS)}}},
+    "suspend": lambda rng: {"spec": {"suspend": rng.random() < 0.4}},
+    "restart": lambda rng: {"metadata": {"annotations": {ANNOTATION_RESTARTED_AT: f"{rng.random()}"}}},
+}
 
 
 async def run_sequences(folder: Path, kubeconfig: Path, *, seed: int, count: int, limit_s: float, at_once: int = AT_ONCE) -> Outcome:
@@ -93,27 +108,15 @@ class Sequence:
         """The random part."""
         await self._client.make_namespace(self._namespace)
         await self._deploy()
-        choices: dict[str, tuple[int, Callable[[], Awaitable[object]]]] = {
-            "scale": (4, self._scale),
-            "scale_by_subresource": (2, partial(self._scale, subresource="/scale")),
-            "template": (3, self._template),
-            "sleep": (4, self._sleep),
-            "suspend": (1, self._suspend),
-            "restart": (1, self._restart),
-            "put_adapter": (3, self._put_adapter),
-            "change_adapter": (2, self._change_adapter),
-            "drop_adapter": (2, self._drop_adapter),
-            "delete_pod": (3, self._delete_pod),
-            "kill_pod": (3, partial(self._delete_pod, at_once=True)),
-            "crash": (2, self._crash),
-            "delete_child": (2, self._delete_child),
-            "redeploy": (1, self._redeploy),
-        }
         for _ in range(self._rng.randint(*STEPS)):
-            (name,) = self._rng.choices([*choices], weights=[weight for weight, _ in choices.values()])
+            (name,) = self._rng.choices([*WEIGHTS], weights=[*WEIGHTS.values()])
             self.trace.append(name)
             self._steps[name] += 1
-            await choices[name][1]()
+            if name in EDITS:
+                subresource = "/scale" if name == "scale_by_subresource" else ""
+                await self._client.patch(DEPLOYMENT, self._namespace, "d", EDITS[name](self._rng), subresource=subresource)
+            else:
+                await getattr(self, f"_{name}")()
             await asyncio.sleep(self._rng.uniform(0, PAUSE_S))
 
     async def settle(self) -> list[str]:
@@ -127,14 +130,9 @@ class Sequence:
             for one in await self._client.list(kind, self._namespace):
                 await self._client.delete(kind, self._namespace, one["metadata"]["name"])
 
-    # steps ------------------------------------------------------------------------------------------------------------
-
     async def _create(self, kind: Kind, name: str, spec: dict[str, Any]) -> None:
         document = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name}, "spec": spec}
         await self._client.create(kind, self._namespace, document)
-
-    async def _edit(self, subresource: str = "", **changes: Any) -> None:
-        await self._client.patch(DEPLOYMENT, self._namespace, "d", changes, subresource=subresource)
 
     async def _deploy(self) -> None:
         base = {"model": {"source": {"path": "/models/m"}}, "resources": {"gpuResourceName": "none"}}
@@ -144,22 +142,6 @@ class Sequence:
         await self._client.delete(DEPLOYMENT, self._namespace, "d")
         await asyncio.sleep(self._rng.uniform(0, PAUSE_S))
         await self._deploy()
-
-    async def _scale(self, subresource: str = "") -> None:
-        await self._edit(subresource, spec={"replicas": self._rng.randint(0, 3)})
-
-    async def _template(self) -> None:
-        await self._edit(spec={"engine": {"maxBatchSize": self._rng.randint(1, 4)}})
-
-    async def _sleep(self) -> None:
-        policy, level = self._rng.choice(("AlwaysAwake", "Asleep")), self._rng.choice(("HostMemory", "Discard"))
-        await self._edit(spec={"sleep": {"policy": policy, "level": level}})
-
-    async def _suspend(self) -> None:
-        await self._edit(spec={"suspend": self._rng.random() < 0.4})
-
-    async def _restart(self) -> None:
-        await self._edit(metadata={"annotations": {ANNOTATION_RESTARTED_AT: f"{self._rng.random()}"}})
 
     async def _put_adapter(self) -> None:
         name = self._rng.choice("abc")
@@ -173,18 +155,21 @@ class Sequence:
     async def _drop_adapter(self) -> None:
         await self._client.delete(ADAPTER, self._namespace, self._rng.choice("abc"))
 
-    async def _some_pod(self) -> Any:
+    async def _some_pod(self) -> list[Any]:
         pods = await self._client.list(POD, self._namespace)
-        return self._rng.choice(pods) if pods else None
+        return [self._rng.choice(pods)] if pods else []
 
-    async def _delete_pod(self, at_once: bool = False) -> None:
-        if pod := await self._some_pod():
+    async def _delete_pod(self, *, at_once: bool = False) -> None:
+        for pod in await self._some_pod():
             await self._client.delete(POD, self._namespace, pod["metadata"]["name"], at_once=at_once)
+
+    async def _kill_pod(self) -> None:
+        await self._delete_pod(at_once=True)
 
     async def _crash(self) -> None:
         """At most twice, so that it is no loop of crashes."""
         self._crashes += 1
-        if self._crashes <= 2 and (pod := await self._some_pod()):
+        for pod in await self._some_pod() if self._crashes <= 2 else ():
             await self._kubelet.crash(pod)
 
     async def _delete_child(self) -> None:

@@ -18,7 +18,7 @@ from hypothesis import seed as with_seed
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from support.soak.frame import Outcome
+from support.soak.frame import Asked, Outcome
 from support.soak.sleep_rig import BODIES, CONTENTS, NAMES, SleepRig
 from support.soak.traffic import BAD
 
@@ -29,8 +29,11 @@ RANK_KILLED_IN = 3
 SERVER_KILLED_IN = 20
 
 POLICIES = st.sampled_from(["AlwaysAwake", "Asleep", "OnIdle"])
+SAID = st.none() | POLICIES
 TAGS = st.none() | st.lists(st.sampled_from(["weights", "adapters", "caches"]), min_size=1, max_size=3, unique=True)
 LEVELS = st.sampled_from(["HostMemory", "Discard"])
+MODES = st.sampled_from(["Wait", "Abort"])
+DEADLINES, IDLE = st.sampled_from([0.05, 20.0]), st.sampled_from([None, None, 0.0, 0.2, 100.0])
 # Requests that come at the same time: hypothesis leaves whole rules out of a sequence, but no sequence is of use without requests.
 COMPANY = st.sampled_from([0, 1, 1, 3])
 NAMED = st.lists(st.sampled_from(NAMES), max_size=1)
@@ -68,8 +71,6 @@ class Sequence(RuleBasedStateMachine):
         self.rank_kills, self.server_kills = int(rank == 2), int(server == 7)
         self._do(f"declare {policy}", lambda: self.rig.declare(policy))
 
-    # --- requests -------------------------------------------------------------------------------------------------------
-
     @rule(body=st.integers(0, len(BODIES) - 1), names=NAMED, count=st.integers(1, 6), stream=st.booleans())
     def ask(self, body: int, names: list[str], count: int, stream: bool) -> None:
         ask = partial(self.rig.ask, body, names, stream=stream)
@@ -81,26 +82,14 @@ class Sequence(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, len(BAD) - 1))
     def ask_wrongly(self, number: int) -> None:
-        self._do(f"wrong {number}", lambda: self.rig.ask_wrongly(number))
+        body, status = BAD[number]
+        self._do(f"wrong {number}", lambda: self.rig.asking.send(Asked(None, [], time.monotonic(), expected=status), body))
 
-    # --- sleep and wake -------------------------------------------------------------------------------------------------
-
-    @rule(
-        level=LEVELS,
-        mode=st.sampled_from(["Wait", "Abort"]),
-        deadline_s=st.sampled_from([0.05, 20.0]),
-        idle_s=st.sampled_from([None, None, 0.0, 0.2, 100.0]),
-        policy=st.none() | POLICIES,
-        patient=st.booleans(),
-        company=COMPANY,
-    )
-    def sleep(
-        self, level: str, mode: str, deadline_s: float, idle_s: float | None, policy: str | None, patient: bool, company: int
-    ) -> None:
-        body = {"level": level, "mode": mode, "deadlineSeconds": deadline_s, "ifIdleSince": idle_s, "policy": policy}
+    @rule(level=LEVELS, mode=MODES, deadlineSeconds=DEADLINES, ifIdleSince=IDLE, policy=SAID, patient=st.booleans(), company=COMPANY)
+    def sleep(self, patient: bool, company: int, **body: Any) -> None:
         self.slept = True
-        told = f"sleep {level} {mode} within {deadline_s} idle={idle_s} {policy} {patient=}"
-        self._do(told, lambda: self.rig.sleep({"operationId": f"{self.number}-{len(self.rig.trace)}", **body}, patient=patient), company)
+        body |= {"operationId": f"{self.number}-{len(self.rig.trace)}"}
+        self._do(f"sleep {body} {patient=}", lambda: self.rig.sleep(body, patient=patient), company)
 
     @precondition(lambda self: self.slept)
     @rule(company=COMPANY)
@@ -117,7 +106,7 @@ class Sequence(RuleBasedStateMachine):
 
         self._do(f"both {first} and sleep {level}", both, company)
 
-    @rule(tags=TAGS, policy=st.none() | POLICIES, company=COMPANY)
+    @rule(tags=TAGS, policy=SAID, company=COMPANY)
     def wake(self, tags: list[str] | None, policy: str | None, company: int) -> None:
         self._do(f"wake {tags} {policy}", lambda: self.rig.wake({"tags": tags, "policy": policy}), company)
 
@@ -128,8 +117,6 @@ class Sequence(RuleBasedStateMachine):
     @rule(path=st.sampled_from(["/v1/pause", "/v1/resume"]), company=COMPANY)
     def pause_or_resume(self, path: str, company: int) -> None:
         self._do(path.removeprefix("/v1/"), lambda: self.rig.call(path, {}), company)
-
-    # --- adapters and faults --------------------------------------------------------------------------------------------
 
     @rule(name=st.sampled_from(NAMES), content=st.integers(0, CONTENTS - 1), company=COMPANY)
     def put(self, name: str, content: int, company: int) -> None:

@@ -10,9 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from support.soak.clients import Asked
-from support.soak.frame import those_that_hold
-from support.soak.references import References
+from support.soak.adapters import References
+from support.soak.frame import Asked, those_that_hold
 from support.worker.process import WorkerProcess, resident_bytes
 
 # A wrong request is refused before it is known whether the model can serve; a loaded machine needs a moment for that.

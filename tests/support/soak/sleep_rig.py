@@ -11,18 +11,16 @@ import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
-from support.soak.clients import Asked, Asking
-from support.soak.frame import Outcome
-from support.soak.references import References, Spell, write_contents
+from support.soak.adapters import References, Spell, write_contents
+from support.soak.frame import Asked, Asking, Outcome
 from support.soak.sleep_judge import Excuse, Judge, Times, consistent, nothing_resident
-from support.soak.traffic import BAD
 from support.worker.leftovers import ENDED_WITHIN_S, footprint, left_at_end, left_over
 from support.worker.process import START_TIMEOUT_S, WorkerProcess, descendants, process_exists
 from support.worker.sleep_rig import write_desired
@@ -61,7 +59,7 @@ class SleepRig(References):
         tallies = {name: Counter() for name in ("steps", "refused", "calls", "operations", "states")}
         counts = dict.fromkeys(("sequences", "asked", "images", "while_cold", "restarts", "server_kills", "worst_difference"), 0)
         self.outcome = Outcome(seed, "sequences", **counts, **tallies, slowest_s=0.0)
-        self._asking, self._changing = Asking(lambda: worker.url, clients=40, timeout_s=ANSWERED_WITHIN_S), ThreadPoolExecutor(1)
+        self.asking, self._changing = Asking(lambda: worker.url, clients=40, timeout_s=ANSWERED_WITHIN_S), ThreadPoolExecutor(1)
         self.spells = {name: [Spell(None, 0.0)] for name in NAMES}
         self.times = Times()
         self.policy = self.declared = "AlwaysAwake"
@@ -72,13 +70,15 @@ class SleepRig(References):
         self.broken = False
         self._last_operation = ""
 
-    # --- begin and end --------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Start the worker and make every image that may be asked for alone."""
+        self._start()
+        self.make_references()
+        self._before = footprint(self.worker)
+
+    def _start(self) -> None:
         self.worker.start()
         self.worker.wait_ready()
-        self.make_references()
         self.put_all(NAMES)
         self._before = footprint(self.worker)
 
@@ -90,24 +90,20 @@ class SleepRig(References):
     def close(self) -> None:
         """End all of it, once nothing has to be right any more."""
         self.worker.close()
-        self._asking.close()
+        self.asking.close()
         self._changing.shutdown(cancel_futures=True)
-
-    # --- one thing of a sequence ----------------------------------------------------------------------------------------
 
     def do(self, what: str, work: Callable[[], object]) -> None:
         """One step: done, taken down, and looked at. A worker that does not answer is wrong, and is replaced after the sequence."""
         if not self.broken:
             self.trace.append(what)
             self.outcome.steps[what.split()[0]] += 1
-            with self._taken_down():
-                work()
-                self.look()
+            self._try(work, self.look)
 
-    @contextlib.contextmanager
-    def _taken_down(self) -> Iterator[None]:
+    def _try(self, *works: Callable[[], object]) -> None:
         try:
-            yield
+            for work in works:
+                work()
         except (AssertionError, httpx2.HTTPError) as error:
             self.broken = True
             self._wrong(f"{type(error).__name__}: {error}"[:3000])
@@ -115,8 +111,7 @@ class SleepRig(References):
     def look(self) -> None:
         """The invariants."""
         document = self.worker.state()
-        state, last = document["state"], document["lastOperation"]
-        resting = document["operation"] is None
+        state, last, resting = document["state"], document["lastOperation"], document["operation"] is None
         self.outcome.states[state] += 1
         if last is not None and last["operationId"] != self._last_operation:
             self._last_operation = last["operationId"]
@@ -126,20 +121,14 @@ class SleepRig(References):
         if self.stays_asleep and state in ("ready", "waking"):
             self._wrong(f"it is {state}, and nobody woke it")
             self.stays_asleep = False
-        if state == "asleep" and resting and document["policy"] == self.policy == "Asleep":
-            self.stays_asleep = True
+        self.stays_asleep |= state == "asleep" and resting and document["policy"] == self.policy == "Asleep"
         if state == "ready" and resting and not self.times.holds(Excuse.DOWN):
             self.times.end(Excuse.KILLED)
 
     def ask(self, body: int, names: list[str], *, stream: bool = False, gone_after_s: float | None = None) -> None:
         """Ask for an image in a thread, with adapters; its client may go away before it is there."""
         sent = {**BODIES[body], "lora": [{"name": name} for name in names], "stream": stream}
-        self._asking.send(Asked(body, names, time.monotonic()), sent, gone_after_s)
-
-    def ask_wrongly(self, number: int) -> None:
-        """Ask for what nothing can answer."""
-        body, status = BAD[number]
-        self._asking.send(Asked(None, [], time.monotonic(), expected=status), body)
+        self.asking.send(Asked(body, names, time.monotonic()), sent, gone_after_s)
 
     def call(self, path: str, body: dict[str, Any]) -> Any:
         """A sleep, wake, pause or resume; its code must be one that the worker's state allows."""
@@ -156,8 +145,6 @@ class SleepRig(References):
         code = str(document.get("code", ""))
         self.outcome.calls[f"{what} {status} {code}".strip()] += 1
         return code
-
-    # --- sleep and wake -------------------------------------------------------------------------------------------------
 
     def sleep(self, body: dict[str, Any], *, patient: bool = False) -> None:
         """Ask for a sleep; under a policy other than OnIdle requests may be refused until it is awake again. The patient let it end,
@@ -191,14 +178,10 @@ class SleepRig(References):
         write_desired(self.folder, policy, coldRequests=cold, adapters=[])
 
     def _policy_is(self, policy: str | None) -> None:
-        if policy is None:
-            return
-        self.stays_asleep = False
-        if policy != "OnIdle" and self.worker.state()["state"] != "ready":
-            self.times.begin(Excuse.ASKED)
-        self.policy = policy
-
-    # --- adapters -------------------------------------------------------------------------------------------------------
+        if policy is not None:
+            self.policy, self.stays_asleep = policy, False
+            if policy != "OnIdle" and self.worker.state()["state"] != "ready":
+                self.times.begin(Excuse.ASKED)
 
     def put(self, name: str, content: int | None) -> None:
         """Put, replace or take away an adapter, in a thread: one after the other."""
@@ -220,8 +203,6 @@ class SleepRig(References):
     def _changes_done(self) -> None:
         self._changing.submit(lambda: None).result(ANSWERED_WITHIN_S)
 
-    # --- faults ---------------------------------------------------------------------------------------------------------
-
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Kill or stop one."""
         pids = [one["pid"] for one in self.worker.state()["ranks"] if one["pid"]]
@@ -241,7 +222,7 @@ class SleepRig(References):
             lambda: not any(process_exists(pid) for pid in pids), what="gone with all its processes", timeout_s=ENDED_WITHIN_S
         )
         self._changes_done()
-        self._asking.wait(10)
+        self.asking.wait(10)
         for spells in self.spells.values():
             spells.append(Spell(None, time.monotonic()))
         self.outcome.server_kills += 1
@@ -259,14 +240,11 @@ class SleepRig(References):
             self._wrong(f"it came back asleep with {found['restarts']} restarts, at {found['load']['stage']}")
         self._before = footprint(self.worker)
 
-    # --- back to what is known ------------------------------------------------------------------------------------------
-
     def settle(self) -> None:
         """The end of a sequence: awake, every request answered and judged, adapters as they were, nothing left."""
         self.outcome.sequences += 1
         if not self.broken:
-            with self._taken_down():
-                self._settle()
+            self._try(self._settle)
         if self.broken:
             self._replace()
         self.trace, self.last_sleep = [], {}
@@ -297,7 +275,7 @@ class SleepRig(References):
         return bool(state == "ready" and not running and document["policy"] == "AlwaysAwake")
 
     def _judge(self) -> None:
-        outcome, judge, asked_since = self.outcome, Judge(self, MAX_HELD), self._asking.answers(ANSWERED_WITHIN_S)
+        outcome, judge, asked_since = self.outcome, Judge(self, MAX_HELD), self.asking.answers(ANSWERED_WITHIN_S)
         outcome.asked += len(asked_since)
         for asked in asked_since:
             until = asked.ended or float("inf")
@@ -316,16 +294,13 @@ class SleepRig(References):
         """A new worker, after one that cannot be trusted any more."""
         self.worker.send_signal(signal.SIGKILL)
         self.worker.wait_exit(10)
-        self._asking.answers(ANSWERED_WITHIN_S)
+        self.asking.answers(ANSWERED_WITHIN_S)
         for path in (self.folder / "state").glob("*"):
             path.unlink()
         self.write_policy("AlwaysAwake")
         self.policy = self.declared = "AlwaysAwake"
         self.times = Times()
-        self.worker.start()
-        self.worker.wait_ready()
-        self.put_all(NAMES)
-        self._before = footprint(self.worker)
+        self._start()
         self.broken = False
 
     def _wrong(self, what: str) -> None:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.soak.clients import Asked, Asking, difference, pixels
-from support.soak.frame import Outcome, meanwhile, metric_values, total
+from support.soak.frame import Asked, Asking, Outcome, difference, meanwhile, metric_values, pixels, total
 from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS, WorkerProcess
 

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from support.soak.adapters import AdapterSoak, run_adapters
-from support.soak.clients import Asked
+from support.soak.adapters import AdapterSoak, References, Spell, run_adapters
 from support.soak.edge import NO_HUB, EdgeSoak
-from support.soak.references import References, Spell
+from support.soak.frame import Asked
 from support.soak.sleep import run_sleep
 from support.soak.sleep_judge import Excuse, Judge, Times
 from support.soak.traffic import BAD, pool, run_both, traffic
