@@ -51,18 +51,13 @@ class Spell:
 def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
     """Adapters of the digits model, each with an effect of its own."""
     # Here, as the tests of how answers are judged need none of it, and it takes seconds.
-    import torch
     from diffusers import SD3Transformer2DModel
 
     from support.lora.peft_adapters import write_adapter
 
     model = SD3Transformer2DModel.from_pretrained(DIGITS_MODEL, subfolder="transformer")
     wanted = ("to_q", "to_v", "to_out.0", "ff.net.2")
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.startswith("transformer_blocks") and name.endswith(wanted)
-    }
+    linears = {name: part for name, part in model.named_modules() if name.startswith("transformer_blocks") and name.endswith(wanted)}
     folders = [folder / f"content-{number}" for number in range(count)]
     for number, content in enumerate(folders):
         content.mkdir()
@@ -135,9 +130,8 @@ class References:
         used = document["data"][0]["provenance"]["adapters"]
         contents = [self.digests.get(adapter["digest"], -1) for adapter in used]
         could_be = [self.could_be(name, begun, ended) for name in names]
-        if [adapter["name"] for adapter in used] != names or any(
-            content not in could for content, could in zip(contents, could_be, strict=True)
-        ):
+        right = [adapter["name"] for adapter in used] == names
+        if not right or any(content not in could for content, could in zip(contents, could_be, strict=True)):
             return f"{names} were {could_be}: made with {contents}"
         found = pixels(document)
         off = difference(found, self.alone[body, tuple(sorted(contents))])
