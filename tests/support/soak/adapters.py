@@ -19,7 +19,7 @@ import httpx2
 import numpy as np
 
 from support.soak.frame import Asked, Asking, Outcome, difference, meanwhile, metric_values, pixels, total
-from support.worker.leftovers import Footprint, footprint, left_at_end, left_over
+from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS_MODEL, WorkerProcess
 
 # Levels of 255: a batch of another size rounds its sums in another order.
@@ -231,14 +231,11 @@ def run_adapters(folder: Path, *, seed: int, count: int, limit_s: float, names: 
         soak.run(max(1, count // 10), limit_s=limit_s / 4)
         before, outcome = footprint(worker), soak.outcome
         soak.run(count - count // 10, limit_s=limit_s)
-        outcome.before_mib, outcome.after_mib = _mib(before), _mib(footprint(worker))
+        memory = [[resident // 2**20 for resident, _ in found.values()] for found in (before, footprint(worker))]
+        outcome.before_mib, outcome.after_mib = memory
         metrics = metric_values(worker.get("/metrics").text)
         outcome.evictions = total(metrics, "diffusion_worker_adapter_evictions_total")
         outcome.loads = total(metrics, 'diffusion_worker_adapter_loads_total{code="OK"}')
         outcome.wrong += left_over(worker, before)
         outcome.wrong += left_at_end(worker, folder)
     return outcome
-
-
-def _mib(found: Footprint) -> list[int]:
-    return [resident // 2**20 for resident, _ in found.values()]

@@ -31,8 +31,7 @@ BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4},
     {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 9},
 )
-MAX_HELD = 12
-HOLD_S = 40.0
+MAX_HELD, HOLD_S = 12, 40.0
 # A sleep, a wake and a restart of ranks take two seconds at most on two idle cores.
 SETTLED_WITHIN_S = 60.0
 ANSWERED_WITHIN_S = HOLD_S + 20.0
@@ -67,8 +66,7 @@ class SleepRig(References):
         # What must not wake by itself: asleep, under a policy that says so, and nobody has asked since.
         self.stays_asleep = False
         self.trace: list[str] = []
-        self.broken = False
-        self._last_operation = ""
+        self.broken, self._last_operation = False, ""
 
     def begin(self) -> None:
         """Start the worker and make every image that may be asked for alone."""
@@ -116,8 +114,7 @@ class SleepRig(References):
         if last is not None and last["operationId"] != self._last_operation:
             self._last_operation = last["operationId"]
             self.outcome.operations[f"{last['kind']} {last['level'] or ''} {(last['error'] or {}).get('code', '')}".strip()] += 1
-        for found in [*consistent(document, max_held=MAX_HELD), *nothing_resident(self.worker, document)]:
-            self._wrong(found)
+        self._wrong(*consistent(document, max_held=MAX_HELD), *nothing_resident(self.worker, document))
         if self.stays_asleep and state in ("ready", "waking"):
             self._wrong(f"it is {state}, and nobody woke it")
             self.stays_asleep = False
@@ -218,9 +215,7 @@ class SleepRig(References):
         self.times.begin(Excuse.DOWN)
         self.worker.send_signal(signal.SIGKILL)
         self.worker.wait_exit(10)
-        self.worker.wait_until(
-            lambda: not any(process_exists(pid) for pid in pids), what="gone with all its processes", timeout_s=ENDED_WITHIN_S
-        )
+        self.worker.wait_until(lambda: not any(map(process_exists, pids)), what="gone with all of it", timeout_s=ENDED_WITHIN_S)
         self._changes_done()
         self.asking.wait(10)
         for spells in self.spells.values():
@@ -259,12 +254,10 @@ class SleepRig(References):
         for excuse in (Excuse.ASKED, Excuse.ENDED, Excuse.KILLED):
             self.times.end(excuse)
         self.put_all(NAMES)
-        self.worker.wait_for(
-            lambda: len(descendants(self.worker.pid)) + 1 == len(self._before), what="left with its own processes only", timeout_s=10
-        )
+        own, pid = len(self._before) - 1, self.worker.pid
+        self.worker.wait_for(lambda: len(descendants(pid)) == own, what="left with its own processes only", timeout_s=10)
         if self.outcome.sequences % LEFT_OVER_EVERY == 0:
-            for found in left_over(self.worker, self._before):
-                self._wrong(found)
+            self._wrong(*left_over(self.worker, self._before))
 
     def _is_awake(self) -> bool:
         """Also by a call, as one may have said another policy since the file did."""
@@ -303,5 +296,5 @@ class SleepRig(References):
         self._start()
         self.broken = False
 
-    def _wrong(self, what: str) -> None:
-        self.outcome.wrong.append(f"sequence {self.outcome.sequences} after {self.trace}: {what}")
+    def _wrong(self, *found: str) -> None:
+        self.outcome.wrong += [f"sequence {self.outcome.sequences} after {self.trace}: {what}" for what in found]
