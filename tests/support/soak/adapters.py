@@ -72,9 +72,7 @@ class References:
     """
 
     def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...]) -> None:
-        self.worker = worker
-        self.contents = contents
-        self.bodies = bodies
+        self.worker, self.contents, self.bodies = worker, contents, bodies
         self.digests = {
             f"sha256:{hashlib.sha256((path / 'adapter_model.safetensors').read_bytes()).hexdigest()}": number
             for number, path in enumerate(contents)

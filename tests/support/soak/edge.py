@@ -48,9 +48,7 @@ class EdgeSoak:
 
     def __init__(self, worker: WorkerProcess, folder: Path, *, seed: int, examples: int = EXAMPLES, phases: str | None = None) -> None:
         self.outcome = Outcome(seed, "requests", rounds=0, requests=0, data_requests=0, control_requests=0, rude_clients=0)
-        self._worker = worker
-        self._folder = folder
-        self._examples = examples
+        self._worker, self._folder, self._examples = worker, folder, examples
         self._phases = [f"--phases={phases}"] if phases else []
         (folder / "schemathesis.toml").write_text(CONFIG)
 

@@ -63,10 +63,7 @@ class _Batch:
     """A namespace of generated objects; `reconciled` has them by kind and the reason of Ready."""
 
     def __init__(self, client: RestClient, operator: OperatorProcess, outcome: Outcome, namespace: str) -> None:
-        self._client = client
-        self._operator = operator
-        self._outcome = outcome
-        self._namespace = namespace
+        self._client, self._operator, self._outcome, self._namespace = client, operator, outcome, namespace
         self._accepted: dict[tuple[Kind, str], Case] = {}
 
     async def run(self, batch: Sequence[Case]) -> None:

@@ -96,12 +96,8 @@ class Sequence:
     """One namespace with at most one deployment, `d`, and a few adapters."""
 
     def __init__(self, client: RestClient, kubelet: FakeKubelet, namespace: str, rng: random.Random, steps: Counter[str]) -> None:
-        self._client = client
-        self._kubelet = kubelet
-        self._namespace = namespace
-        self._rng = rng
-        self._steps = steps
-        self._crashes = 0
+        self._client, self._kubelet, self._namespace = client, kubelet, namespace
+        self._rng, self._steps, self._crashes = rng, steps, 0
         self.trace: list[str] = []
 
     async def play(self) -> None:
