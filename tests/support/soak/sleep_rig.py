@@ -102,7 +102,7 @@ class SleepRig(References):
         try:
             for work in works:
                 work()
-        except (AssertionError, httpx2.HTTPError) as error:
+        except (AssertionError, TimeoutError, httpx2.HTTPError) as error:
             self.broken = True
             self._wrong(f"{type(error).__name__}: {error}"[:3000])
 
