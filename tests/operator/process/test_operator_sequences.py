@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 async def test_rf5_random_sequences_come_to_what_was_asked_for_however_often_the_operator_dies(kubeconfig: Path, tmp_path: Path) -> None:
-    outcome = await run_sequences(tmp_path, kubeconfig, seed=5, sequences=12, limit_s=60, at_once=12)
+    outcome = await run_sequences(tmp_path, kubeconfig, seed=5, count=12, limit_s=60, at_once=12)
     assert outcome.wrong == []
     assert outcome.killed + sum(outcome.died_at.values()) >= 2
 

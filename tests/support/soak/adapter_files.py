@@ -12,12 +12,11 @@ import resource
 import shutil
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.adapter_file import PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.conversion import converter_of
@@ -28,17 +27,15 @@ from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
 from support.lora.adapter_mutations import Mutation, RawFile, mutation
 from support.lora.files import CASES, Case, make_file
+from support.soak.frame import Outcome
 
 NAME = "style"
 KEPT, TRIED = 1, 2
 MAX_RANK = 64
-ADAPTER_CODES = {
-    ErrorCode.INVALID_ADAPTER, ErrorCode.UNSUPPORTED_FORMAT, ErrorCode.NO_MATCHING_MODULES, ErrorCode.MODULES_OUTSIDE_ENVELOPE,
-    ErrorCode.RANK_TOO_LARGE,
-}  # fmt: skip
+ADAPTER_CODES = {"InvalidAdapter", "UnsupportedFormat", "NoMatchingModules", "ModulesOutsideEnvelope", "RankTooLarge"}
 # Tiny models, in namings that are read here and in namings that diffusers converts.
 PICKED = ("SDXL, Kohya", "SD3, peft", "SD3, diffusers", "Flux 2, Kohya", "Qwen-Image, original", "Z-Image, Kohya", "Wan, original")
-# Of the processor, for one file; a reader that counts to a number of a name, or tries a pattern for ever, takes longer.
+# For one file, of the processor's time. A reader that counts to a number of a name, or tries a pattern for ever, takes longer.
 MOST_SECONDS = 5.0
 MOST_GROWTH_BYTES = 256 << 20
 # After the first files everything that is made once has been made.
@@ -46,29 +43,11 @@ WARM_FILES = 50
 PROBE_EVERY = 25
 
 
-@dataclass
-class FilesOutcome:
-    """What it came to."""
-
-    seed: int
-    files: int = 0
-    bound: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    # Seconds of the processor.
-    slowest_s: float = 0.0
-    slowest: str = ""
-    grown_bytes: int = 0
-    seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        """All of it, as one line of JSON."""
-        return json.dumps(self.__dict__ | {"seconds": round(self.seconds, 1), "slowest_s": round(self.slowest_s, 3)})
-
-
 class Target:
-    """A real manager of a tiny pipeline, with one adapter that is registered and in a slot all the while."""
+    """A manager of a tiny pipeline, with one adapter that is registered and in a slot all the while.
+
+    Real: the manager, the reader of files and the pipeline's layers. Not real: the weights, which are random.
+    """
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
@@ -78,22 +57,19 @@ class Target:
         made = make_file(case, pipeline, self.folder)
         components = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module) and name != "vae"}
         self.model = AdaptedModel(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
+        device, denoiser = torch.device("cpu"), self.model.denoiser
         self.manager = DiffusionLoRAManager(
-            components,
-            denoiser=self.model.denoiser,
-            slots=2,
-            cached=2,
-            max_rank=MAX_RANK,
-            device=torch.device("cpu"),
-            convert=self.model.convert,
+            components, denoiser=denoiser, slots=2, cached=2, max_rank=MAX_RANK, device=device, convert=self.model.convert
         )
         config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {}, "target_modules": None}
         self.good = RawFile.parse(made.path.read_bytes(), json.dumps(config).encode() if case.format == "peft" else None)
         # Names that messages may have instead: those of the modules that a fused one of the file becomes.
         self.targets = case.table(pipeline)
         self.manager.add_adapter(LoRARequest("kept", KEPT, str(self.write(Mutation("good", self.good, self.good.content()), "kept"))))
-        self.layer = next(part for part in components[self.model.denoiser].modules() if hasattr(part, "base"))
-        self.probe = torch.randn(2, *_inputs(self.layer.base), generator=torch.Generator().manual_seed(1))
+        self.layer = next(part for part in components[denoiser].modules() if hasattr(part, "base"))
+        weight = self.layer.base.weight
+        inputs = (weight.shape[1],) if weight.dim() == 2 else (weight.shape[1], 8, 8)
+        self.probe = torch.randn(2, *inputs, generator=torch.Generator().manual_seed(1))
         self.manager.activate([LoRAUse(KEPT, 1.0)])
         self.before = self.manager.list_adapters()
         self.output = self.outputs()
@@ -103,6 +79,10 @@ class Target:
         with self.manager.set_adapter_mapping(self.model.denoiser, [[LoRAUse(KEPT, 1.0)], []]):
             found: torch.Tensor = self.layer(self.probe)
         return found
+
+    def changed(self, when: str) -> list[str]:
+        """Tell if that layer gives something else than at the beginning."""
+        return [] if torch.equal(self.outputs(), self.output) else [f"{when}: a layer gives other values than before"]
 
     def write(self, mutated: Mutation, name: str) -> Path:
         """The file, in the folder of a peft adapter where it has a configuration."""
@@ -128,8 +108,7 @@ class Target:
             self.manager.remove_adapter(TRIED)
         read = read_checkpoint(str(path), model=self.model)
         for name, factors in read.modules.items():
-            assert factors.a.isfinite().all(), name
-            assert factors.b.isfinite().all(), name
+            assert factors.a.isfinite().all() and factors.b.isfinite().all(), name
         used = sum(factors.a.numel() + factors.b.numel() for factors in read.modules.values())
         given = RawFile.parse(mutated.content).entries
         # More are used than given where a fused projection is split: its A is in each part.
@@ -142,36 +121,33 @@ class Target:
         return mutated.names | modules | {target.removesuffix("~") for module in modules for target in self.targets[module]}
 
 
-def run_files(folder: Path, *, seed: int, files: int, limit_s: float, picked: tuple[str, ...] = PICKED) -> FilesOutcome:
+def run_files(folder: Path, *, seed: int, count: int, limit_s: float, picked: tuple[str, ...] = PICKED) -> Outcome:
     """Try so many files, one seed each, or as many as there is time for."""
     torch.set_num_threads(1)
-    outcome = FilesOutcome(seed)
+    counts = {"files": 0, "bound": 0, "refused": Counter(), "kinds": Counter()}
+    outcome = Outcome(seed, "files", **counts, slowest_s=0.0, slowest="", grown_bytes=0)
     targets = [Target(case, folder) for name in picked for case in CASES if case.name == name]
-    started = time.monotonic()
     warm = _peak_bytes()
-    for number in range(files):
+    for number in outcome.until(count, limit_s):
         rng = random.Random(seed * 1_000_003 + number)
         target = rng.choice(targets)
         other = rng.choice([other for other in targets if other.case.family != target.case.family] or targets)
         _try(outcome, target, mutation(rng, target.good, other.good), f"seed {seed}, file {number}")
         if number == WARM_FILES:
             warm = _peak_bytes()
-        if number % PROBE_EVERY == 0 and not torch.equal(target.outputs(), target.output):
-            outcome.wrong.append(f"seed {seed}, file {number}: a layer gives other values than before")
-        if time.monotonic() - started > limit_s:
-            break
+        if number % PROBE_EVERY == 0:
+            outcome.wrong += target.changed(f"seed {seed}, file {number}")
     outcome.grown_bytes = _peak_bytes() - warm
     if outcome.grown_bytes > MOST_GROWTH_BYTES:
         outcome.wrong.append(f"memory grew by {outcome.grown_bytes} bytes")
-    outcome.wrong += [
-        f"{each.case.name}: a layer gives other values than before" for each in targets if not torch.equal(each.outputs(), each.output)
-    ]
-    outcome.seconds = time.monotonic() - started
+    outcome.wrong += [what for each in targets for what in each.changed(each.case.name)]
     return outcome
 
 
-def _try(outcome: FilesOutcome, target: Target, mutated: Mutation, which: str) -> None:
+def _try(outcome: Outcome, target: Target, mutated: Mutation, which: str) -> None:
     which = f"{which} ({target.case.name}, {mutated.kind})"
+    outcome.files += 1
+    outcome.kinds[mutated.kind] += 1
     path = target.write(mutated, "tried")
     started = time.process_time()
     try:
@@ -179,10 +155,7 @@ def _try(outcome: FilesOutcome, target: Target, mutated: Mutation, which: str) -
     except Exception as unexpected:
         outcome.wrong.append(f"{which}: {type(unexpected).__name__}: {unexpected}"[:500])
         return
-    finally:
-        seconds = time.process_time() - started
-    outcome.files += 1
-    outcome.kinds[mutated.kind] += 1
+    seconds = time.process_time() - started
     if seconds > outcome.slowest_s:
         outcome.slowest_s, outcome.slowest = seconds, which
     if seconds > MOST_SECONDS:
@@ -191,8 +164,7 @@ def _try(outcome: FilesOutcome, target: Target, mutated: Mutation, which: str) -
         outcome.wrong.append(f"{which}: adapters {left} are left, {target.before} were there before")
     if error is None:
         outcome.bound += 1
-        if not mutated.may_be_good:
-            outcome.wrong.append(f"{which}: was not refused")
+        outcome.wrong += [] if mutated.may_be_good else [f"{which}: was not refused"]
         return
     outcome.refused[error.code] += 1
     names = target.names_of(mutated)
@@ -200,12 +172,6 @@ def _try(outcome: FilesOutcome, target: Target, mutated: Mutation, which: str) -
         outcome.wrong.append(f"{which}: {error.code}: {error.message}"[:500])
     elif names and not any(name in error.message for name in names if name):
         outcome.wrong.append(f"{which}: expected one of {sorted(names)[:4]} in: {error.message}"[:700])
-
-
-def _inputs(layer: torch.nn.Module) -> tuple[int, ...]:
-    weight = layer.weight
-    assert isinstance(weight, torch.Tensor)
-    return (weight.shape[1],) if weight.dim() == 2 else (weight.shape[1], 8, 8)
 
 
 def _peak_bytes() -> int:

@@ -5,28 +5,23 @@ Every image is judged twice: by the digests in its provenance, which must be wha
 by the image that those adapters made alone.
 """
 
-import asyncio
-import base64
 import hashlib
-import io
-import json
 import random
+import threading
 import time
-import uuid
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx2
 import numpy as np
-from PIL import Image
 
-from support.worker.leftovers import Footprint, footprint, left_at_end, left_over
+from support.soak.frame import Asked, Asking, Outcome, difference, meanwhile, metric_values, pixels, total
+from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS_MODEL, WorkerProcess
 
-CLIENTS = 12
-ANSWER_TIMEOUT_S = 180.0
 # Levels of 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 2
 # What the images of two adapters differ by at the least, or a mix-up might not be seen.
@@ -43,31 +38,6 @@ BODIES: tuple[dict[str, Any], ...] = (
 # Adapters of names that always stand for the same content, together in a request.
 PAIRS = ((0, 1), (1, 2), (3, 4), (5, 0), (2, 5))
 
-Key = tuple[int, tuple[int, ...]]
-
-
-@dataclass
-class AdapterOutcome:
-    """What one run came to. `nearest` is the least difference of two references, memory is in MiB by process."""
-
-    seed: int
-    asked: int = 0
-    images: Counter[str] = field(default_factory=Counter)
-    not_found: int = 0
-    churn: Counter[str] = field(default_factory=Counter)
-    evictions: int = 0
-    loads: int = 0
-    worst_difference: int = 0
-    nearest: int = 255
-    before_mib: list[int] = field(default_factory=list)
-    after_mib: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        """All of it, as one line of JSON."""
-        return json.dumps(self.__dict__ | {"seconds": round(self.seconds, 1)})
-
 
 @dataclass
 class Spell:
@@ -81,18 +51,13 @@ class Spell:
 def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
     """Adapters of the digits model, each with an effect of its own."""
     # Here, as the tests of how answers are judged need none of it, and it takes seconds.
-    import torch
     from diffusers import SD3Transformer2DModel
 
     from support.lora.peft_adapters import write_adapter
 
     model = SD3Transformer2DModel.from_pretrained(DIGITS_MODEL, subfolder="transformer")
     wanted = ("to_q", "to_v", "to_out.0", "ff.net.2")
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.startswith("transformer_blocks") and name.endswith(wanted)
-    }
+    linears = {name: part for name, part in model.named_modules() if name.startswith("transformer_blocks") and name.endswith(wanted)}
     folders = [folder / f"content-{number}" for number in range(count)]
     for number, content in enumerate(folders):
         content.mkdir()
@@ -100,171 +65,160 @@ def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
     return folders
 
 
-class AdapterSoak:
-    """Traffic and changes on one worker. Names are `style-0` and on; the first `STATIC` of them never change."""
+class References:
+    """A worker's adapters: contents by digest, spells by name, and images made alone by body and contents.
 
-    def __init__(self, worker: WorkerProcess | None, contents: list[Path], *, seed: int, names: int = NAMES) -> None:
-        self._worker = worker
-        self.outcome = AdapterOutcome(seed)
-        self._rng = random.Random(seed)
-        self._contents = contents
-        self.digests = {_digest(path / "adapter_model.safetensors"): number for number, path in enumerate(contents)}
-        self._names = [f"style-{number}" for number in range(names)]
+    Real: the worker that makes the images. Without one it only judges.
+    """
+
+    def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...]) -> None:
+        self.worker, self.contents, self.bodies = worker, contents, bodies
+        self.digests = {
+            f"sha256:{hashlib.sha256((path / 'adapter_model.safetensors').read_bytes()).hexdigest()}": number
+            for number, path in enumerate(contents)
+        }
         self.spells: dict[str, list[Spell]] = {}
-        self.alone: dict[Key, Any] = {}
+        self.alone: dict[tuple[int, tuple[int, ...]], Any] = {}
+        self.worst_difference = 0
 
-    @property
-    def worker(self) -> WorkerProcess:
-        """What is soaked; only answers are judged without one."""
-        assert self._worker is not None
-        return self._worker
+    def make_references(self) -> None:
+        """Make every image of one adapter or none alone."""
+        for content, path in enumerate(self.contents):
+            self.require(self.worker.put_adapter("reference", path))
+            self.make_alone((content,), ["reference"])
+        self.require(self.worker.delete_adapter("reference"))
+        self.make_alone((), [])
 
-    def prepare(self) -> None:
-        """Make every image that a request may ask for alone, then put all names."""
-        for content, path in enumerate(self._contents):
-            self._require(self.worker.put_adapter("reference", path))
-            for body in range(len(BODIES)):
-                self._make_alone(body, (content,), ["reference"])
-        self._require(self.worker.delete_adapter("reference"))
-        for number, name in enumerate(self._names):
-            self._require(self.worker.put_adapter(name, self._contents[number]))
-            self.spells[name] = [Spell(number, 0.0)]
-        for body in range(len(BODIES)):
-            self._make_alone(body, (), [])
-            for pair in PAIRS:
-                self._make_alone(body, tuple(sorted(pair)), [self._names[number] for number in pair])
-        self.outcome.nearest = self._nearest()
+    def make_alone(self, contents: tuple[int, ...], names: list[str]) -> None:
+        """Make every body's image with these adapters."""
+        for number, body in enumerate(self.bodies):
+            answer = self.worker.request_images(**body, lora=[{"name": name} for name in names])
+            self.require(answer)
+            self.alone[number, contents] = pixels(answer.json())
 
-    async def run(self, count: int, *, limit_s: float) -> None:
-        """Send the requests from a dozen clients, and change adapters, until all are answered or the time is over."""
-        started = time.monotonic()
-        left = iter(range(count))
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)) as session:
-
-            async def client() -> None:
-                for _ in left:
-                    if time.monotonic() - started > limit_s:
-                        return
-                    await self._ask(session)
-
-            changing = asyncio.create_task(self._change(session))
-            await asyncio.gather(*(client() for _ in range(min(CLIENTS, count))))
-            changing.cancel()
-            for result in await asyncio.gather(changing, return_exceptions=True):
-                if isinstance(result, Exception):
-                    self.outcome.wrong.append(f"the changes ended: {result!r}")
-        self.outcome.seconds += time.monotonic() - started
-
-    # --- requests -------------------------------------------------------------------------------------------------------
-
-    async def _ask(self, session: aiohttp.ClientSession) -> None:
-        body, (kind, names) = self._rng.randrange(len(BODIES)), self._choice()
-        asked: dict[str, Any] = {**BODIES[body]}
-        if kind == "model":
-            asked["model"] = names[0]
-        elif names:
-            asked["lora"] = [{"name": name} for name in names]
-        self.outcome.asked += 1
-        begun = time.monotonic()
-        try:
-            async with session.post(f"{self.worker.url}/v1/images/generations", json=asked) as response:
-                status, document = response.status, await response.json()
-        except (TimeoutError, aiohttp.ClientError) as error:
-            self.outcome.wrong.append(f"{type(error).__name__} {error} for {names}")
-            return
-        self.judge(body, kind, names, begun, status, document)
-
-    def _choice(self) -> tuple[str, list[str]]:
-        kind = self._rng.choices(["model", "lora", "pair", "base"], [40, 40, 15, 5])[0]
-        if kind == "base":
-            return kind, []
-        if kind == "pair":
-            # In any order, which decides nothing.
-            return kind, [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
-        return kind, [self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)]
-
-    def judge(self, body: int, kind: str, names: list[str], begun: float, status: int, document: dict[str, Any]) -> None:
-        """Whether an answer to a request that began then is right."""
-        outcome = self.outcome
-        could_be = [self._could_be(name, begun) for name in names]
-        if status == 404 and any(None in contents for contents in could_be):
-            outcome.not_found += 1
-            return
-        if status != 200:
-            outcome.wrong.append(f"{names}: {status} {document}")
-            return
-        used = document["data"][0]["provenance"]["adapters"]
-        contents = [self.digests.get(adapter["digest"], -1) for adapter in used]
-        if [adapter["name"] for adapter in used] != names or any(
-            content not in could for content, could in zip(contents, could_be, strict=True)
-        ):
-            outcome.wrong.append(f"{names} were {could_be}: made with {contents}")
-            return
-        difference = _difference(_pixels(document), self.alone[body, tuple(sorted(contents))])
-        outcome.images[kind] += 1
-        outcome.worst_difference = max(outcome.worst_difference, difference)
-        if difference > TOLERANCE:
-            near = [key for key, alone in self.alone.items() if _difference(_pixels(document), alone) <= TOLERANCE]
-            outcome.wrong.append(f"{names} ({contents}) body {body}: differs by {difference} levels; it is the image of {near}")
-
-    def _could_be(self, name: str, begun: float) -> set[int | None]:
-        return {spell.content for spell in self.spells[name] if spell.ends >= begun}
-
-    # --- changes --------------------------------------------------------------------------------------------------------
-
-    async def _change(self, session: aiohttp.ClientSession) -> None:
-        """Add, replace and remove adapters for ever."""
-        while True:
-            await asyncio.sleep(self._rng.uniform(0.02, 0.25))
-            name = self._rng.choice(self._names[STATIC:])
-            if self.spells[name][-1].content is None:
-                await self._changed(session, name, "added", self._rng.randrange(len(self._contents)))
-            elif self._rng.random() < 0.3:
-                await self._changed(session, name, "removed", None)
-            else:
-                await self._changed(session, name, "replaced", self._rng.randrange(len(self._contents)))
-
-    async def _changed(self, session: aiohttp.ClientSession, name: str, what: str, content: int | None) -> None:
-        spells = self.spells[name]
-        spells.append(Spell(content, time.monotonic()))
-        url = f"{self.worker.control_url}/v1/adapters/{name}"
-        call = {"operationId": uuid.uuid4().hex, "bootId": self.worker.boot_id}
-        headers = {"Authorization": f"Bearer {self.worker.token}"}
-        if content is None:
-            changing = session.delete(url, params={**call, "drainSeconds": "60"}, headers=headers)
-        else:
-            body = {**call, "source": {"path": str(self._contents[content])}, "deadlineSeconds": 60}
-            changing = session.put(url, json=body, headers=headers)
-        async with changing as response:
-            if response.status != 200:
-                self.outcome.wrong.append(f"{what} {name}: {response.status} {await response.text()}")
-        self.outcome.churn[what] += 1
-        spells[-2].ends = time.monotonic()
-        # What ended before every request that runs is of no use any more.
-        self.spells[name] = [spell for spell in spells if spell.ends > time.monotonic() - ANSWER_TIMEOUT_S]
-
-    # --- references -----------------------------------------------------------------------------------------------------
-
-    def _make_alone(self, body: int, contents: tuple[int, ...], names: list[str]) -> None:
-        document = self.worker.request_images(**BODIES[body], lora=[{"name": name} for name in names]).json()
-        self.alone[body, contents] = _pixels(document)
-
-    def _nearest(self) -> int:
-        nearest = 255
-        for body in range(len(BODIES)):
-            images = np.stack([alone for (of, _), alone in self.alone.items() if of == body])
-            for number in range(len(images) - 1):
-                differences = np.abs(images[number + 1 :] - images[number]).max(axis=(1, 2, 3))
-                nearest = min(nearest, int(differences.min()))
-        if nearest < APART:
-            self.outcome.wrong.append(f"two references differ by {nearest} levels only")
-        return nearest
-
-    def _require(self, answer: Any) -> None:
+    def require(self, answer: httpx2.Response) -> None:
+        """Raise on any answer but 200."""
         assert answer.status_code == 200, answer.text
 
+    def put_all(self, names: list[str] | tuple[str, ...]) -> None:
+        """Have each name stand for the content of its number."""
+        for number, name in enumerate(names):
+            self.require(self.worker.put_adapter(name, self.contents[number]))
+            self.spells[name] = [Spell(number, time.monotonic())]
 
-async def run_adapters(folder: Path, *, seed: int, requests: int, limit_s: float, names: int = NAMES) -> AdapterOutcome:
+    def change(self, name: str, content: int | None, *, drain_s: float = 10, **put: Any) -> httpx2.Response:
+        """Put another content, or take it away. Until that is done, and where it is refused, the name may stand for either."""
+        spells = self.spells[name]
+        spells.append(Spell(content, time.monotonic()))
+        if content is None:
+            answer = self.worker.delete_adapter(name, drainSeconds=drain_s)
+        else:
+            answer = self.worker.put_adapter(name, self.contents[content], **put)
+        if answer.status_code == 200:
+            for spell in spells[:-1]:
+                spell.ends = min(spell.ends, time.monotonic())
+        return answer
+
+    def could_be(self, name: str, begun: float, ended: float = float("inf")) -> set[int | None]:
+        """Return what a name may have stood for in a time."""
+        return {spell.content for spell in self.spells[name] if spell.ends >= begun and spell.begins <= ended}
+
+    def why_wrong(self, body: int, names: list[str], document: dict[str, Any], begun: float, ended: float) -> str | None:
+        """Say why an image cannot be of these names; None where it is right."""
+        used = document["data"][0]["provenance"]["adapters"]
+        contents = [self.digests.get(adapter["digest"], -1) for adapter in used]
+        could_be = [self.could_be(name, begun, ended) for name in names]
+        right = [adapter["name"] for adapter in used] == names
+        if not right or any(content not in could for content, could in zip(contents, could_be, strict=True)):
+            return f"{names} were {could_be}: made with {contents}"
+        found = pixels(document)
+        off = difference(found, self.alone[body, tuple(sorted(contents))])
+        self.worst_difference = max(self.worst_difference, off)
+        if off <= TOLERANCE:
+            return None
+        near = [key for key, alone in self.alone.items() if difference(found, alone) <= TOLERANCE]
+        return f"{names} {contents} body {body}: {off} levels off, the image of {near}, spread {int(np.ptp(found))}"
+
+
+class AdapterSoak(References):
+    """Traffic and changes on one worker. Names are `style-0` and on; the first `STATIC` of them never change.
+
+    Real: the worker and its rank, and the adapters, whose factors are random.
+    """
+
+    def __init__(self, worker: WorkerProcess | None, contents: list[Path], *, seed: int, names: int = NAMES) -> None:
+        super().__init__(worker, contents, BODIES)
+        counts = {"asked": 0, "images": Counter(), "not_found": 0, "churn": Counter(), "evictions": 0, "loads": 0}
+        # `nearest` is the least difference of two references; memory is in MiB by process.
+        self.outcome = Outcome(seed, "asked", **counts, worst_difference=0, nearest=255, before_mib=[], after_mib=[])
+        self._rng = random.Random(seed)
+        self._names = [f"style-{number}" for number in range(names)]
+        self._asking = Asking(lambda: worker.url)
+
+    def prepare(self) -> None:
+        """Make every image that a request may ask for alone, and put all names."""
+        self.make_references()
+        self.put_all(self._names)
+        for pair in PAIRS:
+            self.make_alone(tuple(sorted(pair)), [self._names[number] for number in pair])
+        same_body = [(one, other) for one, other in combinations(self.alone, 2) if one[0] == other[0]]
+        self.outcome.nearest = min(difference(self.alone[one], self.alone[other]) for one, other in same_body)
+        if self.outcome.nearest < APART:
+            self.outcome.wrong.append(f"two references differ by {self.outcome.nearest} levels only")
+
+    def run(self, count: int, *, limit_s: float) -> None:
+        """Send the requests from a dozen clients, and change adapters, until all are answered or the time is over."""
+        started = time.monotonic()
+        for _ in range(count):
+            body, more, names = self._choice()
+            self._asking.send(Asked(body, names), BODIES[body] | more, ends=started + limit_s)
+        with meanwhile(self._change, self.outcome):
+            asked = self._asking.answers()
+        for one in asked:
+            kind = "model" if "model" in one.sent else ("base", "lora", "pair")[len(one.names)]
+            self.judge(one.body, kind, one.names, one.begun, one.status, one.document, ended=one.ended)
+        self.outcome.asked += len(asked)
+        self.outcome.seconds += time.monotonic() - started
+
+    def _choice(self) -> tuple[int, dict[str, Any], list[str]]:
+        """Choose a body by its index, what to add to it, and the names in that."""
+        body, kind = self._rng.randrange(len(BODIES)), self._rng.choices(["model", "lora", "pair", "base"], [40, 40, 15, 5])[0]
+        if kind == "base":
+            return body, {}, []
+        if kind == "pair":
+            # In any order, which decides nothing.
+            names = [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
+        else:
+            names = [self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)]
+        return body, {"model": names[0]} if kind == "model" else {"lora": [{"name": name} for name in names]}, names
+
+    def judge(
+        self, body: int, kind: str, names: list[str], begun: float, status: int, document: dict[str, Any], ended: float = float("inf")
+    ) -> None:
+        """Take down if an answer to a request of that time is wrong."""
+        if status == 404 and any(None in self.could_be(name, begun, ended) for name in names):
+            self.outcome.not_found += 1
+        elif status != 200:
+            self.outcome.wrong.append(f"{names}: {status} {document}")
+        else:
+            if why := self.why_wrong(body, names, document, begun, ended):
+                self.outcome.wrong.append(why)
+            self.outcome.images[kind] += 1
+            self.outcome.worst_difference = self.worst_difference
+
+    def _change(self, over: threading.Event) -> None:
+        """Add, replace and remove adapters until the requests are over."""
+        while not over.wait(self._rng.uniform(0.02, 0.25)):
+            name = self._rng.choice(self._names[STATIC:])
+            what = "added" if self.spells[name][-1].content is None else "removed" if self._rng.random() < 0.3 else "replaced"
+            content = None if what == "removed" else self._rng.randrange(len(self.contents))
+            answer = self.change(name, content, drain_s=60, deadlineSeconds=60)
+            if answer.status_code != 200:
+                self.outcome.wrong.append(f"{what} {name}: {answer.status_code} {answer.text}")
+            self.outcome.churn[what] += 1
+
+
+def run_adapters(folder: Path, *, seed: int, count: int, limit_s: float, names: int = NAMES) -> Outcome:
     """The soak; `folder` is for adapters and the worker's temporary files."""
     contents = write_contents(folder, names + SPARE_CONTENTS, seed)
     options = (f"--max-loras={SLOTS}", f"--max-cached-loras={CACHED}", "--lora-on-missing=load", "--max-batch-size=8")
@@ -272,33 +226,14 @@ async def run_adapters(folder: Path, *, seed: int, requests: int, limit_s: float
         worker.wait_ready()
         soak = AdapterSoak(worker, contents, seed=seed, names=names)
         soak.prepare()
-        await soak.run(max(1, requests // 10), limit_s=limit_s / 4)
-        before = footprint(worker)
-        await soak.run(requests - requests // 10, limit_s=limit_s)
-        outcome = soak.outcome
-        outcome.before_mib, outcome.after_mib = _mib(before), _mib(footprint(worker))
-        outcome.evictions, outcome.loads = _counted(worker, "adapter_evictions_total"), _counted(worker, 'adapter_loads_total{code="OK"}')
+        soak.run(max(1, count // 10), limit_s=limit_s / 4)
+        before, outcome = footprint(worker), soak.outcome
+        soak.run(count - count // 10, limit_s=limit_s)
+        memory = [[resident // 2**20 for resident, _ in found.values()] for found in (before, footprint(worker))]
+        outcome.before_mib, outcome.after_mib = memory
+        metrics = metric_values(worker.get("/metrics").text)
+        outcome.evictions = total(metrics, "diffusion_worker_adapter_evictions_total")
+        outcome.loads = total(metrics, 'diffusion_worker_adapter_loads_total{code="OK"}')
         outcome.wrong += left_over(worker, before)
         outcome.wrong += left_at_end(worker, folder)
     return outcome
-
-
-def _mib(found: Footprint) -> list[int]:
-    return [resident // 2**20 for resident, _ in found.values()]
-
-
-def _counted(worker: WorkerProcess, name: str) -> int:
-    lines = worker.get("/metrics").text.splitlines()
-    return next(int(float(line.split()[-1])) for line in lines if line.startswith(f"diffusion_worker_{name}"))
-
-
-def _digest(weights: Path) -> str:
-    return f"sha256:{hashlib.sha256(weights.read_bytes()).hexdigest()}"
-
-
-def _pixels(document: dict[str, Any]) -> Any:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(document["data"][0]["b64_json"])))).astype(int)
-
-
-def _difference(one: Any, other: Any) -> int:
-    return 255 if one.shape != other.shape else int(np.abs(one - other).max())

@@ -7,17 +7,17 @@ not come in time, a traceback in the worker's log, and memory, descriptors, proc
 """
 
 import asyncio
-import contextlib
 import json
 import os
+import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+from support.soak.frame import Outcome
+from support.soak.traffic import LORAS
 from support.worker.leftovers import footprint, left_at_end, left_over
-from support.worker.process import DIGITS, WorkerProcess
+from support.worker.process import WorkerProcess
 from support.worker.rude_clients import be_rude
 
 TESTS = Path(__file__).parents[2]
@@ -40,107 +40,71 @@ not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503", "504"
 NO_HUB = {"HF_ENDPOINT": "https://127.0.0.1:9"}
 
 
-@dataclass
-class EdgeOutcome:
-    """What it came to."""
-
-    seed: int
-    rounds: int = 0
-    requests: int = 0
-    data_requests: int = 0
-    control_requests: int = 0
-    rude_clients: int = 0
-    seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        """All of it, as one line of JSON."""
-        return json.dumps(self.__dict__ | {"seconds": round(self.seconds, 1)})
-
-
 class EdgeSoak:
-    """Rounds of generated requests on one worker; `folder` is for configuration and reports."""
+    """Rounds of generated requests on one worker; `folder` is for configuration and reports.
+
+    Real: the worker, schemathesis, and the sockets of rude clients. Not real: the hub and stores of adapters, where nobody listens.
+    """
 
     def __init__(self, worker: WorkerProcess, folder: Path, *, seed: int, examples: int = EXAMPLES, phases: str | None = None) -> None:
-        self.outcome = EdgeOutcome(seed)
-        self._worker = worker
-        self._folder = folder
-        self._examples = examples
-        self._phases = phases
-        self._config = folder / "schemathesis.toml"
-        self._config.write_text(CONFIG)
+        self.outcome = Outcome(seed, "requests", rounds=0, requests=0, data_requests=0, control_requests=0, rude_clients=0)
+        self._worker, self._folder, self._examples = worker, folder, examples
+        self._phases = [f"--phases={phases}"] if phases else []
+        (folder / "schemathesis.toml").write_text(CONFIG)
 
-    async def run_round(self, *, rude: int = RUDE_CLIENTS) -> None:
+    def run_round(self, *, rude: int = RUDE_CLIENTS) -> None:
         """Both ports once, with the next seed."""
-        outcome = self.outcome
+        outcome, worker = self.outcome, self._worker
         seed = outcome.seed + outcome.rounds
         outcome.rounds += 1
-        port = int(self._worker.url.rpartition(":")[2])
-        asking = asyncio.create_task(self._schemathesis(self._worker.url, seed, self._examples))
-        await be_rude(port, seed=seed, count=rude)
+        with ThreadPoolExecutor(1) as thread:
+            asking = thread.submit(self._schemathesis, worker.url, seed, self._examples)
+            asyncio.run(be_rude(int(worker.url.rpartition(":")[2]), seed=seed, count=rude))
         outcome.rude_clients += rude
-        outcome.data_requests += await asking
-        token = f"--header=Authorization: Bearer {self._worker.token}"
-        outcome.control_requests += await self._schemathesis(self._worker.control_url, seed, self._examples // 4, token)
+        outcome.data_requests += asking.result()
+        token = f"--header=Authorization: Bearer {worker.token}"
+        outcome.control_requests += self._schemathesis(worker.control_url, seed, self._examples // 4, token)
         outcome.requests = outcome.data_requests + outcome.control_requests
-        self._wake()
-
-    async def _schemathesis(self, url: str, seed: int, examples: int, *options: str) -> int:
-        """Let it ask one port; takes down what it found and returns how many requests there were."""
-        report = self._folder / f"report-{seed}-{url.rpartition(':')[2]}.json"
-        command = ["-m", "schemathesis.cli", f"--config-file={self._config}", "run", f"{url}/openapi.json"]
-        command += [f"--seed={seed}", f"--max-examples={examples}", "--checks=all", "--continue-on-failure", "--no-shrink"]
-        # One thread: Python 3.11's `ast.parse`, by which hypothesis describes what it draws, fails at times in several.
-        command += [f"--request-timeout={ANSWER_TIMEOUT_S}", "--workers=1", "--report=json", f"--report-json-path={report}", *options]
-        command += [f"--phases={self._phases}"] if self._phases else []
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1"}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=env, cwd=self._folder
-        )
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(), ROUND_LIMIT_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        if not report.exists():
-            self.outcome.wrong.append(f"schemathesis ended with {process.returncode}: {output.decode()[-2000:]}")
-            return 0
-        return self._judge(json.loads(report.read_text()), output.decode())
-
-    def _judge(self, report: dict[str, Any], output: str) -> int:
-        """Its report has the figures, what it prints has the requests that make a failure come again."""
-        if report["failures"] or report["errors"]:
-            found = output.partition("= FAILURES =")[2] or output.partition("= ERRORS =")[2]
-            self.outcome.wrong.append("\n".join(line[:500] for line in found.splitlines()[:80]) or output[-4000:])
-        if not report["complete"]:
-            self.outcome.wrong.append(f"schemathesis stopped: {report['stop_reason']}")
-        count: int = report["test_cases"]["generated"]
-        return count
-
-    def _wake(self) -> None:
-        """The control port's calls may have left it paused or asleep."""
-        worker = self._worker
+        # The control port's calls may have left it paused or asleep.
         worker.control("POST", "/v1/resume", json={"operationId": "resume"})
         worker.wait_for(lambda: worker.state()["state"] in ("ready", "asleep"), what="settled")
         if worker.state()["state"] == "asleep":
             worker.wake()
 
+    def _schemathesis(self, url: str, seed: int, examples: int, *options: str) -> int:
+        """Let it ask one port; takes down what it found and returns how many requests there were."""
+        path = self._folder / f"report-{seed}-{url.rpartition(':')[2]}.json"
+        command = [sys.executable, "-m", "schemathesis.cli", "--config-file=schemathesis.toml", "run", f"{url}/openapi.json"]
+        command += [f"--seed={seed}", f"--max-examples={examples}", "--checks=all", "--continue-on-failure", "--no-shrink"]
+        # One thread: Python 3.11's `ast.parse`, by which hypothesis describes what it draws, fails at times in several.
+        command += [f"--request-timeout={ANSWER_TIMEOUT_S}", "--workers=1", "--report=json", f"--report-json-path={path}"]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1"}
+        done = subprocess.run(
+            [*command, *options, *self._phases], capture_output=True, text=True, env=env, cwd=self._folder, timeout=ROUND_LIMIT_S
+        )
+        if not path.exists():
+            self.outcome.wrong.append(f"schemathesis ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+            return 0
+        report = json.loads(path.read_text())
+        if report["failures"] or report["errors"]:
+            # The report has the figures, what is printed has the requests that make a failure come again.
+            found = done.stdout.partition("= FAILURES =")[2] or done.stdout.partition("= ERRORS =")[2]
+            self.outcome.wrong.append("\n".join(line[:500] for line in found.splitlines()[:80]) or done.stdout[-4000:])
+        if not report["complete"]:
+            self.outcome.wrong.append(f"schemathesis stopped: {report['stop_reason']}")
+        return int(report["test_cases"]["generated"])
 
-async def run_edge(folder: Path, *, seed: int, requests: int, limit_s: float) -> EdgeOutcome:
+
+def run_edge(folder: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
     """Rounds against a real worker of two ranks; the first one warms it up and counts."""
-    started = time.monotonic()
-    loras = {name: DIGITS / "loras" / name for name in ("stripes", "frame")}
-    with WorkerProcess(ranks=2, loras=loras, options=OPTIONS, env={"TMPDIR": str(folder), **NO_HUB}) as worker:
+    with WorkerProcess(ranks=2, loras=LORAS, options=OPTIONS, env={"TMPDIR": str(folder), **NO_HUB}) as worker:
         worker.wait_ready()
-        soak = EdgeSoak(worker, folder, seed=seed)
-        outcome = soak.outcome
-        await soak.run_round()
-        before = footprint(worker)
-        while outcome.requests < requests and time.monotonic() - started < limit_s:
-            await soak.run_round()
-        outcome.wrong += left_over(worker, before)
+        soak, before = EdgeSoak(worker, folder, seed=seed), {}
+        for _ in soak.outcome.until(count, limit_s):
+            soak.run_round()
+            before = before or footprint(worker)
+        soak.outcome.wrong += left_over(worker, before)
         if "Traceback" in worker.output:
-            outcome.wrong.append("the worker's log: " + worker.output[worker.output.index("Traceback") :][:2000])
-        outcome.wrong += left_at_end(worker, folder)
-    outcome.seconds = time.monotonic() - started
-    return outcome
+            soak.outcome.wrong.append("the worker's log: " + worker.output[worker.output.index("Traceback") :][:2000])
+        soak.outcome.wrong += left_at_end(worker, folder)
+    return soak.outcome

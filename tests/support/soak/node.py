@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from support.cluster.clients import Clients
 from support.cluster.faults import api_server_stopped, kill_operator, kill_server_in, operator_pods, resident_mib, service_address
 from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, ClusterRig
+from support.soak.frame import Outcome
 from tools.demo.errors import DemoFailed
 from tools.demo.images import Request, ask
 from tools.demo.kubectl import Document, Wanted
@@ -35,104 +35,84 @@ STANDSTILL_S = (3.0, 15.0)
 OUTPUT = Path("bench-output") / "node-soak.json"
 
 
-@dataclass
-class NodeOutcome:
-    """What one run came to. Memory is the operator's, in MiB by the seconds since the start."""
-
-    seed: int
-    seconds: float = 0.0
-    faults: Counter[str] = field(default_factory=Counter)
-    sent: int = 0
-    answered: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    slowest_s: float = 0.0
-    slowest_recovery_s: dict[str, float] = field(default_factory=dict)
-    operator_mib: list[tuple[float, float]] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    def document(self) -> dict[str, Any]:
-        memory = [mib for _, mib in self.operator_mib]
-        short = {"lost": len(self.lost), "operator_mib": {"first": memory[0], "most": max(memory), "last": memory[-1]} if memory else {}}
-        return self.__dict__ | {"seconds": round(self.seconds, 1)} | short
-
-    def line(self) -> str:
-        """All of it but the course of the memory, as one line of JSON."""
-        return json.dumps(self.document())
-
-    def save(self) -> None:
-        OUTPUT.parent.mkdir(exist_ok=True)
-        OUTPUT.write_text(json.dumps(self.__dict__, indent=1))
-
-
 class NodeSoak:
-    """Faults on the deployment of one namespace."""
+    """Faults on the deployment of one namespace.
+
+    Real: the development cluster, the operator, its workers, and what breaks them. Not real: the applications, which are threads here.
+    """
 
     def __init__(self, rig: ClusterRig, seed: int) -> None:
         self.rig = rig
         self.rng = random.Random(seed)
-        self.outcome = NodeOutcome(seed)
+        counts = {"faults": Counter(), "sent": 0, "answered": 0, "refused": Counter(), "slowest_s": 0.0}
+        # The operator's memory is in MiB by the seconds since the start.
+        self.outcome = Outcome(seed, **counts, slowest_recovery_s={}, operator_mib=[], lost=[])
         self._address = ""
         self._began = time.monotonic()
         on_replicas: dict[str, Callable[[], None]] = {
-            "rank-killed": lambda: self._signal_rank(signal.SIGKILL),
-            "rank-stopped": lambda: self._signal_rank(signal.SIGSTOP),
+            "rank-killed": partial(self._signal_rank, signal.SIGKILL),
+            "rank-stopped": partial(self._signal_rank, signal.SIGSTOP),
             "server-killed": self._kill_server,
             "pod-deleted": self._delete_pod,
             "scaled": self._scale,
-            "sent-to-sleep": self._sleep,
-            "sleeps-on-idle": self._on_idle,
+            "sent-to-sleep": partial(self._sleep, "Asleep", Wanted("Awake", "False", ["AllAsleep"])),
+            # Nobody is idle here, so that only the policy changes, and back.
+            "sleeps-on-idle": partial(self._sleep, "OnIdle", SERVING),
         }
         self.faults: dict[str, Callable[[], None]] = on_replicas | {"adapter": self._adapter, "api-server-stopped": self._stop_api_server}
-        self.company: dict[str, Callable[[], None]] = {"operator-killed": self._kill_operator, "adapter": self._adapter}
+        self.company: dict[str, Callable[[], None]] = {"operator-killed": partial(kill_operator, rig.kubectl), "adapter": self._adapter}
 
-    def run(self, limit_s: float) -> NodeOutcome:
+    def run(self, limit_s: float) -> Outcome:
+        """Serve, and break things until the time is over or something is wrong."""
         rig = self.rig
-        rig.adapt(STAYS, NAME, f"/models/loras/{STAYS}")
+        self._put(STAYS)
         rig.serve(NAME, replicas=REPLICAS)
         rig.wait(f"lora/{STAYS}", ADAPTER_READY)
         self._address, self._began = service_address(rig.kubectl, NAME), time.monotonic()
         with ExitStack() as stack:
             asking = [stack.enter_context(clients) for clients in self._clients()]
-            while time.monotonic() - self._began < limit_s and not self.outcome.wrong:
+            for _ in self.outcome.until(1, limit_s):
                 self._one_round()
                 self._count(asking)
+                if self.outcome.wrong:
+                    break
         self._count(asking)
-        self.outcome.seconds = time.monotonic() - self._began
         return self.outcome
 
     def _clients(self) -> list[Clients]:
         """Of the model, of an adapter that stays, and of one that comes and goes, about which a 404 may be right."""
-        right = {}
         self._put(COMES)
         self.rig.wait(f"lora/{COMES}", ADAPTER_READY)
-        with self.rig.client(NAME) as client:
-            for name in (NAME, STAYS, COMES):
-                right[name] = ask(client, Request(PROMPT, 1, name, steps=8))
         allowed = {COMES: frozenset({"NotFound", "AdapterRemoved"})}
-        return [
-            Clients(lambda: self._address, right[name], Request(PROMPT, 1, name, steps=8), allowed=allowed.get(name, frozenset()))
-            for name in right
-        ]
+        requests = {name: Request(PROMPT, 1, name, steps=8) for name in (NAME, STAYS, COMES)}
+        with self.rig.client(NAME) as client:
+            return [
+                Clients(lambda: self._address, ask(client, request), request, allowed=allowed.get(name, frozenset()))
+                for name, request in requests.items()
+            ]
 
     def _one_round(self) -> None:
         name, other = self.rng.choice(sorted(self.faults)), self.rng.choice([*sorted(self.company), "", ""])
         if name in ("adapter", "api-server-stopped"):
             other = ""  # the same twice, or a thing that nobody could do
         began = time.monotonic()
-        told = "+".join(filter(None, (name, other)))
-        self.outcome.faults[told] += 1
-        print(f"{began - self._began:7.1f} s {told}", flush=True)
+        fault = "+".join(filter(None, (name, other)))
+        self.outcome.faults[fault] += 1
+        print(f"{began - self._began:7.1f} s {fault}", flush=True)
         try:
             if other:
                 self.company[other]()
             self.faults[name]()
             self.rig.eventually("all serve", self._settled, deadline_s=RECOVERY_S)
         except (DemoFailed, AssertionError) as error:
-            self.outcome.wrong.append(f"{began - self._began:.0f} s {told}: {error}")
+            self.outcome.wrong.append(f"{began - self._began:.0f} s {fault}: {error}")
         took = round(time.monotonic() - began, 1)
-        self.outcome.slowest_recovery_s[told] = max(took, self.outcome.slowest_recovery_s.get(told, 0.0))
-        self._look_at_operator()
+        self.outcome.slowest_recovery_s[fault] = max(took, self.outcome.slowest_recovery_s.get(fault, 0.0))
+        pods = operator_pods(self.rig.kubectl)
+        if len(pods) != 1:
+            self.outcome.wrong.append(f"{len(pods)} operators")
+        else:
+            self.outcome.operator_mib.append((round(time.monotonic() - self._began, 1), resident_mib(pods[0])))
         time.sleep(self.rng.uniform(*CALM_S))
 
     def _settled(self) -> bool:
@@ -140,30 +120,15 @@ class NodeSoak:
         found, pods = self.rig.kubectl.get(DD), self.rig.pods(NAME)
         indexes = [pod["metadata"]["labels"]["diffusion-operator.dev/replica-index"] for pod in pods]
         complete = len(set(indexes)) == len(indexes) == found["spec"]["replicas"]
-        told = SERVING.holds(found) and ADAPTER_READY.holds(self.rig.kubectl.get(f"lora/{STAYS}"))
-        return complete and told and all((self._state(pod) or {}).get("state") == "ready" for pod in pods)
+        said = SERVING.holds(found) and ADAPTER_READY.holds(self.rig.kubectl.get(f"lora/{STAYS}"))
+        return complete and said and all(self._state(pod).get("state") == "ready" for pod in pods)
 
-    def _state(self, pod: Document) -> Document | None:
-        """What the worker says of itself; None while it cannot be asked."""
+    def _state(self, pod: Document) -> Document:
+        """Return what the worker says of itself; nothing while it cannot be asked."""
         try:
             return self.rig.state_of(str(pod["metadata"]["name"]))
         except DemoFailed:
-            return None
-
-    def _life(self, pod: Document) -> tuple[str, int] | None:
-        state = self._state(pod)
-        return (state["bootId"], state["generation"]) if state else None
-
-    def _wait_for_another_life(self, pod: Document, before: tuple[str, int] | None) -> None:
-        """Until then all looks as if nothing had happened."""
-        self.rig.eventually("another life", lambda: self._life(pod) not in (None, before), deadline_s=RECOVERY_S)
-
-    def _look_at_operator(self) -> None:
-        pods = operator_pods(self.rig.kubectl)
-        if len(pods) != 1:
-            self.outcome.wrong.append(f"{len(pods)} operators")
-        else:
-            self.outcome.operator_mib.append((round(time.monotonic() - self._began, 1), resident_mib(pods[0])))
+            return {}
 
     def _count(self, asking: list[Clients]) -> None:
         outcome = self.outcome
@@ -172,25 +137,31 @@ class NodeSoak:
         outcome.slowest_s = round(max(one.slowest_s for one in asking), 1)
         outcome.lost = [lost for one in asking for lost in one.lost]
 
-    # --- faults ---------------------------------------------------------------------------------------------------------
-
     def _kubectl(self, *words: str) -> None:
         self.rig.kubectl.text(*words, deadline_s=30)
 
     def _pod(self) -> Document:
         return self.rng.choice(sorted(self.rig.pods(NAME), key=lambda pod: str(pod["metadata"]["name"])))
 
+    def _end_life(self, pod: Document, kill: Callable[[], None]) -> None:
+        """Wait for another life as well: until then all looks as if nothing had happened."""
+
+        def life() -> tuple[object, object]:
+            state = self._state(pod)
+            return state.get("bootId"), state.get("generation")
+
+        before = life()
+        kill()
+        self.rig.eventually("another life", lambda: life() not in ((None, None), before), deadline_s=RECOVERY_S)
+
     def _signal_rank(self, number: signal.Signals) -> None:
         pod = self._pod()
-        before, name = self._life(pod), str(pod["metadata"]["name"])
-        self.rig.kill_in_pod(name, self.rig.state_of(name)["ranks"][0]["pid"], number)
-        self._wait_for_another_life(pod, before)
+        name = str(pod["metadata"]["name"])
+        self._end_life(pod, lambda: self.rig.kill_in_pod(name, self.rig.state_of(name)["ranks"][0]["pid"], number))
 
     def _kill_server(self) -> None:
         pod = self._pod()
-        before = self._life(pod)
-        kill_server_in(pod)
-        self._wait_for_another_life(pod, before)
+        self._end_life(pod, partial(kill_server_in, pod))
 
     def _delete_pod(self) -> None:
         pod = self._pod()
@@ -199,20 +170,14 @@ class NodeSoak:
         self.rig.eventually("it is gone", lambda: uid not in [one["metadata"]["uid"] for one in self.rig.pods(NAME)], deadline_s=30)
 
     def _scale(self) -> None:
-        count = self.rng.choice([1, 3])
-        self._kubectl("scale", DD, f"--replicas={count}")
+        self._kubectl("scale", DD, f"--replicas={self.rng.choice([1, 3])}")
         self.rig.wait(DD, SERVING, deadline_s=RECOVERY_S)
         self._kubectl("scale", DD, f"--replicas={REPLICAS}")
 
-    def _sleep(self) -> None:
-        self.rig.sleep_policy(NAME, "Asleep")
-        self.rig.wait(DD, Wanted("Awake", "False", ["AllAsleep"]), deadline_s=RECOVERY_S)
-        self.rig.sleep_policy(NAME, "AlwaysAwake")
-
-    def _on_idle(self) -> None:
-        """Nobody is idle here, so that only the policy changes, and back."""
-        self.rig.sleep_policy(NAME, "OnIdle")
-        self.rig.wait(DD, SERVING, deadline_s=RECOVERY_S)
+    def _sleep(self, policy: str, wanted: Wanted) -> None:
+        """Change the policy, and back once it holds."""
+        self.rig.sleep_policy(NAME, policy)
+        self.rig.wait(DD, wanted, deadline_s=RECOVERY_S)
         self.rig.sleep_policy(NAME, "AlwaysAwake")
 
     def _adapter(self) -> None:
@@ -224,17 +189,18 @@ class NodeSoak:
     def _put(self, name: str) -> None:
         self.rig.adapt(name, NAME, f"/models/loras/{name}")
 
-    def _kill_operator(self) -> None:
-        kill_operator(self.rig.kubectl)
-
     def _stop_api_server(self) -> None:
         with api_server_stopped():
             time.sleep(self.rng.uniform(*STANDSTILL_S))
 
 
-def run_node(*, seed: int, limit_s: float) -> NodeOutcome:
-    """The soak, in a namespace of its own on the development cluster; what it came to is in bench-output too."""
+def run_node(*, seed: int, limit_s: float) -> Outcome:
+    """The soak, in a namespace of its own on the development cluster; what it came to is in bench-output at length."""
     with stage(NAMESPACE) as set_up:
         outcome = NodeSoak(ClusterRig(set_up.kubectl, set_up.images.worker), seed).run(limit_s)
-    outcome.save()
+    OUTPUT.parent.mkdir(exist_ok=True)
+    OUTPUT.write_text(json.dumps(outcome.document(), indent=1))
+    memory = [mib for _, mib in outcome.operator_mib]
+    outcome.operator_mib = {"first": memory[0], "most": max(memory), "last": memory[-1]} if memory else {}
+    outcome.lost = len(outcome.lost)
     return outcome

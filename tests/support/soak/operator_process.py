@@ -10,16 +10,20 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2
+
 from support.operator.real_apiserver import CRDS, kubectl
+from support.soak.frame import metric_values, total
+from support.worker.leftovers import footprint
 
 TESTS = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 30.0
+# No input should cause these in the log.
+COMPLAINT = re.compile(r"Traceback|is not understood|Unhandled|never retrieved|reconcile failed|\b(ERROR|CRITICAL)\b")
 
 
 @contextmanager
@@ -35,7 +39,10 @@ def own_apiserver() -> Iterator[Path]:
 
 
 class OperatorProcess:
-    """One at a time; all of its lives write to one log."""
+    """One at a time; all of its lives write to one log.
+
+    Real: the operator's program and its ports. Not real: what `support.operator.process` wraps in it, to die and to count.
+    """
 
     def __init__(
         self,
@@ -48,14 +55,12 @@ class OperatorProcess:
         **settings: float,
     ) -> None:
         """`image`: the default for workers; `arguments`: more of the command line; `settings`: values that have no option."""
-        self._arguments = tuple(arguments)
+        self._arguments = (f"--engine-image={image}", f"--operator-key-file={folder / 'key'}", *arguments)
         self._folder = folder
         self._kubeconfig = kubeconfig
-        self._control_port = control_port
-        self._image = image
-        self._settings = settings
+        self._under_test = {"controlPort": control_port, "settings": settings}
         self._process: subprocess.Popen[bytes] | None = None
-        self._metrics_port = self._liveness_port = 0
+        self._metrics_url = self._liveness_url = ""
         self.log = folder / "operator.log"
         self.log.touch()
         self.key = "k" * 32
@@ -66,17 +71,13 @@ class OperatorProcess:
 
         With `died_at`, a file, it dies at each kind of place that is not in it, and lives again.
         """
-        self._metrics_port, self._liveness_port = _free_port(), _free_port()
-        told = {"dieAt": die_at, "controlPort": self._control_port, "settings": self._settings}
-        told |= {"diedAt": str(died_at)} if died_at is not None else {}
-        command = [
-            *(sys.executable, "-m", "support.operator.process", "run", f"--engine-image={self._image}", "--all-namespaces"),
-            *(f"--operator-key-file={self._folder / 'key'}", f"--metrics-port={self._metrics_port}"),
-            *(f"--liveness-port={self._liveness_port}", "--log-format=plain"),
-            *self._arguments,
-        ]
-        told = {name: value for name, value in told.items() if value is not None}
-        environment = os.environ | {"KUBECONFIG": str(self._kubeconfig), "PYTHONPATH": str(TESTS), "OPERATOR_UNDER_TEST": json.dumps(told)}
+        metrics_port, liveness_port = _free_port(), _free_port()
+        self._metrics_url, self._liveness_url = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{liveness_port}/healthz"
+        command = [sys.executable, "-m", "support.operator.process", "run", "--all-namespaces", "--log-format=plain", *self._arguments]
+        command += [f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
+        given = self._under_test | {"dieAt": die_at, "diedAt": str(died_at) if died_at else None}
+        document = json.dumps({name: value for name, value in given.items() if value is not None})
+        environment = os.environ | {"KUBECONFIG": str(self._kubeconfig), "PYTHONPATH": str(TESTS), "OPERATOR_UNDER_TEST": document}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -96,20 +97,15 @@ class OperatorProcess:
         while time.monotonic() < ends:
             if not self.is_alive():
                 raise AssertionError(f"the operator ended while it was starting:\n{self.log.read_text()[-3000:]}")
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._liveness_port}/healthz", timeout=2):
+            with contextlib.suppress(httpx2.TransportError):
+                if self.health() == 200:
                     return
-            except OSError:
-                time.sleep(0.05)
+            time.sleep(0.05)
         raise AssertionError(f"the operator was not ready within {READY_WITHIN_S:g} s")
 
     def health(self) -> int:
         """The status of its liveness probe."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._liveness_port}/healthz", timeout=5) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
+        return httpx2.get(self._liveness_url, timeout=5).status_code
 
     def kill(self) -> None:
         """With SIGKILL, if it lives, and what it forked."""
@@ -130,23 +126,19 @@ class OperatorProcess:
 
     def metrics(self) -> dict[str, float]:
         """Every line, by name and labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+        return metric_values(httpx2.get(self._metrics_url, timeout=10).text)
 
     def passes(self) -> int:
         """Over all objects of its present life."""
-        return int(sum(value for name, value in self.metrics().items() if name.startswith("diffusion_operator_reconcile_seconds_count")))
+        return total(self.metrics(), "diffusion_operator_reconcile_seconds_count")
 
     def resident_bytes(self) -> int:
         """As the kernel counts it."""
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) * 1024
+        return footprint(self)[self.pid][0]
 
     def descriptors(self) -> int:
         """Open ones: files and sockets."""
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        return footprint(self)[self.pid][1]
 
     def rotate(self, key: str) -> None:
         """A new key before the one that it has, and a start again: what the page on security says."""
@@ -158,9 +150,7 @@ class OperatorProcess:
 
     def complaints(self) -> list[str]:
         """Lines of the log that no input should cause."""
-        text = self.log.read_text(errors="replace")
-        bad = ("Traceback", "is not understood", "Unhandled", "never retrieved", "reconcile failed")
-        return [line for line in text.splitlines() if any(word in line for word in bad) or re.search(r"\b(ERROR|CRITICAL)\b", line)]
+        return [line for line in self.log.read_text(errors="replace").splitlines() if COMPLAINT.search(line)]
 
 
 def _free_port() -> int:

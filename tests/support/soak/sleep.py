@@ -9,25 +9,31 @@ sequences after it are wanted too. The same seed chooses the same sequences.
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as with_seed
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from support.soak.sleep_requests import BODIES
-from support.soak.sleep_rig import CONTENTS, MOST_WRONG, NAMES, SleepOutcome, SleepRig
+from support.soak.frame import Asked, Outcome
+from support.soak.sleep_rig import BODIES, CONTENTS, NAMES, SleepRig
 from support.soak.traffic import BAD
 
 STEPS = 14
+MOST_WRONG = 20
 # Of so many sequences one may kill a rank, and one the server: a new one imports torch for many seconds.
 RANK_KILLED_IN = 3
 SERVER_KILLED_IN = 20
 
 POLICIES = st.sampled_from(["AlwaysAwake", "Asleep", "OnIdle"])
+SAID = st.none() | POLICIES
 TAGS = st.none() | st.lists(st.sampled_from(["weights", "adapters", "caches"]), min_size=1, max_size=3, unique=True)
 LEVELS = st.sampled_from(["HostMemory", "Discard"])
+MODES = st.sampled_from(["Wait", "Abort"])
+DEADLINES, IDLE = st.sampled_from([0.05, 20.0]), st.sampled_from([None, None, 0.0, 0.2, 100.0])
 # Requests that come at the same time: hypothesis leaves whole rules out of a sequence, but no sequence is of use without requests.
 COMPANY = st.sampled_from([0, 1, 1, 3])
 NAMED = st.lists(st.sampled_from(NAMES), max_size=1)
@@ -54,7 +60,7 @@ class Sequence(RuleBasedStateMachine):
 
         def both() -> None:
             for number in range(company):
-                self.rig.asking.image(number % len(BODIES), [])
+                self.rig.ask(number % len(BODIES), [])
             work()
 
         if not self.idle:
@@ -65,44 +71,30 @@ class Sequence(RuleBasedStateMachine):
         self.rank_kills, self.server_kills = int(rank == 2), int(server == 7)
         self._do(f"declare {policy}", lambda: self.rig.declare(policy))
 
-    # --- requests -------------------------------------------------------------------------------------------------------
-
     @rule(body=st.integers(0, len(BODIES) - 1), names=NAMED, count=st.integers(1, 6), stream=st.booleans())
     def ask(self, body: int, names: list[str], count: int, stream: bool) -> None:
-        asking = self.rig.asking
-        self._do(f"ask {count} of {body} {names} {stream=}", lambda: [asking.image(body, names, stream=stream) for _ in range(count)])
+        ask = partial(self.rig.ask, body, names, stream=stream)
+        self._do(f"ask {count} of {body} {names} {stream=}", lambda: [ask() for _ in range(count)])
 
     @rule(names=NAMED, after_s=st.floats(0.01, 0.4), stream=st.booleans())
     def leave(self, names: list[str], after_s: float, stream: bool) -> None:
-        self._do(f"leave after {after_s:.2f} s", lambda: self.rig.asking.image(1, names, stream=stream, gone_after_s=after_s))
+        self._do(f"leave after {after_s:.2f} s", lambda: self.rig.ask(1, names, stream=stream, gone_after_s=after_s))
 
     @rule(number=st.integers(0, len(BAD) - 1))
     def ask_wrongly(self, number: int) -> None:
-        self._do(f"wrong {number}", lambda: self.rig.asking.wrong(number))
+        body, status = BAD[number]
+        self._do(f"wrong {number}", lambda: self.rig.asking.send(Asked(None, [], time.monotonic(), expected=status), body))
 
-    # --- sleep and wake -------------------------------------------------------------------------------------------------
-
-    @rule(
-        level=LEVELS,
-        mode=st.sampled_from(["Wait", "Abort"]),
-        deadline_s=st.sampled_from([0.05, 20.0]),
-        idle_s=st.sampled_from([None, None, 0.0, 0.2, 100.0]),
-        policy=st.none() | POLICIES,
-        patient=st.booleans(),
-        company=COMPANY,
-    )
-    def sleep(
-        self, level: str, mode: str, deadline_s: float, idle_s: float | None, policy: str | None, patient: bool, company: int
-    ) -> None:
-        body = {"level": level, "mode": mode, "deadlineSeconds": deadline_s, "ifIdleSince": idle_s, "policy": policy}
+    @rule(level=LEVELS, mode=MODES, deadlineSeconds=DEADLINES, ifIdleSince=IDLE, policy=SAID, patient=st.booleans(), company=COMPANY)
+    def sleep(self, patient: bool, company: int, **body: Any) -> None:
         self.slept = True
-        told = f"sleep {level} {mode} within {deadline_s} idle={idle_s} {policy} {patient=}"
-        self._do(told, lambda: self.rig.sleep({"operationId": f"{self.number}-{len(self.rig.trace)}", **body}, patient=patient), company)
+        body |= {"operationId": f"{self.number}-{len(self.rig.trace)}"}
+        self._do(f"sleep {body} {patient=}", lambda: self.rig.sleep(body, patient=patient), company)
 
     @precondition(lambda self: self.slept)
     @rule(company=COMPANY)
     def sleep_again_by_the_same_id(self, company: int) -> None:
-        self._do("sleep by the same id", lambda: self.rig.sleep(self.rig.last_sleep or {}), company)
+        self._do("sleep by the same id", lambda: self.rig.sleep(self.rig.last_sleep), company)
 
     @rule(level=LEVELS, first=st.sampled_from(["sleep", "wake"]), company=COMPANY)
     def two_at_once(self, level: str, first: str, company: int) -> None:
@@ -114,7 +106,7 @@ class Sequence(RuleBasedStateMachine):
 
         self._do(f"both {first} and sleep {level}", both, company)
 
-    @rule(tags=TAGS, policy=st.none() | POLICIES, company=COMPANY)
+    @rule(tags=TAGS, policy=SAID, company=COMPANY)
     def wake(self, tags: list[str] | None, policy: str | None, company: int) -> None:
         self._do(f"wake {tags} {policy}", lambda: self.rig.wake({"tags": tags, "policy": policy}), company)
 
@@ -126,15 +118,13 @@ class Sequence(RuleBasedStateMachine):
     def pause_or_resume(self, path: str, company: int) -> None:
         self._do(path.removeprefix("/v1/"), lambda: self.rig.call(path, {}), company)
 
-    # --- adapters and faults --------------------------------------------------------------------------------------------
-
     @rule(name=st.sampled_from(NAMES), content=st.integers(0, CONTENTS - 1), company=COMPANY)
     def put(self, name: str, content: int, company: int) -> None:
         self._do(f"put {name} {content}", lambda: self.rig.put(name, content), company)
 
     @rule(name=st.sampled_from(NAMES), company=COMPANY)
     def delete(self, name: str, company: int) -> None:
-        self._do(f"delete {name}", lambda: self.rig.delete(name), company)
+        self._do(f"delete {name}", lambda: self.rig.put(name, None), company)
 
     @precondition(lambda self: self.rank_kills > 0)
     @rule(rank=st.integers(0, 1), number=st.sampled_from([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]), company=COMPANY)
@@ -157,15 +147,15 @@ class Sequence(RuleBasedStateMachine):
             self.rig.settle()
 
 
-def run_sleep(folder: Path, *, run_seed: int, sequences: int, limit_s: float, ranks: int = 2) -> SleepOutcome:
+def run_sleep(folder: Path, *, seed: int, count: int, limit_s: float, ranks: int = 2) -> Outcome:
     """The soak; `folder` is for the worker's files."""
-    rig = SleepRig(folder, ranks=ranks, seed=run_seed)
+    rig = SleepRig(folder, ranks=ranks, seed=seed)
     try:
         rig.begin()
-        started = time.monotonic()
-        while rig.outcome.sequences < sequences and time.monotonic() - started < limit_s and len(rig.outcome.wrong) < MOST_WRONG:
-            _run_one(rig, run_seed * 100_000 + rig.outcome.sequences)
-        rig.outcome.seconds = time.monotonic() - started
+        for done in rig.outcome.until(count, limit_s):
+            _run_one(rig, seed * 100_000 + done)
+            if len(rig.outcome.wrong) >= MOST_WRONG:
+                break
         rig.end()
     finally:
         rig.close()
@@ -175,12 +165,6 @@ def run_sleep(folder: Path, *, run_seed: int, sequences: int, limit_s: float, ra
 def _run_one(rig: SleepRig, number: int) -> None:
     """One sequence of that seed. Of many in one run hypothesis makes five in six by small changes of the one before."""
     machine = type("SequenceOfThisSeed", (Sequence,), {"rig": rig, "seen": 0})
-    options = settings(
-        max_examples=2,
-        stateful_step_count=STEPS,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(seed(number)(machine), settings=options)
+    phases, checks = [Phase.generate], list(HealthCheck)
+    options = settings(max_examples=2, stateful_step_count=STEPS, phases=phases, deadline=None, database=None, suppress_health_check=checks)
+    run_state_machine_as_test(with_seed(number)(machine), settings=options)

@@ -16,7 +16,7 @@ SEED = 20
 @pytest.mark.parametrize("picked", [("Flux 2, Kohya", "SD3, peft"), pytest.param(PICKED, marks=pytest.mark.slow)], ids=["two", "all"])
 def test_a_mutated_file_is_used_whole_or_refused_by_name_and_leaves_nothing(tmp_path: Path, picked: tuple[str, ...]) -> None:
     """RA6."""
-    outcome = run_files(tmp_path, seed=SEED, files=250, limit_s=100.0, picked=picked)
+    outcome = run_files(tmp_path, seed=SEED, count=250, limit_s=100.0, picked=picked)
     assert outcome.wrong == []
     assert outcome.files == 250
     assert outcome.refused["InvalidAdapter"] > 150

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from support.soak.adapters import AdapterSoak, Spell, run_adapters
+from support.soak.adapters import AdapterSoak, References, Spell, run_adapters
 from support.soak.edge import NO_HUB, EdgeSoak
-from support.soak.run import run_both
+from support.soak.frame import Asked
 from support.soak.sleep import run_sleep
-from support.soak.sleep_requests import Asked, Excuse, Judge, Times
-from support.soak.traffic import BAD, pool, traffic
+from support.soak.sleep_judge import Excuse, Judge, Times
+from support.soak.traffic import BAD, pool, run_both, traffic
 from support.worker.leftovers import footprint, left_over
 from support.worker.process import FAKE_PROGRAM, WorkerProcess
 
@@ -31,21 +31,21 @@ def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:
 
 
 @pytest.mark.slow
-async def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(short_path: Path) -> None:
-    soak, killed = await run_both(short_path, seed=1, requests=80, kill_requests=30, kill_every_s=4.0, limit_s=60, images=12)
+def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(short_path: Path) -> None:
+    soak, killed = run_both(short_path, seed=1, requests=80, kill_requests=30, kill_every_s=4.0, limit_s=60, images=12)
     assert (soak.wrong, killed.wrong) == ([], [])
     assert soak.answered > 10 and soak.refused_as_they_should > 1
     assert killed.answered > 5 and killed.restarts > 0
 
 
 @pytest.mark.slow
-async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothing_behind(tmp_path: Path) -> None:
+def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothing_behind(tmp_path: Path) -> None:
     with WorkerProcess(program=FAKE_PROGRAM, options=("--max-steps=12", "--max-pixels=16384"), env=NO_HUB) as worker:
         worker.wait_ready()
         worker.request_images(prompt="p")
         before = footprint(worker)
         soak = EdgeSoak(worker, tmp_path, seed=1, examples=12, phases="fuzzing")
-        await soak.run_round(rude=40)
+        soak.run_round(rude=40)
         outcome = soak.outcome
         outcome.wrong += left_over(worker, before)
         assert "Traceback" not in worker.output
@@ -54,8 +54,8 @@ async def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_
 
 
 @pytest.mark.slow
-async def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Path) -> None:
-    outcome = await run_adapters(short_path, seed=1, requests=100, limit_s=60, names=20)
+def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Path) -> None:
+    outcome = run_adapters(short_path, seed=1, count=100, limit_s=60, names=20)
     assert outcome.wrong == []
     assert sum(outcome.images.values()) > 80 and len(outcome.images) == 4
     assert outcome.evictions > 10 and len(outcome.churn) == 3
@@ -63,7 +63,7 @@ async def test_requests_over_changing_adapters_get_the_images_of_theirs(short_pa
 
 @pytest.mark.slow
 def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(short_path: Path) -> None:
-    outcome = run_sleep(short_path, run_seed=1, sequences=8, limit_s=120)
+    outcome = run_sleep(short_path, seed=1, count=8, limit_s=120)
     assert outcome.wrong == []
     assert outcome.sequences == 8
     assert outcome.images > 40 and outcome.states["ready"] > 3
@@ -139,8 +139,10 @@ def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wron
 
 def _judge_of_sleep() -> tuple[Judge, Times]:
     """`style-0` stands for content 0, whose image of body 0 is all 10."""
-    references = {(0, (0,)): np.full((8, 8, 3), 10)}
-    return Judge(references, {"sha256:0": 0}, {"style-0": [Spell(0, 0.0)]}, max_held=4), Times()
+    references = References(None, [], ())
+    references.alone[0, (0,)] = np.full((8, 8, 3), 10)
+    references.digests["sha256:0"], references.spells["style-0"] = 0, [Spell(0, 0.0)]
+    return Judge(references, max_held=4), Times()
 
 
 def _asked(status: int, document: dict[str, Any], *, begun: float | None = None) -> Asked:

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame of all parts of `make soak`: what a run came to, its clients, what goes on beside them, and how it is measured.
+
+Real: requests over HTTP to the worker of a part. Not real: the applications, which are threads.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from support.worker.process import decode_image
+
+CLIENTS = 12
+ANSWER_TIMEOUT_S = 180.0
+# The codes of requests that have no status.
+NO_STATUS = {httpx2.TimeoutException: "no answer", httpx2.TransportError: "no connection", Exception: "no document"}
+
+
+class Outcome(SimpleNamespace):
+    """The fields of one run, its seconds, and in words what was wrong. `counted` names the one that grows up to the number asked for."""
+
+    def __init__(self, seed: int, counted: str = "", **fields: Any) -> None:
+        super().__init__(seed=seed, **fields, seconds=0.0, wrong=[])
+        self._counted = counted
+
+    @property
+    def done(self) -> int:
+        """Return how many of those asked for there were."""
+        return getattr(self, self._counted, 0)
+
+    def until(self, count: float, limit_s: float) -> Iterator[int]:
+        """Go on until so many are done or the time is over."""
+        started = time.monotonic()
+        try:
+            while self.done < count and time.monotonic() - started < limit_s:
+                yield self.done
+        finally:
+            self.seconds = time.monotonic() - started
+
+    def document(self) -> dict[str, Any]:
+        """Return its fields, and floats in short."""
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in vars(self).items() if name != "_counted"}
+
+    def line(self, name: str, wanted: int) -> str:
+        """Return all of it, as one line of JSON after its name."""
+        cut = "" if self.done >= wanted else f" (the time was over after {self.done} of {wanted})"
+        return f"{name}{cut}: {json.dumps(self.document())}"
+
+
+@contextmanager
+def meanwhile(work: Callable[[threading.Event], None], outcome: Outcome) -> Iterator[None]:
+    """Have a thread do something until the block ends, which sets its event. An error of its own is wrong."""
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(work, over)
+        try:
+            yield
+        finally:
+            over.set()
+    if error := working.exception():
+        outcome.wrong.append(f"what went on meanwhile ended: {error!r}")
+
+
+def those_that_hold(wrong: dict[str, Any]) -> list[str]:
+    """Return the sentences that are true."""
+    return [what for what, holds in wrong.items() if holds]
+
+
+def metric_values(text: str) -> dict[str, float]:
+    """Every line of Prometheus' text, by name and labels."""
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
+
+
+def total(values: dict[str, float], name: str) -> int:
+    """Sum the values whose name and labels begin so."""
+    return int(sum(value for found, value in values.items() if found.startswith(name)))
+
+
+@dataclass
+class Asked:
+    """One request and what became of it. `body` is its index among those of the soak, None for a wrong one, whose status is `expected`."""
+
+    body: int | None
+    names: list[str]
+    begun: float = 0.0
+    # How many others were without an answer at some time while it was.
+    beside: int = 0
+    expected: int = 200
+    sent: dict[str, Any] = field(default_factory=dict)
+    gone: bool = False
+    ended: float = 0.0
+    status: int = 0
+    code: str = ""
+    document: dict[str, Any] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+
+
+class Asking:
+    """A number of clients of a worker, whose address may change."""
+
+    def __init__(self, url: Callable[[], str], *, clients: int = CLIENTS, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._http = httpx2.Client(limits=httpx2.Limits(max_connections=2 * clients, max_keepalive_connections=0))
+        self._threads = ThreadPoolExecutor(clients)
+        self._asked: list[Asked] = []
+        self._running: list[Future[None]] = []
+
+    def send(self, asked: Asked, body: dict[str, Any], gone_after_s: float | None = None, *, ends: float = float("inf")) -> None:
+        """Ask as soon as a client is free, but not when the time is over; the client may go away before it has an answer."""
+        asked.sent, asked.gone = body, gone_after_s is not None
+        self._asked.append(asked)
+        self._running.append(self._threads.submit(self._ask, asked, gone_after_s, ends))
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until all have their answer, or the time is over."""
+        wait(self._running, timeout_s)
+
+    def answers(self, timeout_s: float | None = None) -> list[Asked]:
+        """Wait, and return all that were asked since the last time; those without an answer have status 0."""
+        self.wait(timeout_s)
+        found, self._asked, self._running = [asked for asked in self._asked if asked.begun], [], []
+        return found
+
+    def close(self) -> None:
+        """End the clients; the worker has ended, so that none waits any more."""
+        self._threads.shutdown(cancel_futures=True)
+        self._http.close()
+
+    def _ask(self, asked: Asked, gone_after_s: float | None, ends: float) -> None:
+        if time.monotonic() > ends:
+            return
+        asked.begun = asked.begun or time.monotonic()
+        timeout = httpx2.Timeout(self._timeout_s, read=gone_after_s or self._timeout_s)
+        try:
+            with self._http.stream("POST", f"{self._url()}/v1/images/generations", json=asked.sent, timeout=timeout) as answer:
+                self._read(asked, answer)
+        except (httpx2.RequestError, ValueError) as error:
+            asked.code = next(code for kind, code in NO_STATUS.items() if isinstance(error, kind))
+            asked.document = {"error": {"message": repr(error)}}
+        asked.code = asked.code or str(asked.document.get("error", {}).get("code", ""))
+        asked.ended = time.monotonic()
+
+    def _read(self, asked: Asked, answer: httpx2.Response) -> None:
+        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            answer.read()
+            asked.status, asked.document = answer.status_code, answer.json()
+            return
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: {")]
+        asked.held = [event["state"] for event in events if event["type"].endswith(".held")]
+        last = events[-1] if events else {}
+        complete = str(last.get("type", "")).endswith(".completed")
+        # An error after the stream began is its last event; its status has gone out already.
+        asked.status, asked.document = (200, {"data": [last]}) if complete else (500, last)
+
+
+def pixels(document: dict[str, Any]) -> Any:
+    """Return the levels of the first image of an answer."""
+    return np.asarray(decode_image(document["data"][0]["b64_json"])).astype(int)
+
+
+def difference(one: Any, other: Any) -> int:
+    """Return by how many levels of 255 two images differ at the most."""
+    return 255 if one.shape != other.shape else int(np.abs(one - other).max())
