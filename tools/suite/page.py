@@ -79,6 +79,12 @@ def file_seconds(costs: Mapping[str, list[ProcessCost]]) -> dict[str, float]:
     return {file: round(max(stages.values()), 1) for file, stages in sorted(found.items())}
 
 
+def recorded(new: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of all files that there are: those of the last run, and earlier ones of files that it left out."""
+    old: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    return {file: value for file, value in sorted((old | dict(new)).items()) if (REPOSITORY / file).exists()}
+
+
 def _tests(costs: Mapping[str, list[ProcessCost]]) -> Iterable[tuple[str, TestCost]]:
     return ((stage, test) for stage, processes in costs.items() for process in processes for test in process.tests)
 
@@ -104,7 +110,7 @@ def main() -> None:
         "Slowest tests": tests_table(costs),
     }
     PAGE.write_text(HEAD + "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in parts.items()) + "\n")
-    SECONDS.write_text(json.dumps(file_seconds(costs), indent=1) + "\n")
+    SECONDS.write_text(json.dumps(recorded(file_seconds(costs)), indent=1) + "\n")
     click.echo(f"wrote {PAGE} and {SECONDS}")
 
 
