@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "development" / "test-time.md"
 SLOWEST_TESTS = 20
 SLOWEST_FILES = 40
 
-HEAD = """# Where the time of the tests goes
+HEAD = """# Test time
 
 `make test` keeps what each test cost, and `python -m tools.suite.page` writes this page from it.
 It also writes `tests/seconds.json`, from which pytest takes the order of the files: the longest come first.
