@@ -23,7 +23,7 @@ from support.runner.parallel_families import BY_NAME, Asked, compare, run
 from support.runner.rank_processes import Rank
 from support.runner.rig import OneRank, request
 from support.runner.wordy_pipelines import WordyFlux, runner_of
-from support.worker.corrupting_extension import flip
+from support.worker.extensions import flip
 
 # They join one after the other.
 ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
