@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_a_stage_that_fails_is_named_and_the_others_run_to_their_end(tmp_path: P
     assert {name: run.passed for name, run in last.read().items()} == {"bad": False, "good": True}
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal, also where a shell had the tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_ends_what_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     sleeper = stage("sleeper", f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)")

@@ -18,6 +18,8 @@ from .stages import GROUPS, LEDGER, STAGES, LastRuns
 def main(names: tuple[str, ...]) -> None:
     """Run the named stages of the tests, or all of them, and end with 1 if one failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # A shell has programs in its background ignore the signal, which ends the stages; theirs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     last, began = LastRuns(LEDGER), time.monotonic()
     groups = [chosen for group in GROUPS if (chosen := [stage for stage in group if not names or stage.name in names])]
     click.echo(f"Stages of this run:\n{describe([stage for group in groups for stage in group], last.read())}")
