@@ -43,6 +43,17 @@ def test_stages_side_by_side_show_whose_line_it_is_and_both_are_kept(tmp_path: P
     assert all(0 < run.busy_cores <= (os.cpu_count() or 1) * 1.5 for run in runs.values())
 
 
+def test_a_line_that_does_not_end_is_shown_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "PART_OF_A_LINE_S", 0.2)
+    dots = "import time\nfor _ in range(8): print('.', end='', flush=True); time.sleep(0.1)\nprint(' done')"
+    assert runner.run_beside([stage("slow", dots)], LastRuns(tmp_path))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert 0 < len(first) < 8
+    assert "".join([first, *others]).startswith("........ done")
+
+
 def test_a_stage_that_fails_is_named_and_the_others_run_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = LastRuns(tmp_path)
     assert not runner.run_beside([stage("bad", "raise SystemExit(3)"), stage("good", "import time; time.sleep(0.5)")], last)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from .stages import LastRuns, Stage, StageRun
 
 LOAD_EVERY_S = 5.0
+PART_OF_A_LINE_S = 20.0
 
 
 def describe(stages: Sequence[Stage], last: dict[str, StageRun]) -> str:
@@ -95,10 +95,21 @@ class _Running:
         return StageRun(round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(busy_cores, 2), self.passed)
 
     def _show(self) -> None:
+        """Show whole lines, and a part of one that has waited for its end too long: pytest's dots make a line in minutes."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            sys.stdout.write(self._prefix + line.decode(errors="replace"))
-            sys.stdout.flush()
+        part, shown = b"", time.monotonic()
+        while read := os.read(self._process.stdout.fileno(), 65536):
+            *lines, part = (part + read).split(b"\n")
+            if part and time.monotonic() - shown > PART_OF_A_LINE_S:
+                lines, part = [*lines, part], b""
+            for line in lines:
+                self._print(line)
+                shown = time.monotonic()
+        if part:
+            self._print(part)
+
+    def _print(self, line: bytes) -> None:
+        print(self._prefix + line.decode(errors="replace"), flush=True)
 
 
 def _busy_s() -> float:
