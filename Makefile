@@ -40,7 +40,7 @@ test: preflight venv ## every test, in the stages that follow; the cluster is br
 	@$(SUITE)
 
 test-fast: venv ## lint and the tests that need neither a cluster nor minutes
-	@$(SUITE) lint fast
+	@$(SUITE) lint fast fast-torch
 
 test-slow: preflight venv ## the tests with real ranks, workers and API servers
 	@$(SUITE) images slow

@@ -34,6 +34,7 @@ def styled(name: str) -> Image.Image:
     return image
 
 
+@pytest.mark.slow
 def test_handwriting_that_the_judge_has_not_seen_is_read_right() -> None:
     assert held_out_accuracy() >= 0.96
 

@@ -13,7 +13,7 @@ import pytest
 from tools.suite import page, runner
 from tools.suite.ledger import ProcessCost, TestCost, read
 from tools.suite.order import longest_first
-from tools.suite.stages import LEDGER, ON_CLUSTER, STAGES, LastRuns, Stage, StageRun
+from tools.suite.stages import LEDGER, ON_CLUSTER, STAGES, WITH_TORCH, LastRuns, Stage, StageRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,11 +98,16 @@ def test_every_stage_with_tests_keeps_their_costs() -> None:
             assert f"--ledger={LEDGER / each.name}" in each.command
 
 
+def test_each_folder_that_is_apart_from_the_other_fast_tests_is_there() -> None:
+    assert [path for path in WITH_TORCH if not (ROOT / path).exists()] == []
+
+
 def test_tests_that_need_a_cluster_are_in_the_folders_of_their_stage() -> None:
     marked = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cluster" in path.read_text()]
     assert [path for path in marked if not str(path).startswith((*ON_CLUSTER, "tests/tools"))] == []
 
 
+@pytest.mark.slow
 def test_the_ledger_has_each_test_of_each_process_and_forgets_the_run_before(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"test_{number}.py").write_text(f"import time\ndef test_{number}(): time.sleep(0.2)\n")

@@ -161,6 +161,7 @@ def test_the_list_is_sorted_and_keeps_its_lines_for_people(tmp_path: Path) -> No
     assert words.read_allowed(path) == ["a", "c"]
 
 
+@pytest.mark.slow
 def test_the_tree_passes() -> None:
     """Through the command itself, whose status is what `make lint` sees."""
     done = subprocess.run([sys.executable, "-m", "tools.words"], cwd=words.ROOT, capture_output=True, text=True, timeout=120, check=False)

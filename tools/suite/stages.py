@@ -29,7 +29,16 @@ def _tests(name: str, what: str, *options: str) -> Stage:
 
 
 LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-print-directory", "lint"))
-FAST = _tests("fast", "tests that need neither a cluster nor minutes", "-m", "not apiserver and not cluster and not slow", *ON_TWO)
+# The fast tests in two processes without pytest-xdist: each collects only its own, and one of them never imports torch.
+IS_FAST = ("-m", "not apiserver and not cluster and not slow")
+WITH_TORCH = (
+    *("tests/benchmarks", "tests/digits", "tests/worker/families", "tests/worker/lora", "tests/worker/memory", "tests/worker/processes"),
+    *("tests/worker/ranks", "tests/worker/runner", "tests/contract/test_prompts_stay_secret.py", "tests/worker/options/test_withheld.py"),
+    "tests/worker/engine/scheduling/test_memory_model.py",
+)
+WITHOUT_TORCH = ("tests", *(f"--ignore={path}" for path in (*WITH_TORCH, "tests/cluster")))
+FAST = _tests("fast", "tests that need neither a cluster nor minutes nor torch", *IS_FAST, *WITHOUT_TORCH)
+FAST_TORCH = _tests("fast-torch", "tests that need torch, and neither a cluster nor minutes", *IS_FAST, *WITH_TORCH)
 IMAGES = Stage(
     "images",
     "the cluster's programs and our images, made where they are new",
@@ -40,7 +49,7 @@ SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(
 ON_CLUSTER = ("tests/cluster", "tests/devcluster")
 CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster", *ON_CLUSTER)
 # The stages of a group run side by side. Tests on the cluster wait most of the time: they took as long beside a load of ten.
-GROUPS = ((LINT, FAST), (IMAGES,), (SLOW, CLUSTER))
+GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER))
 STAGES = tuple(stage for group in GROUPS for stage in group)
 
 

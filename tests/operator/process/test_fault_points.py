@@ -58,6 +58,7 @@ async def test_rf5_the_operator_may_die_again_and_again() -> None:
         _check_or_name(told, expected, f"with seed {seed} it died at {told.deaths}")
 
 
+@pytest.mark.slow
 async def test_rf6_two_operators_at_once_do_nothing_twice() -> None:
     expected, _ = await undisturbed()
     writes: Counter[int] = Counter()

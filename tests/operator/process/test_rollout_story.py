@@ -186,6 +186,7 @@ EDIT = st.one_of(
 )
 
 
+@pytest.mark.slow
 @seed(8)
 @settings(max_examples=25, database=None)
 @given(edits=st.lists(EDIT, max_size=8), surge=st.integers(0, 2), unavailable=st.integers(0, 2))

@@ -481,6 +481,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     assert len(last)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_given_up_goes_though_the_heap_was_settled(rig: RunnerRig) -> None:
     freeze_gc()
     rig.parallel.calls.clear()  # what it noted of earlier tests has the model in it

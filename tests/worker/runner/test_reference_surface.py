@@ -95,6 +95,7 @@ def test_a_worker_joins_its_group_when_it_is_made_and_leaves_it_at_the_shutdown(
         assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_worker_makes_one_image_as_its_steps_do_by_both_names(fresh: DiffusionWorker) -> None:
     fresh.add_lora(request=STRIPES, options=LoadOptions())
     stepped = {}

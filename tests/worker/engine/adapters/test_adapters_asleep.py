@@ -350,6 +350,7 @@ async def test_one_that_cannot_be_loaded_is_failed_and_keeps_nothing_else_from_s
     assert error.value.code is ErrorCode.ADAPTER_NOT_LOADED
 
 
+@pytest.mark.slow
 async def test_a_load_that_takes_too_long_does_not_cost_the_wake(edge: Edge) -> None:
     await put(edge, "a")
     await sleep(edge, SleepLevel.DISCARD)
@@ -486,6 +487,7 @@ async def test_of_a_file_and_a_call_that_speak_of_one_name_the_newer_counts(tmp_
     assert digests == (by_file if of_the_file else {"b": fake_digest("/by-call"), "c": fake_digest("/c")})
 
 
+@pytest.mark.slow
 async def test_a_source_of_the_file_that_stalls_does_not_cost_the_wake(tmp_path: Path) -> None:
     path = tmp_path / "desired.json"
     write(path, wanted("a"), age_s=60)

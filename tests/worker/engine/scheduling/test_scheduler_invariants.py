@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,6 +127,7 @@ def test_nobody_is_lost_advanced_twice_or_overtaken_in_its_class_and_the_batch_i
     assert (ranks.scheduler.waiting, ranks.scheduler.running, ranks.scheduler.in_flight) == (0, 0, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.floats(0, 2), requests), min_size=1, max_size=10),

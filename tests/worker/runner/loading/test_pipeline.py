@@ -101,6 +101,7 @@ def without_weights(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DIGITS_MODEL, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")))
 
 
+@pytest.mark.slow
 def test_dummy_weights_need_no_weights_file_and_every_later_step_runs(without_weights: Path) -> None:
     rig = RunnerRig(model=str(without_weights), load_format=LoadFormat.DUMMY, served_name="bare")
     real = RunnerRig()

@@ -10,6 +10,7 @@ from diffusion_worker.runner.pipelines.step_support import source_of, whole_run_
 from tools import models_table
 
 
+@pytest.mark.slow
 def test_every_pipeline_that_diffusers_exports_is_in_the_table_as_the_script_makes_it() -> None:
     made = models_table.page()
     assert models_table.PAGE.read_text() == made, "run `python -m tools.models_table`"

@@ -172,6 +172,7 @@ def test_a_whole_request_that_is_cancelled_leaves_the_model_as_it_was(rig_of: An
     assert "forward" not in vars(transformer.proj_out)
 
 
+@pytest.mark.slow
 def test_one_request_from_begin_to_end_is_made_alone_too(rig_of: Any) -> None:
     rig, asked = rig_of("Setting"), request("one")
     np.testing.assert_array_equal(rig.runner.execute_model(asked), plain(rig, asked))
