@@ -38,7 +38,7 @@ def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
     """Run stages side by side; return whether all passed. Ctrl-C and SIGTERM end what they started."""
     processes = [_Running(stage, prefix=len(stages) > 1) for stage in stages]
     try:
-        while any(process.lives() for process in processes):
+        while sum(process.lives() for process in processes):  # each is asked, since it notes its own end
             time.sleep(0.2)
     except BaseException:
         for process in processes:
