@@ -32,9 +32,8 @@ So a worker that several tests share counts for the last of them. Waiting is the
 
 def stages_table(runs: Mapping[str, StageRun]) -> list[str]:
     """Return a row for each stage: its time, the machine's load before and during it, and the cores that were busy."""
-    rows = [
-        [stage.name, seconds(run.seconds), f"{run.load_before:.1f}", f"{run.load:.1f}"] for stage in STAGES if (run := runs.get(stage.name))
-    ]
+    ran = [(stage.name, runs[stage.name]) for stage in STAGES if stage.name in runs]
+    rows = [[name, seconds(run.seconds), f"{run.load_before:.1f}", f"{run.load:.1f}", f"{run.busy_cores:.1f}"] for name, run in ran]
     return table(["stage", "time", "load before", "mean load", "busy cores"], rows)
 
 
