@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan looks at, for tables: deployments, pods and state documents that say only what a row is about.
+"""Builders of a plan's input for tables of cases: deployments, pods and state documents with only the fields of the case.
 
 Real: the plan and its messages. Not real: there is nothing behind them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of the parallel tests run; one start of them for many families and kinds.
+"""Scenarios for the rank processes of the parallel tests, which start once for many families and kinds.
 
 Real: the ranks, their groups, the model runner and diffusers' models. Not real: the models' sizes and weights, which are tiny and random.
 """

@@ -87,7 +87,10 @@ def total(values: dict[str, float], name: str) -> int:
 
 @dataclass
 class Asked:
-    """One request and what became of it. `body` is its index among those of the soak, None for a wrong one, whose status is `expected`."""
+    """A request and its answer.
+
+    `body` is the index of its body among those of the soak. It is None for a wrong request, which must get the status `expected`.
+    """
 
     body: int | None
     names: list[str]

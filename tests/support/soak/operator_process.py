@@ -39,7 +39,7 @@ def own_apiserver() -> Iterator[Path]:
 
 
 class OperatorProcess:
-    """One at a time; all of its lives write to one log.
+    """An operator that is started again after each death, and writes to the same log.
 
     Real: the operator's program and its ports. Not real: what `support.operator.process` wraps in it, to die and to count.
     """

@@ -21,7 +21,7 @@ RESIDENT_ASLEEP = 0.02
 
 
 class Excuse(enum.StrEnum):
-    """What may happen while a request waits, and excuses an answer that is no image."""
+    """Events that excuse an answer without an image, if they happen while the request waits."""
 
     # Somebody asked for a sleep, or declared the policy, under which requests are refused.
     ASKED = "asked to sleep"
@@ -94,7 +94,7 @@ class Judge:
 
 
 def consistent(document: dict[str, Any], *, max_held: int) -> list[str]:
-    """What one document says that cannot be."""
+    """List the contradictions in a state document."""
     state, held, idle = document["state"], document["held"]["current"], document["operation"] is None
     asleep = [rank["rank"] for rank in document["ranks"] if rank["memory"] and rank["memory"]["asleep"]]
     loading, stage = state in ("starting", "restarting", "failed"), document["load"]["stage"]

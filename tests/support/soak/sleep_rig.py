@@ -43,7 +43,7 @@ LEFT_OVER_EVERY = 20
 
 
 class SleepRig(References):
-    """One worker of some ranks, with its desired file and its record of sleep in `folder`.
+    """A worker of several ranks, with its desired file and its record of sleep in `folder`.
 
     Real: the server and its ranks, their memory, and the adapters. Not real: the kubelet, which is `write_policy` and `kill_server`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a `FakeRankGroup`: what it holds, awake and asleep, and how that goes wrong.
+"""A rank of a `FakeRankGroup`: its adapters and memory, awake and asleep, and its faults.
 
 Real: its answers, as a rank sends them. Not real: the memory and the adapters that they are about.
 """

@@ -161,7 +161,7 @@ class Client:
         self._sent.put_nowait(message)
 
     async def status(self) -> int:
-        """Of the answer, when it begins."""
+        """Return the status of the answer when it begins."""
         async with asyncio.timeout(DEADLINE_S):
             return int((await self._sent.get())["status"])
 
