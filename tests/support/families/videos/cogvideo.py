@@ -6,7 +6,8 @@ from typing import Any
 
 import diffusers
 
-from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, from_video, prompted, with_frame, with_video, without
+from support.families.rig.tables import more
+from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, from_video, prompted, with_frame, with_video
 
 # The VAE divides sides by 8 and keeps every fourth frame; the transformer takes patches of 2 x 2.
 FRAMES = 9
@@ -33,7 +34,7 @@ def pipeline(kind: str, scheduler: Any = diffusers.CogVideoXDDIMScheduler, **sha
 with_condition = partial(pipeline, in_channels=8)
 text_to_video = prompted(length=FRAMES, max_sequence_length=TEXT_TOKENS)
 # The length of a video to follow is the result's.
-follow_video = without(with_video(text_to_video, "control_video"), "num_frames")
+follow_video = more(with_video(text_to_video, "control_video"), without=("num_frames",))
 
 FAMILIES = [
     family("CogVideoXPipeline", "CogVideoX", pipeline, text_to_video),

@@ -9,8 +9,9 @@ from typing import Any
 
 import diffusers
 
+from support.families.rig.tables import more
 from support.families.videos import wan
-from support.families.videos.shared import assembled, family, prompted, with_frame, without
+from support.families.videos.shared import assembled, family, prompted, with_frame
 
 # Both VAEs divide sides by 8; Cosmos' keeps every eighth frame, Wan's every fourth.
 FRAMES = 9
@@ -55,7 +56,7 @@ def second(kind: str, **shape: Any) -> Any:
     return pipeline(kind, wan.tiny_wan_vae, diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True), **shape)
 
 
-text_to_image = without(prompted(), "num_frames")
+text_to_image = more(prompted(), without=("num_frames",))
 text_to_world = prompted(length=FRAMES, fps=24)
 image_to_world = with_frame(text_to_world)
 

@@ -9,8 +9,9 @@ from typing import Any
 import diffusers
 
 from support.families.rig.family import Arguments, seeded
+from support.families.rig.tables import more
 from support.families.videos import shared
-from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, first_tokens, sized, with_frame, without
+from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, first_tokens, sized, with_frame
 
 
 def pipeline(kind: str, **parts: Any) -> Any:
@@ -53,7 +54,7 @@ def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 # The first frame also gives the size.
-image_to_video = without(with_frame(text_to_video), "height", "width")
+image_to_video = more(with_frame(text_to_video), without=("height", "width"))
 GUIDED = {"call": shared.call_with_guider}
 
 FAMILIES = [

@@ -6,7 +6,8 @@ from typing import Any
 import diffusers
 
 from support.families.rig.family import tiny_vae
-from support.families.videos.shared import assembled, family, prompted, without
+from support.families.rig.tables import more
+from support.families.videos.shared import assembled, family, prompted
 
 # Pixels and frames. The VAE halves sides and keeps every frame.
 SIDE = 16
@@ -27,6 +28,6 @@ def pipeline(kind: str) -> Any:
     )  # fmt: skip
 
 
-text_to_video = without(prompted(side=SIDE, video_length=FRAMES, negative_prompt=None), "num_frames")
+text_to_video = more(prompted(side=SIDE, video_length=FRAMES, negative_prompt=None), without=("num_frames",))
 
 FAMILIES = [family("LattePipeline", "Latte", pipeline, text_to_video)]

@@ -7,8 +7,9 @@ from typing import Any
 import diffusers
 import torch
 
+from support.families.rig.tables import more
 from support.families.videos import wan
-from support.families.videos.shared import FRAMES, assembled, family, prompted, short_prompts, with_frame, without
+from support.families.videos.shared import FRAMES, assembled, family, prompted, short_prompts, with_frame
 
 
 def pipeline(kind: str, scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler) -> Any:
@@ -25,8 +26,8 @@ def pipeline(kind: str, scheduler: Any = diffusers.FlowMatchEulerDiscreteSchedul
     )  # fmt: skip
 
 
-text_to_video = without(
-    prompted(masks=short_prompts(torch.long), frames=FRAMES, negative_prompt=None, use_resolution_binning=False), "num_frames"
+text_to_video = more(
+    prompted(masks=short_prompts(torch.long), frames=FRAMES, negative_prompt=None, use_resolution_binning=False), without=("num_frames",)
 )
 flow_dpm = partial(diffusers.DPMSolverMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=7.0)
 FIELDS = {"output_type": "pt", "tolerance": 1e-6, "reason": "its linear attention computes in float32 whatever it is given"}

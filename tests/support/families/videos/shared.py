@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from support.families.rig.family import Arguments, Family, build_seeded, call_pipeline, image, seeded, token_mask
+from support.families.rig.tables import Request, more
 from support.families.rig.two_rows import of_two_prompts
 
-Request = Callable[[int, int, float], Arguments]
 # The masks of a prompt and of its negative, by the seed and the number of tokens.
 Masks = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -75,16 +75,16 @@ def sized(steps: int, guidance: float, side: int = SIDE, frames: int = FRAMES) -
 
 
 def prompted(
-    *, masks: Masks | None = None, tokens: int = TEXT_TOKENS, width: int = 16, side: int = SIDE, length: int = FRAMES, **more: Any
+    *, masks: Masks | None = None, tokens: int = TEXT_TOKENS, width: int = 16, side: int = SIDE, length: int = FRAMES, **others: Any
 ) -> Request:
-    """Text to video: a prompt and a negative one, with masks where the pipeline takes them, a size, and `more` as it is."""
+    """Text to video: a prompt and a negative one, with masks where the pipeline takes them, a size, and `others` as they are."""
 
     def request(seed: int, steps: int, guidance: float) -> Arguments:
         arguments = sized(steps, guidance, side, length)
         arguments |= {"prompt_embeds": seeded(seed, 1, tokens, width), "negative_prompt_embeds": seeded(seed + 100, 1, tokens, width)}
         if masks:
             arguments["prompt_attention_mask"], arguments["negative_prompt_attention_mask"] = masks(seed, tokens)
-        return arguments | more
+        return arguments | others
 
     return request
 
@@ -104,36 +104,30 @@ def long_prompts(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return token_mask(seed, tokens), token_mask(seed + 1, tokens)
 
 
-def without(request: Request, *names: str) -> Request:
-    """The request without these arguments."""
-    return lambda *asked: {name: value for name, value in request(*asked).items() if name not in names}
-
-
-def with_frame(request: Request, **more: Any) -> Request:
+def with_frame(request: Request, **others: Any) -> Request:
     """The first frame as well."""
 
     def framed(seed: int, steps: int, guidance: float) -> Arguments:
         arguments = request(seed, steps, guidance)
-        return arguments | {"image": image(seed, arguments["width"], arguments["height"])} | more
+        return arguments | {"image": image(seed, arguments["width"], arguments["height"])} | others
 
     return framed
 
 
-def with_video(request: Request, name: str = "video", **more: Any) -> Request:
+def with_video(request: Request, name: str = "video", **others: Any) -> Request:
     """A video as well, of the request's size and length."""
 
     def shown(seed: int, steps: int, guidance: float) -> Arguments:
         arguments = request(seed, steps, guidance)
         frames = [image(1000 * seed + frame, arguments["width"], arguments["height"]) for frame in range(arguments["num_frames"])]
-        return arguments | {name: frames} | more
+        return arguments | {name: frames} | others
 
     return shown
 
 
 def from_video(request: Request) -> Request:
     """A video to start from, as long as the result. Half the schedule is run, so twice the steps are asked for."""
-    started = without(with_video(request, strength=0.5), "num_frames")
-    return lambda seed, steps, guidance: started(seed, 2 * steps, guidance)
+    return more(with_video(request, strength=0.5), times=2, without=("num_frames",))
 
 
 def call_with_guider(view: Any, arguments: Arguments) -> Any:
