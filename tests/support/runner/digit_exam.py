@@ -23,7 +23,8 @@ LORAS = DIGITS_FOLDER / "loras"
 STEPS = 12
 GUIDANCE = 4.0
 SEEDS = range(10)
-DRAWN_AT_ONCE = 50
+# More at once took longer an image on CPUs: 0.36 s of CPU with 50, 0.26 s with 10.
+DRAWN_AT_ONCE = 10
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts rank processes, from the fork server or by spawn: what they inherit, what they are given, where they meet."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -87,9 +88,11 @@ def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:
     """The process entry; torch is imported here and not above, in the rank and not in the server."""
     # A spawned rank imports for seconds now: Ctrl-C ends it at once and without a traceback, as it ends the fork server.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # for the reason given in `preload`
     import diffusion_worker.ranks.quiet  # noqa: F401
     from diffusion_worker.ranks.worker_proc import WorkerProc
 
+    gc.enable()
     WorkerProc.worker_main(arguments, listener)
 
 
