@@ -77,22 +77,19 @@ def kind() -> Path:
 
 def debian() -> Path:
     """A folder with containerd, runc, etcd, the CNI plugins and a registry in Debian's own folders (`usr/bin`, …)."""
-
-    def make(draft: Path) -> None:
-        apt = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
-        _apt_update()
-        run_logged([*apt, "download", *UNPACKED], what="download of containerd, etcd, runc", log=log_dir() / "apt-download.log", cwd=draft)
-        for package in draft.glob("*.deb"):
-            run_logged(["dpkg", "-x", package, draft], what=f"unpack {package.name}", log=log_dir() / "dpkg.log")
-            package.unlink()
-
-    return cached("debian", content_hash([*UNPACKED], relative_to=HERE), make)
+    return _unpacked("debian", UNPACKED, what="containerd, etcd, runc")
 
 
 def etcd() -> Path:
     """etcd, the machine's own or Debian's."""
     found = shutil.which("etcd")
     return Path(found) if found else debian() / "usr/bin/etcd"
+
+
+def promtool() -> Path:
+    """Prometheus' tool for alert rules, the machine's own or Debian's."""
+    found = shutil.which("promtool")
+    return Path(found) if found else _unpacked("prometheus", ("prometheus",), what="Prometheus") / "usr/bin/promtool"
 
 
 def install_debian_packages(programs: tuple[str, ...]) -> None:
@@ -115,6 +112,18 @@ def missing_packages(programs: tuple[str, ...], path: str = checks.SYSTEM_PATH) 
 def _apt_update() -> None:
     with locked("apt"):
         run_logged(["apt-get", "-q", "update"], what="apt-get update", log=log_dir() / "apt-update.log")
+
+
+def _unpacked(name: str, packages: tuple[str, ...], *, what: str) -> Path:
+    def make(draft: Path) -> None:
+        apt = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
+        _apt_update()
+        run_logged([*apt, "download", *packages], what=f"download of {what}", log=log_dir() / "apt-download.log", cwd=draft)
+        for package in draft.glob("*.deb"):
+            run_logged(["dpkg", "-x", package, draft], what=f"unpack {package.name}", log=log_dir() / "dpkg.log")
+            package.unlink()
+
+    return cached(name, content_hash([*packages], relative_to=HERE), make)
 
 
 def _own_program(name: str, *, what: str) -> Path:
