@@ -7,19 +7,16 @@ Real: the chart's rules and promtool. Not real: the samples, which alert_cases.y
 import re
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
-from diffusion_operator import metrics
 from diffusion_operator.api.names import FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
 from support.operator.chart_rendering import CHART, NAMESPACE, ROOT, Chart, RenderError, of_kind, the_only
+from support.operator.metric_names import grouped, selectors, wrong_names
 from tools.devcluster import programs
 
-# What the PodMonitors' scrape configuration adds to every series.
-TARGET_LABELS = {"namespace", "pod", "diffusion_operator_dev_deployment"}
 GROUPS: list[dict[str, Any]] = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
 RULES = [pytest.param(rule, id=rule["alert"]) for group in GROUPS for rule in group["rules"]]
 CASES = [
@@ -27,59 +24,6 @@ CASES = [
     for n, case in enumerate(yaml.safe_load(Path(__file__).with_name("alert_cases.yaml").read_text()))
 ]
 Rule = dict[str, Any]
-
-
-class Selector(NamedTuple):
-    """A metric with the values of its labels, as an expression selects them."""
-
-    metric: str
-    labels: dict[str, str]
-
-
-def selectors(rule: Rule) -> list[Selector]:
-    """Find what a rule looks at. Promtool knows whether it is an expression."""
-    found = re.findall(r"\b(diffusion_\w+_\w+)\b(?:\{([^}]*)\})?", re.sub(r"by \([^)]*\)", "", rule["expr"]))
-    return [Selector(metric, dict(re.findall(r'(\w+)\s*=~?\s*"([^"]*)"', labels))) for metric, labels in found]
-
-
-def grouped(rule: Rule) -> set[str]:
-    """Find the labels that its aggregations keep."""
-    return {label for labels in re.findall(r"by \(([^)]*)\)", rule["expr"]) for label in re.findall(r"\w+", labels)}
-
-
-def series(name: str, kind: str) -> list[str]:
-    """The names under which a metric of a kind is stored."""
-    return [f"{name}_{end}" for end in ("bucket", "sum", "count")] if kind == "histogram" else [name]
-
-
-def of_workers() -> dict[str, set[str]]:
-    """Labels by series, from the page that tests of the worker hold to what it shows."""
-    rows = re.findall(r"^\| `([a-z_]+)` \| (counter|gauge|histogram) \|([^|]*)\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
-    return {
-        f"diffusion_worker_{one}": set(re.findall(r"`(\w+)`", labels)) | ({"le"} if kind == "histogram" else set())
-        for name, kind, labels in rows
-        for one in series(name, kind)
-    }
-
-
-def of_the_operator() -> dict[str, set[str]]:
-    """Labels by series, from its registry and from what is registered when it begins."""
-    found: dict[str, set[str]] = {}
-    runtime: Any = SimpleNamespace(ready_reasons={}, statuses={})
-    queue: Any = SimpleNamespace(waiting=0, oldest_s=0.0)
-    registered = metrics.register(runtime, queue, [])
-    collectors = list(metrics.REGISTRY._collector_to_names)
-    for one in registered:
-        metrics.REGISTRY.unregister(one)
-    for collector in collectors:
-        for family in collector.collect():
-            labels = set(getattr(collector, "_labelnames", ())) | set(getattr(family, "_labelnames", ()))
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            found |= {one: labels | ({"le"} if family.type == "histogram" else set()) for one in series(name, family.type)}
-    return found
-
-
-KNOWN = of_workers() | of_the_operator()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -116,19 +60,14 @@ def test_every_alert_has_a_case() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_looks_at_metrics_that_there_are_by_labels_that_they_have(rule: Rule) -> None:
-    looked_at = selectors(rule)
-    assert looked_at
-    assert [one.metric for one in looked_at if one.metric not in KNOWN] == []
-    of_all = set.union(*(KNOWN[one.metric] for one in looked_at)) | TARGET_LABELS
-    wrong = [(one.metric, label) for one in looked_at for label in one.labels if label not in KNOWN[one.metric] | TARGET_LABELS]
-    assert (wrong, grouped(rule) - of_all) == ([], set())
+    assert wrong_names(rule["expr"]) == []
     written = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
-    assert written <= grouped(rule), "what an aggregation leaves out is empty in the text"
+    assert written <= grouped(rule["expr"]), "what an aggregation leaves out is empty in the text"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_reasons_of_a_rule_are_reasons_of_ready(rule: Rule) -> None:
-    for selector in selectors(rule):
+    for selector in selectors(rule["expr"]):
         if reasons := selector.labels.get("reason"):
             assert set(reasons.split("|")) - ready_reasons()[selector.labels["kind"]] == set()
 

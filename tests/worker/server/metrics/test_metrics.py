@@ -94,6 +94,8 @@ async def test_every_phase_of_an_image_is_a_histogram_and_its_memory_too(edge: E
         assert found["phase_seconds_count", phase] == 2
     assert found["phase_seconds_sum", "denoise"] > 0
     assert set(Timings.__struct_fields__) == {key[1] for key in found if key[0] == "phase_seconds_count"} | {"total"}
+    first_step = found["phase_seconds_sum", "queue"] + found["phase_seconds_sum", "encode"]
+    assert (found["first_step_seconds_count",], found["first_step_seconds_sum",]) == (2, pytest.approx(first_step))
     assert found["image_peak_bytes_count",] == 2 and found["image_peak_bytes_sum",] > 0
     assert found["encoding_seconds_count",] >= 2
 

@@ -49,6 +49,7 @@ class Metrics:
         self._requests = {(code, path): requests.labels(code, route) for code in CODES for path, route in ROUTES.items()}
         self._seconds = {path: seconds.labels(route) for path, route in ROUTES.items()}
         self._phases = {phase: phases.labels(phase) for phase in PHASES}
+        self._first_step = histograms(PREFIX + "first_step_seconds", "Time from an image's request to its first step.", buckets=BOUNDS_S)
         self._peak_bytes = histograms(PREFIX + "image_peak_bytes", "Memory of an image's steps.", buckets=MEMORY_BUCKETS)
         self._with_adapter = counters(PREFIX + "adapter_images", "Images made with an adapter and answered.")
         by_adapters = counters(
@@ -74,6 +75,7 @@ class Metrics:
         for image in made.images:
             for phase, seconds in self._phases.items():
                 seconds.observe(getattr(image.timings, phase))
+            self._first_step.observe(image.timings.queue + image.timings.encode)
             if image.peak_bytes:
                 self._peak_bytes.observe(image.peak_bytes)
         if made.provenance.adapters:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dashboard: it is what its table says, and every expression is one and looks at metrics that there are.
+
+Real: the chart, promtool. Not real: Grafana.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.operator.chart_rendering import Chart, RenderError, of_kind, the_only
+from support.operator.metric_names import wrong_names
+from tools import dashboard
+from tools.devcluster import programs
+
+PANELS = [*dashboard.FLEET, *dashboard.ONE_MODEL]
+EXPRESSIONS = [pytest.param(line, id=f"{panel.title}: {name}") for panel in PANELS for name, line in panel.lines.items()]
+
+
+def test_the_charts_file_is_made_from_the_table() -> None:
+    assert dashboard.PATH.read_text() == dashboard.rendered(), "run python -m tools.dashboard"
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_looks_at_metrics_that_there_are_by_labels_that_they_have(expression: str) -> None:
+    assert wrong_names(expression) == []
+
+
+def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
+    lines = [line.replace("$__rate_interval", "5m") for panel in PANELS for line in panel.lines.values()]
+    rules = [{"record": f"line_{number}", "expr": line} for number, line in enumerate(lines)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run([programs.promtool(), "check", "rules", "rules.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"{len(lines)} rules found" in done.stdout, done.stdout + done.stderr
+
+
+def test_panels_have_places_and_numbers_of_their_own() -> None:
+    panels = json.loads(dashboard.rendered())["panels"]
+    places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in panels]
+    assert len(set(places)) == len({one["id"] for one in panels}) == len(panels) == len(PANELS) + 2
+
+
+def test_the_dashboard_is_installed_when_asked_with_the_labels_of_the_sidecar(chart: Chart) -> None:
+    assert of_kind(chart.documents(), "ConfigMap") == []
+    found = the_only(
+        chart.documents(overrides={"dashboards.enabled": True, "dashboards.label": "shown", "dashboards.labelValue": "yes"}), "ConfigMap"
+    )
+    assert found["metadata"]["labels"]["shown"] == "yes"
+    assert json.loads(found["data"]["diffusion-models.json"]) == json.loads(dashboard.PATH.read_text())
+    default = the_only(chart.documents(overrides={"dashboards.enabled": True}), "ConfigMap")
+    assert default["metadata"]["labels"]["grafana_dashboard"] == "1"
+    with pytest.raises(RenderError, match="nothing to look at"):
+        chart.text("bare-values.yaml", overrides={"dashboards.enabled": True})

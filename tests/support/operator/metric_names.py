@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the metrics that the chart's expressions look at, and tell which of them, or of their labels, there are not.
+
+Real: the operator's registry and the page of the worker's metrics, which other tests hold to the worker.
+"""
+
+import re
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from diffusion_operator import metrics
+from support.operator.chart_rendering import ROOT
+
+# What the PodMonitors' scrape configuration adds to every series.
+TARGET_LABELS = {"namespace", "pod", "diffusion_operator_dev_deployment"}
+
+
+class Selector(NamedTuple):
+    """A metric with the values of its labels, as an expression selects them."""
+
+    metric: str
+    labels: dict[str, str]
+
+
+def selectors(expression: str) -> list[Selector]:
+    """Find what an expression of PromQL looks at. Promtool tells whether it is one."""
+    found = re.findall(r"\b(diffusion_\w+_\w+)\b(?:\{([^}]*)\})?", re.sub(r"by \([^)]*\)", "", expression))
+    return [Selector(metric, dict(re.findall(r'(\w+)\s*=~?\s*"([^"]*)"', labels))) for metric, labels in found]
+
+
+def grouped(expression: str) -> set[str]:
+    """Find the labels that its aggregations keep."""
+    return {label for labels in re.findall(r"by \(([^)]*)\)", expression) for label in re.findall(r"\w+", labels)}
+
+
+def series(name: str, kind: str) -> list[str]:
+    """The names under which a metric of a kind is stored."""
+    return [f"{name}_{end}" for end in ("bucket", "sum", "count")] if kind == "histogram" else [name]
+
+
+def of_workers() -> dict[str, set[str]]:
+    """Labels by series, from the page that tests of the worker hold to what it shows."""
+    rows = re.findall(r"^\| `([a-z_]+)` \| (counter|gauge|histogram) \|([^|]*)\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    return {
+        f"diffusion_worker_{one}": set(re.findall(r"`(\w+)`", labels)) | ({"le"} if kind == "histogram" else set())
+        for name, kind, labels in rows
+        for one in series(name, kind)
+    }
+
+
+def of_the_operator() -> dict[str, set[str]]:
+    """Labels by series, from its registry and from what is registered when it begins."""
+    found: dict[str, set[str]] = {}
+    runtime: Any = SimpleNamespace(ready_reasons={}, statuses={})
+    queue: Any = SimpleNamespace(waiting=0, oldest_s=0.0)
+    registered = metrics.register(runtime, queue, [])
+    collectors = list(metrics.REGISTRY._collector_to_names)
+    for one in registered:
+        metrics.REGISTRY.unregister(one)
+    for collector in collectors:
+        for family in collector.collect():
+            labels = set(getattr(collector, "_labelnames", ())) | set(getattr(family, "_labelnames", ()))
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found |= {one: labels | ({"le"} if family.type == "histogram" else set()) for one in series(name, family.type)}
+    return found
+
+
+KNOWN = of_workers() | of_the_operator()
+
+
+def wrong_names(expression: str) -> list[str]:
+    """Return each metric of an expression that there is not, and each label that none of its metrics has."""
+    looked_at = selectors(expression)
+    assert looked_at, expression
+    unknown = [one.metric for one in looked_at if one.metric not in KNOWN]
+    labels = {one.metric: KNOWN.get(one.metric, set()) | TARGET_LABELS for one in looked_at}
+    wrong = [f"{one.metric}{{{label}}}" for one in looked_at for label in one.labels if label not in labels[one.metric]]
+    return unknown + wrong + sorted(grouped(expression) - set.union(*labels.values()))
