@@ -50,7 +50,9 @@ def test_an_alert_fires_when_it_should_and_not_a_minute_before_and_not_below_wha
     ]
     # Rules are looked at between samples too, as in a real Prometheus: there `increase` guesses.
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "20s", "tests": tests}))
-    done = subprocess.run([programs.promtool(), "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [programs.prometheus("promtool"), "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -33,7 +33,9 @@ def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
     lines = [line.replace("$__rate_interval", "5m") for panel in PANELS for line in panel.lines.values()]
     rules = [{"record": f"line_{number}", "expr": line} for number, line in enumerate(lines)]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run([programs.promtool(), "check", "rules", "rules.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [programs.prometheus("promtool"), "check", "rules", "rules.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and f"{len(lines)} rules found" in done.stdout, done.stdout + done.stderr
 
 

@@ -4,26 +4,40 @@
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
+from support.cluster.prometheus import Prometheus, prometheus
 from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
 from support.runner import digit_judge
-from tools.demo.images import DemoImage
+from tools import dashboard
+from tools.demo.images import DemoImage, Request, ask_and_be_refused
+from tools.demo.installation import CHART
 from tools.demo.kubectl import Wanted
 from tools.demo.weights_memory import check_given_back, read_weights_memory
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
+ALERTS = CHART / "files" / "alerts.yaml"
 NAME, STYLE = "digits", "stripes"
 DD, LORA = f"dd/{NAME}", f"lora/{STYLE}"
 ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
 
 
 @pytest.fixture(scope="module")
-def rig_with_digits(rig: ClusterRig) -> Iterator[ClusterRig]:
+def metrics(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Read from before the model serves."""
+    with prometheus(rig, tmp_path_factory.mktemp("prometheus")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def rig_with_digits(rig: ClusterRig, metrics: Prometheus) -> Iterator[ClusterRig]:
     """Two ranks of the digits model with one adapter; tests leave it serving."""
     rig.serve(NAME, ranks=2)
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
@@ -106,12 +120,18 @@ def test_a_deleted_adapter_is_unknown_and_one_applied_again_is_served_again(rig_
     assert digit_judge.has_style(opened(rig.image(NAME, STYLE)), STYLE)
 
 
+def kill_a_rank(rig: ClusterRig) -> None:
+    """End a rank, and return once another group of ranks was started."""
+    before = rig.state(NAME)
+    rig.kill_in_pod(rig.pod(NAME), before["ranks"][1]["pid"])
+    rig.eventually("another generation", lambda: rig.state(NAME)["generation"] > before["generation"], deadline_s=START_S)
+
+
 def test_a_killed_rank_is_replaced_inside_the_pod_with_its_adapter(rig_with_digits: ClusterRig) -> None:
     rig = rig_with_digits
     before = rig.image(NAME, STYLE)
     state, restarts = rig.state(NAME), _replica(rig)["restarts"]
-    rig.kill_in_pod(rig.pod(NAME), state["ranks"][1]["pid"])
-    rig.eventually("another generation", lambda: rig.state(NAME)["generation"] > state["generation"], deadline_s=START_S)
+    kill_a_rank(rig)
     rig.eventually("the loss is told", lambda: "SIGKILL" in (_replica(rig).get("lastRankLoss") or ""), deadline_s=60)
     rig.wait(DD, SERVING)
     assert rig.condition(DD, "Degraded")["status"] == "False"
@@ -155,3 +175,54 @@ def test_nothing_of_ours_carries_a_finalizer_or_an_annotation_of_kopf(rig_with_d
 def _replica(rig: ClusterRig) -> dict[str, Any]:
     """The record of the only replica."""
     return dict(json.loads(rig.kubectl.text("get", DD, "-o", "json"))["status"]["replicaStates"][0])
+
+
+def test_every_expression_of_the_dashboard_has_data(rig_with_digits: ClusterRig, metrics: Prometheus) -> None:
+    rig = rig_with_digits
+    rig.eventually("the worker's metrics are read", lambda: rig.pod(NAME) in metrics.up())
+    rig.image(NAME)
+    rig.image(NAME, STYLE)
+    assert rig.refusal(NAME, "no-such-style").code == "NotFound"
+    rig.sleep_policy(NAME, "Asleep")
+    rig.wait(DD, ASLEEP, deadline_s=60)
+    rig.sleep_policy(NAME, "AlwaysAwake")
+    rig.wait(DD, SERVING, deadline_s=60)
+    chosen = {"$__rate_interval": "20s", "$namespace": rig.kubectl.namespace, "$model": NAME}
+
+    def without_data() -> list[str]:
+        found = []
+        for panel in (*dashboard.FLEET, *dashboard.ONE_MODEL):
+            for expression in panel.lines.values():
+                for name, value in chosen.items():
+                    expression = expression.replace(name, value)
+                if not metrics.ever(expression):
+                    found.append(f"{panel.title}: {expression}")
+        return found
+
+    rig.eventually("data for each", lambda: not without_data(), deadline_s=30)
+
+
+def test_alerts_fire_at_real_faults(rig_with_digits: ClusterRig, metrics: Prometheus) -> None:
+    """Without their `for`: that is promtool's to test."""
+    rig = rig_with_digits
+    rules = {rule["alert"]: rule["expr"] for group in yaml.safe_load(ALERTS.read_text()) for rule in group["rules"]}
+    lost, failing = rules["DiffusionRanksLost"], rules["DiffusionRequestsFailing"]
+    rig.eventually("the worker's metrics are read", lambda: rig.pod(NAME) in metrics.up())
+    assert metrics.now(lost) == metrics.now(failing) == []
+    rig.deploy("too-much", resources={"gpuResourceName": "example.com/none"})
+    rig.adapt("broken", NAME, "/models/digits")
+    with ThreadPoolExecutor(1) as threads, rig.client(NAME) as patient:
+        client = patient.with_options(max_retries=0)
+        # Made again twice at most; the third loss is its end.
+        asked = threads.submit(ask_and_be_refused, client, Request("a red digit seven", 1, NAME, steps=200))
+        for _ in range(3):
+            rig.eventually("the image is being made", lambda: rig.state(NAME)["inFlight"] == 1, deadline_s=START_S)
+            kill_a_rank(rig)
+        assert asked.result(START_S).code == "RankFailed"
+    try:
+        for alert in ("DiffusionRanksLost", "DiffusionRequestsFailing", "DiffusionAdaptersFailing", "DiffusionDeploymentsNotReady"):
+            fired = rig.eventually(f"{alert} fires", partial(metrics.now, rules[alert]), deadline_s=60)
+            print(alert, [one["metric"] | {"value": one["value"][1]} for one in fired])
+    finally:
+        rig.kubectl.text("delete", "dd/too-much", "lora/broken", "--ignore-not-found")
+        rig.wait(DD, SERVING)

@@ -86,10 +86,10 @@ def etcd() -> Path:
     return Path(found) if found else debian() / "usr/bin/etcd"
 
 
-def promtool() -> Path:
-    """Prometheus' tool for alert rules, the machine's own or Debian's."""
-    found = shutil.which("promtool")
-    return Path(found) if found else _unpacked("prometheus", ("prometheus",), what="Prometheus") / "usr/bin/promtool"
+def prometheus(program: str = "prometheus") -> Path:
+    """Prometheus, or its `promtool` for alert rules: the machine's own or Debian's."""
+    found = shutil.which(program)
+    return Path(found) if found else _unpacked("prometheus", ("prometheus",), what="Prometheus") / "usr/bin" / program
 
 
 def install_debian_packages(programs: tuple[str, ...]) -> None:
