@@ -19,8 +19,8 @@ from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.naming import AdaptedModel
 from support.families.images import flux2, qwen, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, z_image
 from support.families.rig.family import build_seeded
+from support.families.rig.tables import assemble
 from support.families.videos import wan
-from support.families.videos.shared import assembled
 from support.lora import namings
 from support.lora.namings import SWAPPED, Table, both, clip, flat, old_attention, original, own, sgm
 
@@ -168,7 +168,7 @@ def flux_of_real_width() -> Any:
     # Memory that nobody touches is no memory.
     transformer.to_empty(device="cpu")
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    return assembled("FluxPipeline", encoders=2, transformer=transformer, vae=None, scheduler=scheduler, text_encoder=tiny_clip())
+    return assemble("FluxPipeline", transformer=transformer, scheduler=scheduler, text_encoder=tiny_clip())
 
 
 SD15 = build_seeded(lambda: with_clips(stable_diffusion.pipeline(diffusers.StableDiffusionPipeline), False))

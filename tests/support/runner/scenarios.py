@@ -19,14 +19,14 @@ from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
-from support.runner.parallel_families import BY_NAME, Asked, compare, run
+from support.families.rig.family_rig import Asked
+from support.runner.parallel_families import BY_NAME, compare, run
 from support.runner.rank_processes import Rank
 from support.runner.rig import OneRank, request
 from support.runner.wordy_pipelines import WordyFlux, runner_of
 from support.worker.extensions import flip
 
-# They join one after the other.
-ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
+ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
 # So that about half of the few steps is skipped.
 THRESHOLD = 0.3
 

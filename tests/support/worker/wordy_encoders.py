@@ -72,14 +72,15 @@ def cases() -> list[tuple[str, str, Family]]:
         return name, "text_encoder", Family(name, name, with_words(make, encoder), request, output_type="pt")
 
     stable = partial(stable_diffusion.pipeline, "StableDiffusionPipeline")
+    lumina2 = partial(masked_prompts.lumina2, "Lumina2Pipeline")
     clip = transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1)
     worded = {family.name: family for family in worded_images.FAMILIES + QWEN}
     return [
         made("clip", stable, partial(transformers.CLIPTextModel, clip)),
         ("t5", "text_encoder_2", worded["FluxPipeline (words)"]),
-        made("umt5", masked_prompts.auraflow, umt5),
-        made("gemma2", masked_prompts.lumina2, partial(transformers.Gemma2Model, transformers.Gemma2Config(**GROUPED)), shortened),
-        made("llama", masked_prompts.lumina2, partial(transformers.LlamaModel, transformers.LlamaConfig(**GROUPED)), shortened),
+        made("umt5", partial(masked_prompts.auraflow, "AuraFlowPipeline"), umt5),
+        made("gemma2", lumina2, partial(transformers.Gemma2Model, transformers.Gemma2Config(**GROUPED)), shortened),
+        made("llama", lumina2, partial(transformers.LlamaModel, transformers.LlamaConfig(**GROUPED)), shortened),
         ("qwen2_5_vl", "text_encoder", worded["QwenImagePipeline (words)"]),
         ("omnigen", "transformer", worded["OmniGenPipeline"]),
     ]

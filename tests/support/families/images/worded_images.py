@@ -11,8 +11,8 @@ import tokenizers
 import transformers
 
 from support.families.images import flux
-from support.families.rig.family import Arguments, tiny_vae
-from support.families.rig.tables import asking, assemble, dynamic_flow, entry, more, shifted_vae
+from support.families.rig.family import Arguments, dynamic_flow, shifted_vae, tiny_vae
+from support.families.rig.tables import asking, assemble, entry, more
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16

@@ -6,12 +6,13 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.videos.shared import SIDE, assembled, family, prompted, short_prompts
+from support.families.rig.tables import assemble
+from support.families.videos.shared import SIDE, family, prompted, short_prompts
 
 
 def pipeline(kind: str) -> Any:
     """A pipeline on a transformer of one block."""
-    return assembled(
+    return assemble(
         kind,
         transformer=diffusers.AllegroTransformer3DModel(
             num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=1, cross_attention_dim=24,
@@ -22,6 +23,6 @@ def pipeline(kind: str) -> Any:
     )  # fmt: skip
 
 
-text_to_video = prompted(masks=short_prompts(torch.long), negative_prompt=None)
+text_to_video = prompted(**short_prompts(torch.long), negative_prompt=None)
 
 FAMILIES = [family("AllegroPipeline", "Allegro", pipeline, text_to_video)]

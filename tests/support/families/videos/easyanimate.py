@@ -6,12 +6,13 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.videos.shared import SIDE, assembled, family, prompted
+from support.families.rig.tables import assemble, ones
+from support.families.videos.shared import SIDE, TEXT_TOKENS, family, prompted
 
 
 def pipeline(kind: str) -> Any:
     """A pipeline on a transformer of two blocks."""
-    return assembled(
+    return assemble(
         kind,
         transformer=diffusers.EasyAnimateTransformer3DModel(
             num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, patch_size=2, sample_width=SIDE // 8,
@@ -24,9 +25,7 @@ def pipeline(kind: str) -> Any:
     )  # fmt: skip
 
 
-def full_prompts(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks that leave no token out."""
-    return torch.ones(1, tokens), torch.ones(1, tokens)
+every_token = ones(1, TEXT_TOKENS, dtype=torch.float32)
+text_to_video = prompted(prompt_attention_mask=every_token, negative_prompt_attention_mask=every_token)
 
-
-FAMILIES = [family("EasyAnimatePipeline", "EasyAnimate", pipeline, prompted(masks=full_prompts))]
+FAMILIES = [family("EasyAnimatePipeline", "EasyAnimate", pipeline, text_to_video)]

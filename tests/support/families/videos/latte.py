@@ -6,8 +6,8 @@ from typing import Any
 import diffusers
 
 from support.families.rig.family import tiny_vae
-from support.families.rig.tables import more
-from support.families.videos.shared import assembled, family, prompted
+from support.families.rig.tables import assemble, more
+from support.families.videos.shared import family, prompted
 
 # Pixels and frames. The VAE halves sides and keeps every frame.
 SIDE = 16
@@ -16,7 +16,7 @@ FRAMES = 2
 
 def pipeline(kind: str) -> Any:
     """A pipeline on a transformer of one block, which also predicts a variance that is thrown away."""
-    return assembled(
+    return assemble(
         kind,
         transformer=diffusers.LatteTransformer3DModel(
             sample_size=SIDE // 2, num_layers=1, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=16,
@@ -28,6 +28,6 @@ def pipeline(kind: str) -> Any:
     )  # fmt: skip
 
 
-text_to_video = more(prompted(side=SIDE, video_length=FRAMES, negative_prompt=None), without=("num_frames",))
+text_to_video = more(prompted(SIDE, video_length=FRAMES, negative_prompt=None), without=("num_frames",))
 
 FAMILIES = [family("LattePipeline", "Latte", pipeline, text_to_video)]
