@@ -89,9 +89,9 @@ class MadeFile:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = False, rank: int = 2, seed: int = 1) -> MadeFile:
+def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = False, rank: int = 2) -> MadeFile:
     """Write random factors for every module of the naming's table; alphas differ from module to module unless one is asked for."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     made = MadeFile(folder / "adapter.safetensors", {})
     for number, (written, targets) in enumerate(case.table(pipeline).items()):
         shapes = [_weight(pipeline, target).shape for target in targets]

@@ -7,9 +7,10 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from support.families.images.worded_images import PROMPTS, letters, vision_language_model
+from support.families.images.worded_images import PROMPTS, vision_language_model
 from support.families.rig.family import Family, dynamic_flow, seeded
 from support.families.rig.tables import Request, asking, assemble, entry, halfway, more, ones, painted, pixels, texts
+from support.families.rig.texts import letters
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
