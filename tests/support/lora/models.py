@@ -33,7 +33,7 @@ def random_factors(model: nn.Module, names: Sequence[str], *, rank: int = 4, sca
 
 
 def checkpoint_of(factors: Factors) -> LoRACheckpoint:
-    """As it is read from the file of an adapter of a transformer."""
+    """A checkpoint as it is read from the file of an adapter of a transformer."""
     return LoRACheckpoint(digest="sha256:0", size_bytes=0, modules={f"transformer.{name}": each for name, each in factors.items()})
 
 

@@ -129,7 +129,7 @@ def entry(
 ) -> Family:
     """A family whose results are pixels, made by `make(class)`; a variant is in brackets after the name of the class.
 
-    `repeats` is False where the number of images repeats no embeddings that are given; `images` says that two results then need two
+    `repeats` is False where the number of images repeats no embeddings that are given. With `images`, two results then need two
     images or videos as well. With only a `reason`, nothing is shared.
     """
     doubled = {"num_images_per_prompt": 2} if repeats else of_two_prompts(request, images=images)
