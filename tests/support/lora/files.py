@@ -19,8 +19,8 @@ from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.naming import AdaptedModel
 from support.families.images import flux2, qwen, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, z_image
 from support.families.rig.family import build_seeded
+from support.families.rig.tables import assemble
 from support.families.videos import wan
-from support.families.videos.shared import assembled
 from support.lora import namings
 from support.lora.namings import SWAPPED, Table, both, clip, flat, old_attention, original, own, sgm
 
@@ -89,9 +89,9 @@ class MadeFile:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = False, rank: int = 2, seed: int = 1) -> MadeFile:
+def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = False, rank: int = 2) -> MadeFile:
     """Write random factors for every module of the naming's table; alphas differ from module to module unless one is asked for."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     made = MadeFile(folder / "adapter.safetensors", {})
     for number, (written, targets) in enumerate(case.table(pipeline).items()):
         shapes = [_weight(pipeline, target).shape for target in targets]
@@ -168,7 +168,7 @@ def flux_of_real_width() -> Any:
     # Memory that nobody touches is no memory.
     transformer.to_empty(device="cpu")
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    return assembled("FluxPipeline", encoders=2, transformer=transformer, vae=None, scheduler=scheduler, text_encoder=tiny_clip())
+    return assemble("FluxPipeline", transformer=transformer, scheduler=scheduler, text_encoder=tiny_clip())
 
 
 SD15 = build_seeded(lambda: with_clips(stable_diffusion.pipeline(diffusers.StableDiffusionPipeline), False))

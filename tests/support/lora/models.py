@@ -32,9 +32,9 @@ def random_factors(model: nn.Module, names: Sequence[str], *, rank: int = 4, sca
     }
 
 
-def checkpoint_of(factors: Factors, component: str = "transformer") -> LoRACheckpoint:
-    """As it is read from a file."""
-    return LoRACheckpoint(digest="sha256:0", size_bytes=0, modules={f"{component}.{name}": each for name, each in factors.items()})
+def checkpoint_of(factors: Factors) -> LoRACheckpoint:
+    """A checkpoint as it is read from the file of an adapter of a transformer."""
+    return LoRACheckpoint(digest="sha256:0", size_bytes=0, modules={f"transformer.{name}": each for name, each in factors.items()})
 
 
 def layers_of(model: nn.Module, **options: Any) -> AdapterLayers:

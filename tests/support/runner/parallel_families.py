@@ -5,7 +5,6 @@ Real: the model runner with its fibers, merged calls, rows and kinds, on pipelin
 tiny and have random weights. In float64 what is left of a difference is no rounding.
 """
 
-import copy
 import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,34 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from diffusion_worker.lora.request import LoRARequest
-from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
-from diffusion_worker.runner.model_runner import DiffusionModelRunner
+from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.pipelines.description import denoiser_of
-from diffusion_worker.runner.pipelines.view import view_of
 from support.families.images import flux, flux2, qwen, stable_diffusion, stable_diffusion_3, worded_images
-from support.families.rig.family import Family, as_tensor, build_seeded, in_float64
-from support.families.rig.family_rig import apart
+from support.families.rig.family import Family
+from support.families.rig.family_rig import Asked, FamilyRig, apart
 from support.families.videos import ltx, wan
 from support.lora.peft_adapters import write_adapter
 from support.runner.rank_processes import Rank
-from support.runner.rig import OneRank, runner_with
+from support.runner.rig import OneRank
 
 MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images)
 # Latents: decoding has nothing to do with these kinds.
 BY_NAME = {family.name: replace(family, output_type="latent") for module in MODULES for family in module.FAMILIES}
-ADAPTER = 7
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One request, and at which tick it joins."""
-
-    seed: int
-    steps: int
-    guidance: float
-    tick: int = 0
-    adapted: bool = False
-    accelerated: bool = False
+ADAPTER = LoRAUse(7, 1.0)
 
 
 @dataclass(frozen=True)
@@ -54,8 +39,8 @@ class Run:
 
     results: list[torch.Tensor]
     rows: list[tuple[int, int]]
-    tokens: int = 0
-    weights_bytes: int = 0
+    tokens: int
+    weights_bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,41 +53,33 @@ class Difference:
 
 
 # Rows of two requests with guidance share calls from the second step on.
-REQUESTS = (Asked(1, 3, 5.0), Asked(2, 2, 3.0, tick=1))
-WITH_ADAPTER = (replace(REQUESTS[0], adapted=True), *REQUESTS[1:])
-
-
-def with_heads(family: Family, heads: int) -> Family:
-    """The same family on a denoiser with more attention heads than its own two."""
-
-    def make() -> Any:
-        pipeline = family.build()
-        own = pipeline.transformer
-        pipeline.register_modules(transformer=type(own).from_config(dict(own.config) | {"num_attention_heads": heads}))
-        return pipeline
-
-    return replace(family, build=build_seeded(make))
-
-
-def runner_of(family: Family, parallel: Any, dtype: torch.dtype, **config: Any) -> DiffusionModelRunner:
-    """A runner that serves a family's tiny pipeline."""
-    return runner_with(family.build().to(dtype), parallel, dtype, **config)
+REQUESTS = (Asked(1, 3, 5.0), Asked(2, 2, 3.0))
+WITH_ADAPTER = (replace(REQUESTS[0], loras=[ADAPTER]), *REQUESTS[1:])
 
 
 def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, dtype: torch.dtype = torch.float64, **config: Any) -> Run:
-    """Run requests together on a family's tiny pipeline."""
-    runner = runner_of(family, parallel, dtype, **config)
-    denoiser = denoiser_of(runner.pipeline)
+    """Run requests together on a family's tiny pipeline; each joins a tick after the one before."""
+    rig = FamilyRig(family, dtype, parallel, **config)
+    denoiser = denoiser_of(rig.pipeline)
     seen = calls_of(denoiser.proj_out) if hasattr(denoiser, "proj_out") else []
-    if any(asked.adapted for asked in requests):
-        assert runner.loras is not None
+    if any(asked.loras for asked in requests):
+        assert rig.runner.loras is not None
         # On every linear layer of the denoiser's blocks, and the same on every rank.
         with tempfile.TemporaryDirectory() as folder:
             write_adapter(folder, block_linears(denoiser_of(family.build())))
-            runner.loras.add_adapter(LoRARequest("adapter", ADAPTER, folder))
-    made = finish(family, runner, requests)
+            rig.runner.loras.add_adapter(LoRARequest("adapter", ADAPTER.lora_int_id, folder))
+    results = finish(rig, requests)
     local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in denoiser.parameters()]
-    return replace(made, tokens=max((shape[1] for shape in seen), default=0), weights_bytes=sum(each.nbytes for each in local))
+    tokens, weights_bytes = max((shape[1] for shape in seen), default=0), sum(each.nbytes for each in local)
+    return Run(results, list(rig.rows), tokens, weights_bytes)
+
+
+def finish(rig: FamilyRig, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
+    """Run requests together to their end, and return each result in float64."""
+    results, errors = rig.finish(requests, range(len(requests)))
+    assert not errors, errors
+    assert not rig.replays, rig.replays
+    return [results[str(number)].double().clone() for number in range(len(requests))]
 
 
 def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUESTS, **sizes: int) -> Difference:
@@ -118,35 +95,6 @@ def compare(run: Run, expected: Run) -> Difference:
     """Measure a run against the one that is expected."""
     most = max(apart(one, other) for one, other in zip(run.results, expected.results, strict=True))
     return Difference(most, run.tokens / max(1, expected.tokens), run.weights_bytes / expected.weights_bytes)
-
-
-def finish(family: Family, runner: DiffusionModelRunner, requests: tuple[Asked, ...]) -> Run:
-    """Run requests together to their end."""
-    results: dict[str, torch.Tensor] = {}
-    rows = []
-    for tick in range(20):
-        for number, asked in enumerate(requests):
-            if asked.tick == tick:
-                loras = [LoRAUse(ADAPTER, 1.0)] if asked.adapted else []
-                spec = RequestSpec(
-                    request_id=str(number), prompt="", seed=asked.seed, steps=asked.steps, loras=loras, accelerated=asked.accelerated
-                )
-                runner.join(spec, _body(family, runner, asked))
-        output = runner.execute_stepwise(Tick(tick))
-        assert not output.errors, output.errors
-        results |= {name: as_tensor(result).double() for name, result in output.images.items()}
-        rows.append((output.skipped, output.rows))
-        if len(results) == len(requests):
-            break
-    return Run([results[str(number)].clone() for number in range(len(requests))], rows)
-
-
-def _body(family: Family, runner: DiffusionModelRunner, asked: Asked) -> Any:
-    arguments = family.request(asked.seed, asked.steps, asked.guidance)
-    if next(denoiser_of(runner.pipeline).parameters()).dtype is torch.float64:
-        arguments = in_float64(arguments)
-    arguments |= {"generator": torch.Generator().manual_seed(asked.seed), "output_type": family.output_type}
-    return lambda: family.call(view_of(runner.pipeline), copy.copy(arguments))
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:

@@ -5,7 +5,6 @@ Real: the ranks, their groups, the model runner and diffusers' models. Not real:
 """
 
 import copy
-import functools
 import os
 import tempfile
 from pathlib import Path
@@ -14,27 +13,16 @@ from typing import Any
 import diffusers
 import torch
 
-from diffusion_worker.messages import RequestSpec, Tick
+from diffusion_worker.messages import Tick
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.faults import RankFault
 from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
 from diffusion_worker.runner.parallel.vae_tiles import VaeTiles
-from diffusion_worker.runner.pipelines.view import view_of
-from support.families.rig.family import randomise_zeros
-from support.runner.parallel_families import (
-    BY_NAME,
-    REQUESTS,
-    WITH_ADAPTER,
-    calls_of,
-    compare,
-    difference,
-    finish,
-    run,
-    runner_of,
-    with_heads,
-)
+from support.families.rig.family import randomise_zeros, with_config
+from support.families.rig.family_rig import Asked, FamilyRig
+from support.runner.parallel_families import BY_NAME, REQUESTS, WITH_ADAPTER, calls_of, compare, difference, finish, run
 from support.runner.rank_processes import Rank
-from support.runner.rig import OneRank
+from support.runner.rig import OneRank, request
 
 SEQUENCE_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline")
 # Ways to use them with other arguments: reference images, a time for each token, a second denoiser.
@@ -71,8 +59,8 @@ def four(rank: Rank) -> dict[str, Any]:
     found: dict[str, Any] = {f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
     for name in TENSOR_FAMILIES:
         found[f"{name} tensor 2 x rows 2"] = difference(rank, BY_NAME[name], tensor=2)
-        found[f"{name} tensor 4"] = difference(rank, with_heads(BY_NAME[name], 4), WITH_ADAPTER, tensor=4)
-    found["QwenImagePipeline sequence 4"] = difference(rank, with_heads(BY_NAME["QwenImagePipeline"], 4), sequence=4)
+        found[f"{name} tensor 4"] = difference(rank, with_config(BY_NAME[name], num_attention_heads=4), WITH_ADAPTER, tensor=4)
+    found["QwenImagePipeline sequence 4"] = difference(rank, with_config(BY_NAME["QwenImagePipeline"], num_attention_heads=4), sequence=4)
     found["QwenImagePipeline sequence 2 x shard 2"] = difference(rank, BY_NAME["QwenImagePipeline"], sequence=2, shard=2)
     found["FluxPipeline shard 2 x rows 2"] = difference(rank, BY_NAME["FluxPipeline"], WITH_ADAPTER, shard=2)
     return found | {"places": places(rank)}
@@ -114,13 +102,12 @@ def odd_text(rank: Rank) -> list[str]:
     family = BY_NAME["FluxPipeline"]
     with rank.group(sequence=2) as parallel:
         for _ in range(2):  # another pipeline in the same group, as when a worker takes up another one
-            runner = runner_of(family, parallel, torch.float32, ranks=rank.world, sequence=2)
-        for name, tokens in (("odd", 7), ("even", 6)):
-            asked = family.request(1, 2, 3.0) | {"prompt_embeds": torch.randn(1, tokens, 16)}
-            runner.join(RequestSpec(request_id=name, prompt="", seed=1), functools.partial(family.call, view_of(runner.pipeline), asked))
-        outputs = [runner.execute_stepwise(Tick(number)) for number in range(3)]
-    errors = {name: f"{error.code}: {error.message}" for output in outputs for name, error in output.errors.items()}
-    return [errors["odd"], *(name for output in outputs for name in output.images)]
+            rig = FamilyRig(family, torch.float32, parallel, ranks=rank.world, sequence=2)
+        texts = {"odd": 7, "even": 6}
+        asked = [Asked(1, 2, 3.0, changes={"prompt_embeds": torch.randn(1, tokens, 16)}) for tokens in texts.values()]
+        results, errors = rig.finish(asked, (0, 0))
+    error, names = errors["0"], list(texts)
+    return [f"{error.code}: {error.message}", *(names[int(number)] for number in results)]
 
 
 def gradients(rank: Rank) -> dict[str, Any]:
@@ -128,9 +115,8 @@ def gradients(rank: Rank) -> dict[str, Any]:
     found = {}
     for sizes in ({}, {"shard": 2}, {"sequence": 2}, {"tensor": 2}):
         with rank.group(**sizes) as parallel:
-            runner = runner_of(BY_NAME["FluxPipeline"], parallel, torch.float32, ranks=rank.world, **sizes)
-            spec = RequestSpec(request_id="r", prompt="", seed=1)
-            runner.join(spec, lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+            runner = FamilyRig(BY_NAME["FluxPipeline"], torch.float32, parallel, ranks=rank.world, **sizes).runner
+            runner.join(request("r"), lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
             found[" ".join(sizes)] = runner.execute_stepwise(Tick(0)).images["r"]
     return found
 
@@ -140,13 +126,14 @@ def sleep_in_parts(rank: Rank) -> dict[str, Any]:
     family = BY_NAME["FluxPipeline"]
     with rank.group(tensor=2) as parallel, tempfile.TemporaryDirectory() as folder:
         family.build().transformer.save_pretrained(Path(folder) / "transformer")
-        runner = runner_of(family, parallel, torch.float32, ranks=rank.world, tensor=2, model=folder)
-        before, awake = finish(family, runner, REQUESTS).results, runner.weights.report()
+        rig = FamilyRig(family, torch.float32, parallel, ranks=rank.world, tensor=2, model=folder)
+        runner = rig.runner
+        before, awake = finish(rig, REQUESTS), runner.weights.report()
         runner.weights.release()
         # On a CPU memory that was given back reads as zero.
         emptied = not any(parameter.any() for parameter in runner.pipeline.transformer.parameters())
         runner.weights.restore()
-        same = all(map(torch.equal, before, finish(family, runner, REQUESTS).results))
+        same = all(map(torch.equal, before, finish(rig, REQUESTS)))
     return {"same": same, "awake": awake, "emptied": emptied}
 
 

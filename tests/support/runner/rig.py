@@ -27,12 +27,16 @@ Images = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 class OneRank:
-    """What `Parallel` is at one rank. `before` sees each call first, and may raise."""
+    """What `Parallel` is at one rank. `before` sees each call first, and may raise.
+
+    It keeps the calls, and the failures too: the runner makes calls that failed again one by one, which would hide them.
+    """
 
     world = 1
 
     def __init__(self) -> None:
         self.calls: list[ModelCall] = []
+        self.failures: list[CallFailed] = []
         self.before: Callable[[ModelCall], None] = lambda call: None
 
     def run(self, call: ModelCall, execute: Callable[[ModelCall, slice], Any]) -> Any:
@@ -41,7 +45,8 @@ class OneRank:
             self.before(call)
             return execute(call, slice(0, call.rows))
         except Exception as error:
-            raise CallFailed(str(error), error if isinstance(error, RequestError) else None) from error
+            self.failures.append(CallFailed(str(error), error if isinstance(error, RequestError) else None))
+            raise self.failures[-1] from error
 
 
 class RunnerRig:

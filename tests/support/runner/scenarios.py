@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios for the processes of the runner's tests with several ranks, but for those of the parallel kinds.
 
-Real: the ranks and their groups, and the runner or the part of it that a scenario is about. Not real: the models.
+Real: the ranks and their groups, and the runner or the part of it that a scenario is about; for adapters, their manager. Not real: the
+models, of which one is a single layer.
 """
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion_worker.config import StepCache
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.runner.loading.adapter_layers import add_on_all_ranks
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.parallel.rows import CallFailed
 from diffusion_worker.runner.step_cache import first_block
@@ -19,14 +26,15 @@ from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
-from support.runner.parallel_families import BY_NAME, Asked, compare, run
+from support.families.rig.family_rig import Asked
+from support.lora.peft_adapters import write_adapter
+from support.runner.parallel_families import BY_NAME, compare, run
 from support.runner.rank_processes import Rank
 from support.runner.rig import OneRank, request
 from support.runner.wordy_pipelines import WordyFlux, runner_of
 from support.worker.extensions import flip
 
-# They join one after the other.
-ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
+ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
 # So that about half of the few steps is skipped.
 THRESHOLD = 0.3
 
@@ -118,6 +126,30 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
         "images": sorted(output.images),
         "replays": output.replays,
     }
+
+
+def one_rank_cannot_load(rank: Rank) -> list[dict[str, Any]]:
+    """Adapters for a full memory: one that rank 1 does not find, one of which it reads other bytes, and a good one."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(6, 4)
+    loras = DiffusionLoRAManager(
+        {"transformer": torch.nn.Sequential(linear)}, denoiser="transformer", slots=1, cached=1, max_rank=4, device=torch.device("cpu")
+    )
+    found = []
+    with tempfile.TemporaryDirectory() as folder, rank.group() as parallel:
+        for number, name in enumerate(["first", "missing", "changed", "good"], start=1):
+            path = Path(folder) / name
+            path.mkdir()
+            write_adapter(path, {"0": linear}, seed=rank.rank if name == "changed" else number)
+            if name == "missing" and rank.rank == 1:
+                shutil.rmtree(path)
+            said, code, evicted = "", "", []
+            try:
+                evicted = add_on_all_ranks(loras, parallel, LoRARequest(name, number, str(path)), LoadOptions(evict=[1])).evicted
+            except RequestError as error:
+                said, code = error.message.replace(folder, ""), str(error.code)
+            found.append({"said": said, "code": code, "evicted": evicted, "listed": loras.list_adapters()})
+    return found
 
 
 def over_a_sleep(rank: Rank, **kind: int) -> dict[str, Any]:

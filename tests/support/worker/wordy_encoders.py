@@ -22,7 +22,7 @@ from support.families.images import masked_prompts, stable_diffusion, worded_ima
 from support.families.images.qwen import FAMILIES as QWEN
 from support.families.rig.family import Arguments, Family, build_seeded
 from support.families.rig.family_rig import Asked, FamilyRig
-from support.families.rig.texts import tiny_umt5
+from support.families.rig.texts import letters, tiny_umt5
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
@@ -50,19 +50,12 @@ def with_words(make: Callable[[], Any], encoder: Callable[[], Any]) -> Callable[
     """A pipeline of a family that is asked with embeddings, with a text encoder of its kind and a tokenizer of letters."""
 
     def build() -> Any:
-        pipeline, tokenizer = make(), worded_images.letters()
+        pipeline, tokenizer = make(), letters()
         tokenizer.model_max_length, tokenizer.padding_side = 64, "right"
         pipeline.register_modules(text_encoder=encoder(), tokenizer=tokenizer)
         return pipeline
 
     return build_seeded(build)
-
-
-def umt5() -> Any:
-    """Make the encoder of AuraFlow."""
-    encoder = tiny_umt5(32)
-    encoder.resize_token_embeddings(128)
-    return encoder
 
 
 def cases() -> list[tuple[str, str, Family]]:
@@ -72,14 +65,15 @@ def cases() -> list[tuple[str, str, Family]]:
         return name, "text_encoder", Family(name, name, with_words(make, encoder), request, output_type="pt")
 
     stable = partial(stable_diffusion.pipeline, "StableDiffusionPipeline")
+    lumina2 = partial(masked_prompts.lumina2, "Lumina2Pipeline")
     clip = transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1)
     worded = {family.name: family for family in worded_images.FAMILIES + QWEN}
     return [
         made("clip", stable, partial(transformers.CLIPTextModel, clip)),
         ("t5", "text_encoder_2", worded["FluxPipeline (words)"]),
-        made("umt5", masked_prompts.auraflow, umt5),
-        made("gemma2", masked_prompts.lumina2, partial(transformers.Gemma2Model, transformers.Gemma2Config(**GROUPED)), shortened),
-        made("llama", masked_prompts.lumina2, partial(transformers.LlamaModel, transformers.LlamaConfig(**GROUPED)), shortened),
+        made("umt5", partial(masked_prompts.auraflow, "AuraFlowPipeline"), partial(tiny_umt5, 32)),
+        made("gemma2", lumina2, partial(transformers.Gemma2Model, transformers.Gemma2Config(**GROUPED)), shortened),
+        made("llama", lumina2, partial(transformers.LlamaModel, transformers.LlamaConfig(**GROUPED)), shortened),
         ("qwen2_5_vl", "text_encoder", worded["QwenImagePipeline (words)"]),
         ("omnigen", "transformer", worded["OmniGenPipeline"]),
     ]

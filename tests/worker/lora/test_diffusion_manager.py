@@ -275,7 +275,7 @@ def test_the_names_of_the_package_are_there_and_importing_it_imports_no_torch() 
 
 @pytest.mark.slow
 def test_an_adapter_is_registered_on_all_ranks_or_on_none_and_nothing_goes_for_one_that_is_not() -> None:
-    first, second = rank_processes.run("support.lora.scenarios:one_rank_cannot_load")
+    first, second = rank_processes.run("support.runner.scenarios:one_rank_cannot_load")
     assert [each["listed"] for each in first] == [[1], [1], [1], [4]]
     assert [each["evicted"] for each in first] == [[], [], [], [1]]
     assert [each["code"] for each in first] == ["", "InvalidAdapter", "RankFailed", ""]

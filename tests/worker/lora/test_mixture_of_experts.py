@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from diffusion_worker.lora.request import LoRARequest
-from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
-from diffusion_worker.runner.pipelines.view import view_of
+from diffusion_worker.messages import LoRAUse
 from support.families.images import latent_images
 from support.families.rig.family import as_tensor, in_float64
+from support.families.rig.family_rig import Asked, FamilyRig
 from support.lora.peft_adapters import write_adapter
-from support.runner.parallel_families import block_linears, runner_of
-from support.runner.rig import OneRank
+from support.runner.parallel_families import block_linears
 
 HIDREAM = next(family for family in latent_images.FAMILIES if family.name == "HiDreamImagePipeline")
 FAMILY = replace(HIDREAM, output_type="latent")
@@ -30,39 +29,26 @@ def arguments(seed: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_experts_have_the_adapters_of_their_own_request_alone_and_beside_requests_with_others_or_none(tmp_path: Any) -> None:
-    runner = runner_of(FAMILY, (rank := OneRank()), torch.float64)
-    assert runner.loras is not None
+    rig = FamilyRig(FAMILY, torch.float64)
+    assert rig.runner.loras is not None
     linears = block_linears(FAMILY.build().transformer)
     assert any(".experts." in name for name in linears)
     folders = {number: tmp_path / str(number) for number in (1, 2)}
     for number, folder in folders.items():
         folder.mkdir()
         write_adapter(folder, linears, seed=number)
-        runner.loras.add_adapter(LoRARequest(f"adapter-{number}", number, str(folder)))
+        rig.runner.loras.add_adapter(LoRARequest(f"adapter-{number}", number, str(folder)))
     for chosen in ([1], [1, 1], [1, 2], [1, 0], [0, 0]):
-        rank.calls.clear()
-        made = together(runner, chosen)
+        asked = [Asked(seed, STEPS, GUIDANCE, loras=[LoRAUse(number, 1.0)] if number else []) for seed, number in enumerate(chosen)]
+        # A call of rows with other adapters fails, and each of its requests makes it once more for itself.
+        made, errors = rig.outcome(*asked)
+        assert errors == {}
         for seed, number in enumerate(chosen):
             expected = as_tensor(FAMILY.call(with_peft(folders.get(number)), arguments(seed)))
-            torch.testing.assert_close(made[seed].double(), expected.double(), atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(made[str(seed)].double(), expected.double(), atol=1e-9, rtol=1e-9)
         # Rows of two requests (and both branches of guidance) share the call where they may.
-        rows = [call.rows for call in rank.calls if call.component == "transformer"]
+        rows = [call.rows for call in rig.denoiser_calls()]
         assert rows[-1] == (2 * len(chosen) if len(set(chosen)) == 1 else 2), (chosen, rows)
-
-
-def together(runner: Any, chosen: list[int]) -> list[torch.Tensor]:
-    """Requests that run at once; 0 is one without an adapter."""
-    for seed, number in enumerate(chosen):
-        spec = RequestSpec(request_id=str(seed), prompt="", seed=seed, loras=[LoRAUse(number, 1.0)] if number else [])
-        runner.join(spec, lambda seed=seed: FAMILY.call(view_of(runner.pipeline), arguments(seed)))
-    found: dict[str, Any] = {}
-    for tick in range(20):
-        output = runner.execute_stepwise(Tick(tick))
-        assert output.errors == {}
-        found |= output.images
-        if len(found) == len(chosen):
-            break
-    return [as_tensor(found[str(seed)]) for seed in range(len(chosen))]
 
 
 def with_peft(folder: Any) -> Any:

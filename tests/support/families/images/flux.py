@@ -5,8 +5,8 @@ from typing import Any
 
 import diffusers
 
-from support.families.rig.family import Family, seeded
-from support.families.rig.tables import Request, asking, assemble, dynamic_flow, entry, more, noise, painted, pixels, shifted_vae, texts
+from support.families.rig.family import Family, dynamic_flow, shifted_vae
+from support.families.rig.tables import Request, asking, assemble, entry, halfway, more, noise, painted, pixels, texts
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
@@ -29,8 +29,7 @@ TEXT_TO_IMAGE = asking(SIDE, prompt_embeds=noise(1, TEXT_TOKENS, 16), pooled_pro
 # True guidance beside the distilled one: a second model call a step.
 EMBEDDINGS = texts(apart=200, step=100, prompt_embeds=(1, TEXT_TOKENS, 16), pooled_prompt_embeds=(1, 16))
 WITH_NEGATIVE = asking(SIDE, scale="true_cfg_scale", guidance_scale=3.5, **EMBEDDINGS)
-# Half the schedule is run, so twice the steps are asked for.
-IMAGE_TO_IMAGE = more(TEXT_TO_IMAGE, times=2, image=pixels(SIDE), strength=0.5)
+IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
 # A part again, over the whole schedule.
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))
@@ -40,15 +39,10 @@ CONTROL_INPAINT = more(INPAINT, control_image=pixels(SIDE, at=1))
 KONTEXT = more(TEXT_TO_IMAGE, image=pixels(SIDE), max_area=SIDE * SIDE, _auto_resize=False)
 KONTEXT_INPAINT = more(KONTEXT, mask_image=painted(SIDE), strength=1.0)
 
-# The number of images repeats no embeddings that are given.
-TWO_PROMPTS = {"prompt_embeds": seeded(7, 2, TEXT_TOKENS, 16), "pooled_prompt_embeds": seeded(8, 2, 16)}
-TWO_NEGATIVES = {"negative_prompt_embeds": seeded(9, 2, TEXT_TOKENS, 16), "negative_pooled_prompt_embeds": seeded(10, 2, 16)}
-
 
 def _family(name: str, request: Request, in_channels: int = 16) -> Family:
-    doubled = TWO_PROMPTS | (TWO_NEGATIVES if request is WITH_NEGATIVE else {})
     family = "Flux Kontext" if "Kontext" in name else "Flux"
-    return entry(name, family, lambda kind: pipeline(kind, in_channels=in_channels), request, doubled=doubled)
+    return entry(name, family, lambda kind: pipeline(kind, in_channels=in_channels), request, repeats=False)
 
 
 FAMILIES = [

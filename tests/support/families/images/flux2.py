@@ -5,8 +5,8 @@ from typing import Any
 
 import diffusers
 
-from support.families.rig.family import Family
-from support.families.rig.tables import Request, asking, assemble, dynamic_flow, entry, more, noise, painted, pixels
+from support.families.rig.family import Family, dynamic_flow
+from support.families.rig.tables import Request, asking, assemble, entry, more, noise, painted, pixels
 
 # Pixels, the least that a reference may have. The VAE shrinks them by eight and packs 2 x 2: 16 tokens.
 SIDE = 64

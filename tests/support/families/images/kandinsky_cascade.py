@@ -10,7 +10,7 @@ from diffusers import DDPMScheduler, DDPMWuerstchenScheduler, Kandinsky3UNet, St
 from diffusers.pipelines.deprecated.wuerstchen import PaellaVQModel
 
 from support.families.rig.family import Arguments
-from support.families.rig.tables import asking, assemble, entry, masks, more, noise, painted, pixels, texts
+from support.families.rig.tables import asking, assemble, entry, halfway, masks, more, noise, painted, pixels, texts
 
 TOKENS = 8
 BLOCKS = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
@@ -64,8 +64,7 @@ def _guided(seed: int, steps: int, guidance: float) -> Arguments:
     return EMBEDDED(seed, steps, max(guidance, 2.0))
 
 
-# Half the strength is half the steps.
-IMAGE_TO_IMAGE = more(_guided, times=2, image=pixels(), strength=0.5)
+IMAGE_TO_IMAGE = halfway(_guided, image=pixels())
 INPAINT = more(_guided, image=pixels(), mask_image=painted())
 # A latent for each 8 x 8 pixels.
 PROMPTS = asking(64, **texts(prompt_embeds=(1, TOKENS, 32)), **masks(attention_mask=TOKENS))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny transformers whose latents are images: CogView 3 and 4, DiT, Hunyuan-DiT, HiDream, GLM-Image, ErnieImage, PRX and Bria Fibo 2."""
 
+from functools import partial
 from typing import Any
 
 import diffusers
 import torch
 
 from support.families.images.flux2 import vae as flux2_vae
-from support.families.rig.family import tiny_vae
-from support.families.rig.tables import asking, assemble, dynamic_flow, entry, masks, more, noise, ones, padded, pixels, shifted_vae, texts
+from support.families.rig.family import dynamic_flow, flow, plain_ddim, shifted_vae, tiny_vae
+from support.families.rig.tables import asking, assemble, entry, masks, more, noise, on, ones, padded, pixels, texts
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16
@@ -32,14 +33,6 @@ def cogview3(kind: str) -> Any:
     return assemble(kind, vae=vae, transformer=transformer, scheduler=diffusers.CogVideoXDDIMScheduler(**config))
 
 
-def dit(kind: str) -> Any:
-    """The number of a class is a row; there is no prompt."""
-    transformer = diffusers.DiTTransformer2DModel(
-        sample_size=16, num_layers=2, patch_size=4, attention_head_dim=8, num_attention_heads=2, in_channels=4, out_channels=8
-    )
-    return assemble(kind, transformer=transformer, vae=tiny_vae(), scheduler=diffusers.DDIMScheduler(clip_sample=False))
-
-
 def hunyuan_dit(kind: str) -> Any:
     """Two masked prompts, a style and the sizes of the image as rows, a table of angles for all."""
     transformer = diffusers.HunyuanDiT2DModel(
@@ -58,7 +51,7 @@ def hidream(kind: str) -> Any:
         caption_channels=[32, 16], text_emb_dim=24, num_routed_experts=4, num_activated_experts=2, axes_dims_rope=(4, 2, 2),
         max_resolution=(16, 16), llama_layers=[0, 1], force_inference_output=True,
     )  # fmt: skip
-    pipeline = assemble(kind, transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=shifted_vae())
+    pipeline = assemble(kind, transformer=transformer, scheduler=flow(), vae=shifted_vae())
     pipeline.default_sample_size = 16  # every size is brought to the area of this many latents squared
     return pipeline
 
@@ -72,37 +65,32 @@ def cogview4(kind: str) -> Any:
     return assemble(kind, vae=shifted_vae(), transformer=transformer, scheduler=dynamic_flow())
 
 
-def glm_image(kind: str) -> Any:
-    """An image's tokens, made by a language model, are given; a cache for reference images is always passed."""
-    transformer = diffusers.GlmImageTransformer2DModel(in_channels=4, prior_vq_quantizer_codebook_size=32, **SHAPE)
-    return assemble(kind, vae=tiny_vae(**STATISTICS), transformer=transformer, scheduler=dynamic_flow())
-
-
-def ernie(kind: str) -> Any:
-    """Texts of any length, padded by the pipeline; both prompts in one call."""
-    transformer = diffusers.ErnieImageTransformer2DModel(
-        hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=32, in_channels=16, out_channels=16, text_in_dim=16,
-        rope_axes_dim=(8, 4, 4),
-    )  # fmt: skip
-    return assemble(kind, transformer=transformer, vae=flux2_vae(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler())
-
-
-def prx(kind: str) -> Any:
-    """A time for the whole call, both prompts in one call."""
-    transformer = diffusers.PRXTransformer2DModel(
-        in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8]
-    )
-    return assemble(kind, transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=shifted_vae())
-
-
-def fibo2(kind: str) -> Any:
-    """Text squeezed into as many tokens as its length says."""
-    transformer = diffusers.BriaFibo2Transformer2DModel(
-        in_channels=4, patch_size=2, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=16, injection_layer_ids=(1,),
-        perceiver_num_layers=1, min_num_gist_tokens=2, max_num_gist_tokens=8, gist_step=2, gist_min_text_len=2, gist_max_text_len=8,
-        axes_dims=(8, 4, 4), axes_lens=(64, 32, 32),
-    )  # fmt: skip
-    return assemble(kind, transformer=transformer, scheduler=dynamic_flow(), vae=flux2_vae())
+# The number of a class is a row; there is no prompt.
+dit = on(
+    "DiTTransformer2DModel", vae=tiny_vae, scheduler=plain_ddim,
+    sample_size=16, num_layers=2, patch_size=4, attention_head_dim=8, num_attention_heads=2, in_channels=4, out_channels=8,
+)  # fmt: skip
+# An image's tokens, made by a language model, are given; a cache for reference images is always passed.
+glm_image = on(
+    "GlmImageTransformer2DModel", vae=partial(tiny_vae, **STATISTICS), scheduler=dynamic_flow,
+    in_channels=4, prior_vq_quantizer_codebook_size=32, **SHAPE,
+)  # fmt: skip
+# Texts of any length, padded by the pipeline; both prompts in one call.
+ernie = on(
+    "ErnieImageTransformer2DModel", vae=flux2_vae, hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=32,
+    in_channels=16, out_channels=16, text_in_dim=16, rope_axes_dim=(8, 4, 4),
+)  # fmt: skip
+# A time for the whole call, both prompts in one call.
+prx = on(
+    "PRXTransformer2DModel", in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2,
+    axes_dim=[8, 8],
+)  # fmt: skip
+# Text squeezed into as many tokens as its length says.
+fibo2 = on(
+    "BriaFibo2Transformer2DModel", vae=flux2_vae, scheduler=dynamic_flow, in_channels=4, patch_size=2, dim=32, n_layers=2,
+    n_refiner_layers=1, n_heads=2, cap_feat_dim=16, injection_layer_ids=(1,), perceiver_num_layers=1, min_num_gist_tokens=2,
+    max_num_gist_tokens=8, gist_step=2, gist_min_text_len=2, gist_max_text_len=8, axes_dims=(8, 4, 4), axes_lens=(64, 32, 32),
+)  # fmt: skip
 
 
 def _prior(seed: int) -> torch.Tensor:

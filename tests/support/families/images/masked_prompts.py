@@ -10,8 +10,8 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.rig.family import tiny_vae, token_mask
-from support.families.rig.tables import asking, assemble, entry, masks, more, pixels, shifted_vae, texts
+from support.families.rig.family import flow, plain_ddim, shifted_vae, tiny_vae
+from support.families.rig.tables import asking, assemble, entry, halfway, masks, more, on, pixels, texts
 
 TOKENS = 8
 LUMINA = {
@@ -19,42 +19,30 @@ LUMINA = {
 }  # fmt: skip
 
 
-def _flow(kind: str, transformer: Any, vae: Any) -> Any:
-    return assemble(kind, transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=vae)
-
-
-def auraflow(kind: str = "AuraFlowPipeline") -> Any:
-    """Image and text tokens together."""
-    transformer = diffusers.AuraFlowTransformer2DModel(
-        sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
-        attention_head_dim=8, num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pos_embed_max_size=256,
-    )  # fmt: skip
-    return _flow(kind, transformer, tiny_vae())
-
-
-def chroma(kind: str) -> Any:
-    """Flux without its pooled prompt."""
-    transformer = diffusers.ChromaTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, axes_dims_rope=(4, 4, 8), approximator_num_channels=8, approximator_hidden_dim=32,
-        approximator_layers=1,
-    )  # fmt: skip
-    return _flow(kind, transformer, shifted_vae())
+# Image and text tokens together.
+auraflow = on(
+    "AuraFlowTransformer2DModel", vae=tiny_vae, sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_mmdit_layers=1,
+    num_single_dit_layers=1, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16,
+    pos_embed_max_size=256,
+)  # fmt: skip
+# Flux without its pooled prompt.
+chroma = on(
+    "ChromaTransformer2DModel", patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+    num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=(4, 4, 8), approximator_num_channels=8, approximator_hidden_dim=32,
+    approximator_layers=1,
+)  # fmt: skip
+# Two calls for guidance.
+lumina2 = on(
+    "Lumina2Transformer2DModel", num_layers=1, num_refiner_layers=1, axes_dim_rope=(4, 2, 2), axes_lens=(32, 32, 32), cap_feat_dim=32,
+    **LUMINA,
+)  # fmt: skip
 
 
 def lumina(kind: str) -> Any:
     """A single call for guidance."""
     transformer = diffusers.LuminaNextDiT2DModel(num_layers=2, learn_sigma=True, cross_attention_dim=32, **LUMINA)
     torch.nn.init.zeros_(transformer.pad_token)  # made by torch.empty
-    return _flow(kind, transformer, shifted_vae())
-
-
-def lumina2(kind: str = "Lumina2Pipeline") -> Any:
-    """Two calls for guidance."""
-    transformer = diffusers.Lumina2Transformer2DModel(
-        num_layers=1, num_refiner_layers=1, axes_dim_rope=(4, 2, 2), axes_lens=(32, 32, 32), cap_feat_dim=32, **LUMINA
-    )
-    return _flow(kind, transformer, shifted_vae())
+    return assemble(kind, transformer=transformer, scheduler=flow(), vae=shifted_vae())
 
 
 def pixart(kind: str) -> Any:
@@ -65,7 +53,7 @@ def pixart(kind: str) -> Any:
         cross_attention_dim=24, out_channels=8, norm_type="ada_norm_single", sample_size=128 if alpha else 8,
         use_additional_conditions=alpha,
     )  # fmt: skip
-    return assemble(kind, transformer=transformer, scheduler=diffusers.DDIMScheduler(clip_sample=False), vae=tiny_vae())
+    return assemble(kind, transformer=transformer, scheduler=plain_ddim(), vae=tiny_vae())
 
 
 def sana(kind: str) -> Any:
@@ -76,7 +64,7 @@ def sana(kind: str) -> Any:
         num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=32, sample_size=32,
         **({"guidance_embeds": True, "qk_norm": "rms_norm_across_heads"} if sprint else {}),
     )  # fmt: skip
-    scheduler = diffusers.SCMScheduler() if sprint else diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler = diffusers.SCMScheduler() if sprint else flow()
     return assemble(kind, transformer=transformer, scheduler=scheduler, vae=_tiny_dc_vae())
 
 
@@ -90,13 +78,8 @@ def _tiny_dc_vae() -> Any:
 
 
 PROMPTS = asking(32, **texts(prompt_embeds=(1, TOKENS, 32)), **masks(prompt_attention_mask=TOKENS))
-CHROMA_PROMPTS = more(
-    PROMPTS,
-    prompt_attention_mask=lambda seed: token_mask(seed, TOKENS).bool(),
-    negative_prompt_attention_mask=lambda seed: token_mask(seed + 1, TOKENS).bool(),
-)
-# Half the strength is half the steps.
-CHROMA_IMAGE = more(CHROMA_PROMPTS, times=2, image=pixels(), strength=0.5)
+CHROMA_PROMPTS = more(PROMPTS, **masks(torch.bool, prompt_attention_mask=TOKENS))
+CHROMA_IMAGE = halfway(CHROMA_PROMPTS, image=pixels())
 WORDLESS = more(PROMPTS, negative_prompt=None)
 OF_ANY_SIZE = more(WORDLESS, use_resolution_binning=False)
 NEGATIVE = ("negative_prompt", "negative_prompt_embeds", "negative_prompt_attention_mask")

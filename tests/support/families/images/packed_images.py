@@ -8,8 +8,8 @@ import torch
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 
 from support.families.images.qwen import small_vae
-from support.families.rig.family import seeded
-from support.families.rig.tables import asking, assemble, dynamic_flow, entry, more, noise, ones, padded, shifted_vae, texts
+from support.families.rig.family import dynamic_flow, flow
+from support.families.rig.tables import asking, assemble, entry, more, noise, on, ones, padded, texts
 
 # Pixels. The VAE halves them and the pipelines pack 2 x 2: 16 tokens.
 SIDE = 16
@@ -18,20 +18,16 @@ HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
 ROTARY = {"axes_dims_rope": (8, 4, 4)}
 
 
-def bria(kind: str) -> Any:
-    """Positive and negative prompt in one call: two rows."""
-    transformer = diffusers.BriaTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=16, axes_dims_rope=[0, 8, 8], **HEADS
-    )
-    return assemble(kind, transformer=transformer, scheduler=dynamic_flow(), vae=shifted_vae())
-
-
-def ovis(kind: str) -> Any:
-    """Two calls a step; tables of positions without a batch dimension."""
-    transformer = diffusers.OvisImageTransformer2DModel(
-        in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=16, **HEADS, **ROTARY
-    )
-    return assemble(kind, scheduler=dynamic_flow(), vae=shifted_vae(), transformer=transformer)
+# Positive and negative prompt in one call: two rows.
+bria = on(
+    "BriaTransformer2DModel", scheduler=dynamic_flow,
+    in_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=16, axes_dims_rope=[0, 8, 8], **HEADS,
+)  # fmt: skip
+# Two calls a step; tables of positions without a batch dimension.
+ovis = on(
+    "OvisImageTransformer2DModel", scheduler=dynamic_flow,
+    in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=16, **HEADS, **ROTARY,
+)  # fmt: skip
 
 
 def krea2(kind: str) -> Any:
@@ -67,8 +63,7 @@ def hunyuan_image(kind: str, *, guided: bool = False) -> Any:
         sample_size=SIDE, scaling_factor=1.5,
     )  # fmt: skip
     guider = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=1) if guided else None
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    return assemble(kind, scheduler=scheduler, vae=vae, transformer=transformer, guider=guider)
+    return assemble(kind, scheduler=flow(), vae=vae, transformer=transformer, guider=guider)
 
 
 EMBEDDINGS = texts(apart=200, prompt_embeds=(1, TEXT_TOKENS, 16))
@@ -85,11 +80,9 @@ NOT_WRITTEN = {"negative_prompt_embeds_2": noise(1, TEXT_TOKENS, 16, at=300), "n
 GUIDED_TEXTS = more(MASKED, **WRITTEN, **NOT_WRITTEN, without=("guidance_scale",))
 POSITIVE = {"prompt_embeds": EMBEDDINGS["prompt_embeds"], "prompt_embeds_mask": padded(TEXT_TOKENS)}
 TWO_TEXTS = asking(SIDE, scale="distilled_guidance_scale", **POSITIVE, **WRITTEN)
-# The number of images repeats no embeddings that are given.
-TWO_PROMPTS = {"prompt_embeds": seeded(7, 2, TEXT_TOKENS, 16), "negative_prompt_embeds": seeded(8, 2, TEXT_TOKENS, 16)}
 
 FAMILIES = [
-    entry("BriaPipeline", "Bria", bria, TEXT_TO_IMAGE, doubled=TWO_PROMPTS),
+    entry("BriaPipeline", "Bria", bria, TEXT_TO_IMAGE, repeats=False),
     entry("OvisImagePipeline", "Ovis-Image", ovis, WORDLESS),
     entry("Krea2Pipeline", "Krea 2", krea2, LAYERED),
     entry("NucleusMoEImagePipeline", "NucleusMoE", nucleus, MASKED),

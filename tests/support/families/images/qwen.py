@@ -7,9 +7,10 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from support.families.images.worded_images import PROMPTS, letters, vision_language_model
-from support.families.rig.family import Family, seeded
-from support.families.rig.tables import Request, asking, assemble, dynamic_flow, entry, more, ones, painted, pixels, texts
+from support.families.images.worded_images import PROMPTS, vision_language_model
+from support.families.rig.family import Family, dynamic_flow, seeded
+from support.families.rig.tables import Request, asking, assemble, entry, halfway, more, ones, painted, pixels, texts
+from support.families.rig.texts import letters
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
@@ -118,8 +119,7 @@ TEXT = asking(scale="true_cfg_scale", **TEXTS)
 TEXT_TO_IMAGE = asking(SIDE, scale="true_cfg_scale", **TEXTS)
 # Prompts of one length, and one for all to avoid.
 WORDS = asking(SIDE, scale="true_cfg_scale", prompt=lambda seed: f"{PROMPTS[seed % 3]:24}", negative_prompt="blurry")
-# Half the schedule is run, so twice the steps are asked for.
-IMAGE_TO_IMAGE = more(TEXT_TO_IMAGE, times=2, image=pixels(SIDE), strength=0.5)
+IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
 # A part again, over the whole schedule.
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))

@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import ControlNetModel, DDIMScheduler, LCMScheduler, UNet2DConditionModel
 
 from support.families.rig.family import tiny_vae
-from support.families.rig.tables import asking, assemble, entry, more, painted, pixels, texts
+from support.families.rig.tables import asking, assemble, entry, halfway, more, painted, pixels, texts
 
 SHAPE = {
     "block_out_channels": (16, 32), "layers_per_block": 1, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -50,8 +50,7 @@ EMBEDDINGS = texts(prompt_embeds=(1, 8, 32))
 PROMPTS = asking(**EMBEDDINGS)
 # An image of 16 x 16 latents.
 TEXT_TO_IMAGE = asking(32, **EMBEDDINGS)
-# Half the strength is half the steps.
-IMAGE_TO_IMAGE = more(PROMPTS, times=2, image=pixels(), strength=0.5)
+IMAGE_TO_IMAGE = halfway(PROMPTS, image=pixels())
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(), mask_image=painted())
 FEW_STEPS = more(TEXT_TO_IMAGE, without=("negative_prompt_embeds",))
 CONTROLLED = more(PROMPTS, image=pixels())

@@ -5,7 +5,8 @@ from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3ControlNetModel, SD3Transformer2DModel
 
-from support.families.rig.tables import asking, assemble, entry, more, painted, pixels, shifted_vae, texts
+from support.families.rig.family import shifted_vae
+from support.families.rig.tables import asking, assemble, entry, halfway, more, painted, pixels, texts
 
 WIDE = 16  # channels: inpainting knows its two kinds of model by 16 and 33
 SIZES = {
@@ -33,8 +34,7 @@ def _controlnet(kind: str) -> Any:
 
 
 PROMPTS = asking(32, **texts(prompt_embeds=(1, 8, 32), pooled_prompt_embeds=(1, 32)))
-# Half the strength is half the steps.
-IMAGE_TO_IMAGE = more(PROMPTS, times=2, image=pixels(), strength=0.5)
+IMAGE_TO_IMAGE = halfway(PROMPTS, image=pixels())
 INPAINT = more(PROMPTS, image=pixels(), mask_image=painted(), strength=1.0)
 CONTROLLED = more(PROMPTS, control_image=pixels())
 

@@ -9,7 +9,7 @@ from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProj
 
 from support.families.images.stable_diffusion import CONTROLLED, PROMPTS, TEXT_TO_IMAGE, controlnet, pipeline, tiny_controlnet, tiny_unet
 from support.families.rig.family import Arguments, seeded, tiny_vae
-from support.families.rig.tables import asking, assemble, entry, more, painted, pixels, texts
+from support.families.rig.tables import asking, assemble, entry, halfway, more, painted, pixels, texts
 
 
 def _instructions(kind: str) -> Any:
@@ -69,8 +69,7 @@ def _embedded_image(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 LED_BY_TWO = more(TEXT_TO_IMAGE, image=[pixels(), pixels(at=50)])
-# Half the strength is half the steps.
-IMAGE_TO_IMAGE = more(TEXT_TO_IMAGE, times=2, image=pixels(), control_image=pixels(at=50), strength=0.5)
+IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(), control_image=pixels(at=50))
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(), control_image=pixels(at=50), mask_image=painted(), strength=1.0)
 ADAPTER_IMAGE = more(TEXT_TO_IMAGE, image=pixels())
 SMALL_IMAGE = more(PROMPTS, image=pixels(16), noise_level=lambda seed: 10 + seed)

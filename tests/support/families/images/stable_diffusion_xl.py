@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import ControlNetModel, EulerDiscreteScheduler, UNet2DConditionModel
 
 from support.families.rig.family import tiny_vae
-from support.families.rig.tables import asking, assemble, entry, more, painted, pixels, texts
+from support.families.rig.tables import asking, assemble, entry, halfway, more, painted, pixels, texts
 
 SIZES = {
     "block_out_channels": (16, 32), "layers_per_block": 1, "in_channels": 4, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -44,8 +44,7 @@ PROMPTS = asking(
     target_size=(32, 32),
 )
 TEXT_TO_IMAGE = more(PROMPTS, height=32, width=32)
-# Half the strength is half the steps.
-IMAGE_TO_IMAGE = more(PROMPTS, times=2, image=pixels(), strength=0.5)
+IMAGE_TO_IMAGE = halfway(PROMPTS, image=pixels())
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(), mask_image=painted(), strength=1.0)
 CONTROLLED = more(PROMPTS, image=pixels())
 KOLORS_PROMPTS = more(TEXT_TO_IMAGE, **texts(prompt_embeds=(1, 8, 24)))

@@ -7,25 +7,16 @@ OmniGen and LongCat-Image take nothing else; Flux and Qwen-Image as the images A
 from typing import Any
 
 import diffusers
-import tokenizers
 import transformers
 
 from support.families.images import flux
-from support.families.rig.family import Arguments, tiny_vae
-from support.families.rig.tables import asking, assemble, dynamic_flow, entry, more, shifted_vae
+from support.families.rig.family import Arguments, dynamic_flow, shifted_vae, tiny_vae
+from support.families.rig.tables import asking, assemble, entry, more
+from support.families.rig.texts import letters
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16
 PROMPTS = ("a red fox", "a green hare", "two blue birds on a roof")
-
-
-def letters() -> Any:
-    """A tokenizer with a token for each character."""
-    characters = ["<pad>", "<s>", "<unk>", "\n", *map(chr, range(32, 127))]
-    model = tokenizers.models.WordLevel({character: number for number, character in enumerate(characters)}, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>")
 
 
 def omnigen(kind: str) -> Any:

@@ -5,7 +5,8 @@ from typing import Any
 
 import diffusers
 
-from support.families.rig.tables import asking, assemble, dynamic_flow, entry, more, noise, painted, pixels, shifted_vae
+from support.families.rig.family import dynamic_flow, shifted_vae
+from support.families.rig.tables import asking, assemble, entry, halfway, more, noise, painted, pixels
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16
@@ -30,8 +31,7 @@ def pipeline(kind: str) -> Any:
 
 PROMPTS = {"prompt_embeds": [noise(TEXT_TOKENS, 16)], "negative_prompt_embeds": [noise(TEXT_TOKENS, 16, at=200)]}
 TEXT_TO_IMAGE = asking(SIDE, **PROMPTS)
-# Half the schedule is run, so twice the steps are asked for.
-IMAGE_TO_IMAGE = more(TEXT_TO_IMAGE, times=2, image=pixels(SIDE), strength=0.5)
+IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
 # A part again, over the whole schedule.
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))

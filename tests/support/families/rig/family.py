@@ -6,15 +6,21 @@ are made random, because a zero output layer would make every comparison true.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 Arguments = dict[str, Any]
+
+flow = FlowMatchEulerDiscreteScheduler
+# It shifts its times by the size of an image.
+dynamic_flow = partial(flow, use_dynamic_shifting=True)
+plain_ddim = partial(DDIMScheduler, clip_sample=False)
 
 
 def call_pipeline(view: Any, arguments: Arguments) -> Any:
@@ -74,6 +80,18 @@ def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
     return build
 
 
+def with_config(family: Family, **changes: Any) -> Family:
+    """The same family on a transformer with other settings."""
+
+    def make() -> Any:
+        pipeline = family.build()
+        own = pipeline.transformer
+        pipeline.register_modules(transformer=type(own).from_config(dict(own.config) | changes))
+        return pipeline
+
+    return replace(family, build=build_seeded(make))
+
+
 def seeded(seed: int, *shape: int) -> torch.Tensor:
     """Normal values of a shape, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -107,6 +125,11 @@ def tiny_vae(channels: int = 4, levels: int = 2, **config: Any) -> AutoencoderKL
         "sample_size": 32,
     }
     return AutoencoderKL(**defaults | config)
+
+
+def shifted_vae(channels: int = 4) -> Any:
+    """A tiny VAE whose latents are scaled and shifted."""
+    return tiny_vae(channels, scaling_factor=1.5, shift_factor=0.1)
 
 
 def in_float64(value: Any) -> Any:

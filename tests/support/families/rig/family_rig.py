@@ -2,20 +2,19 @@
 """Runs a family's requests: through diffusers' own pipeline, and through the engine's model runner at one rank."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from diffusion_worker.config import WorkerConfig
 from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.model_call.call import ModelCall, execute
-from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.pipelines.view import modules_of, view_of
 from support.families.rig.family import Arguments, Family, as_tensor, in_float64
 from support.runner.module_attributes import attributes_of, changes_of
-from support.runner.rig import OneRank
+from support.runner.rig import OneRank, runner_with
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Asked:
     steps: int = 3
     guidance: float = 5.0
     exact: bool = False
+    accelerated: bool = False
     changes: Arguments = field(default_factory=dict)
     scheduler: Any = None
     loras: list[LoRAUse] = field(default_factory=list)
@@ -38,36 +38,28 @@ TRIO = (Asked(1, 4, 5.0), Asked(2, 6, 3.0), Asked(3, 3, 7.0))
 JOINING = (0, 1, 2)
 
 
-class RecordingRank(OneRank):
-    """One rank that also keeps the calls that failed: the runner makes those again one by one and would hide it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failures: list[Exception] = []
-
-    def run(self, call: ModelCall, execute: Callable[[ModelCall, slice], Any]) -> Any:
-        try:
-            return super().run(call, execute)
-        except Exception as error:
-            self.failures.append(error)
-            raise
-
-
 class FamilyRig:
-    """A family's tiny pipeline twice: one that only diffusers runs, and one that a model runner serves."""
+    """A family's tiny pipeline twice: one that only diffusers runs, and one that a model runner serves.
 
-    def __init__(self, family: Family, dtype: torch.dtype = torch.float32) -> None:
+    `parallel` takes the place of the one rank, whose calls are recorded; `config` is the runner's.
+    """
+
+    def __init__(self, family: Family, dtype: torch.dtype = torch.float32, parallel: Any = None, **config: Any) -> None:
         torch.set_num_threads(1)
         self.family = family
         self.dtype = dtype
         self.pipeline = self._build()
-        self.plain = self._build()
-        self.rank = RecordingRank()
-        config = WorkerConfig(model="(in memory)", served_name=family.name)
-        self.runner = DiffusionModelRunner(config, torch.device("cpu"), self.rank)  # type: ignore[arg-type]
+        self.rank = OneRank()
+        self.runner = runner_with(self.pipeline, parallel or self.rank, dtype, **{"served_name": family.name} | config)
         # Requests of the last run, by number, that were made once more as `whole`, with the reason.
         self.replays: dict[str, str] = {}
-        self.runner.adopt(self.pipeline, dtype, lambda done, total: None)
+        # Rows that a step cache skipped, and all of them, in each tick so far.
+        self.rows: list[tuple[int, int]] = []
+
+    @cached_property
+    def plain(self) -> Any:
+        """The pipeline that only diffusers runs."""
+        return self._build()
 
     def alone(self, asked: Asked) -> torch.Tensor:
         """What diffusers' own call of the plain pipeline gives, flat.
@@ -94,25 +86,30 @@ class FamilyRig:
         """Results and errors by the requests' numbers."""
         self.rank.calls.clear()
         self.rank.failures.clear()
-        self.replays.clear()
         modules = modules_of(self.pipeline)
         before = attributes_of(modules)
-        joins = joining or (0,) * len(requests)
+        found = self.finish(requests, joining or (0,) * len(requests))
+        assert not (changed := changes_of(before, attributes_of(modules))), changed
+        return found
+
+    def finish(self, requests: Sequence[Asked], joining: Sequence[int]) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
+        """Do as `outcome` does, but for the look at the modules, which some of the parallel kinds change."""
+        self.replays.clear()
         results: dict[str, torch.Tensor] = {}
         errors: dict[str, ErrorReport] = {}
         for tick in range(200):
             for number, asked in enumerate(requests):
-                if joins[number] == tick:
+                if joining[number] == tick:
                     self.runner.join(self._spec(number, asked), self._body(asked))
             output = self.runner.execute_stepwise(Tick(tick))
             results |= {name: as_tensor(result) for name, result in output.images.items()}
             errors |= output.errors
+            self.rows.append((output.skipped, output.rows))
             self.replays |= output.replays
             for name in output.replays:
                 asked = requests[int(name)]
                 self.runner.join(self._spec(int(name), asked), self._body(asked, whole=True))
             if len(results) + len(errors) == len(requests):
-                assert not (changed := changes_of(before, attributes_of(modules))), changed
                 return results, errors
         raise AssertionError(f"after 200 ticks only {sorted(results)} are done")
 
@@ -133,7 +130,8 @@ class FamilyRig:
         return pipeline
 
     def _spec(self, number: int, asked: Asked) -> RequestSpec:
-        return RequestSpec(request_id=str(number), prompt="", seed=asked.seed, steps=asked.steps, exact=asked.exact, loras=asked.loras)
+        fields = {name: getattr(asked, name) for name in ("seed", "steps", "exact", "accelerated", "loras")}
+        return RequestSpec(request_id=str(number), prompt="", **fields)
 
     def _body(self, asked: Asked, *, whole: bool = False) -> Callable[[], Any]:
         view = view_of(_with_scheduler(self.pipeline, asked.scheduler))

@@ -10,9 +10,9 @@ from typing import Any
 
 import diffusers
 import torch
+from PIL import Image
 
-from support.families.rig.family import Arguments, Family, build_seeded, image, mask, seeded, tiny_vae, token_mask
-from support.families.rig.two_rows import of_two_prompts
+from support.families.rig.family import Arguments, Family, build_seeded, flow, image, mask, seeded, shifted_vae, token_mask
 
 Request = Callable[[int, int, float], Arguments]
 OfSeed = Callable[[int], Any]
@@ -31,6 +31,11 @@ def ones(*shape: int, dtype: torch.dtype = torch.int64) -> OfSeed:
 def pixels(width: int = 32, height: int | None = None, *, at: int = 0) -> OfSeed:
     """An image, square by default."""
     return lambda seed: image(seed + at, width, height or width)
+
+
+def film(frames: int, side: int = 32) -> OfSeed:
+    """A video, as a list of square images."""
+    return lambda seed: [image(1000 * seed + frame, side, side) for frame in range(frames)]
 
 
 def painted(side: int = 32) -> OfSeed:
@@ -52,13 +57,18 @@ def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[
     return found
 
 
-def masks(**lengths: int) -> dict[str, OfSeed]:
+def masks(dtype: torch.dtype = torch.int64, **lengths: int) -> dict[str, OfSeed]:
     """Masks of tokens by name and negative ones, each with its number of valid tokens."""
 
     def valid(length: int, at: int) -> OfSeed:
-        return lambda seed: token_mask(seed + at, length)
+        return lambda seed: token_mask(seed + at, length).to(dtype)
 
     return {f"{sign}{name}": valid(length, at) for name, length in lengths.items() for at, sign in enumerate(("", "negative_"))}
+
+
+def halfway(request: Request, **given: Any) -> Request:
+    """The same request from something that is given. Half the schedule is run, so twice the steps are asked for."""
+    return more(request, times=2, strength=0.5, **given)
 
 
 def asking(side: int | None = None, *, scale: str | None = "guidance_scale", **given: Any) -> Request:
@@ -88,16 +98,6 @@ def _of_seed(value: Any, seed: int) -> Any:
     return value(seed) if callable(value) else value
 
 
-def dynamic_flow() -> Any:
-    """A scheduler of flow matching that shifts its times by the size of an image."""
-    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-
-
-def shifted_vae(channels: int = 4) -> Any:
-    """A tiny VAE whose latents are scaled and shifted."""
-    return tiny_vae(channels, scaling_factor=1.5, shift_factor=0.1)
-
-
 def assemble(kind: Any, **parts: Any) -> Any:
     """A pipeline of a class, or of diffusers' class of that name; components that it must have and is not given are None."""
     found = getattr(diffusers, kind) if isinstance(kind, str) else kind
@@ -105,11 +105,33 @@ def assemble(kind: Any, **parts: Any) -> Any:
     return found(**dict.fromkeys(needed) | parts)
 
 
-def entry(name: str, family: str, make: Callable[..., Any], request: Request, *, repeats: bool = True, **others: Any) -> Family:
-    """A family whose results are images, made by `make(class)`; a variant is in brackets after the name of the class.
+def on(model: str, *, vae: Callable[[], Any] = shifted_vae, scheduler: Callable[[], Any] = flow, **config: Any) -> Callable[[str], Any]:
+    """A builder of pipelines on a transformer of this class, a VAE and a scheduler."""
+    return lambda kind: assemble(kind, transformer=getattr(diffusers, model)(**config), vae=vae(), scheduler=scheduler())
 
-    `repeats` is False where the number of images repeats no embeddings that are given. With only a `reason`, nothing is shared.
+
+def of_two_prompts(request: Request, *, images: bool = False) -> Arguments:
+    """Every embedding and mask of a request twice; `images`: those and videos too, where the pipeline takes one for each prompt.
+
+    It asks for two results in one call where the pipeline takes them only as two prompts, and repeats no embeddings it is given.
     """
-    doubled = {"num_images_per_prompt": 2} if repeats else of_two_prompts(request)
+    arguments = request(1, 2, 1.0)
+    twice = {name: value.repeat(2, *(1,) * (value.dim() - 1)) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    return twice | ({name: [value, value] for name, value in arguments.items() if _is_image(value)} if images else {})
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Image.Image) or (isinstance(value, list) and isinstance(value[0], Image.Image))
+
+
+def entry(
+    name: str, family: str, make: Callable[..., Any], request: Request, *, repeats: bool = True, images: bool = False, **others: Any
+) -> Family:
+    """A family whose results are pixels, made by `make(class)`; a variant is in brackets after the name of the class.
+
+    `repeats` is False where the number of images repeats no embeddings that are given. With `images`, two results then need two
+    images or videos as well. With only a `reason`, nothing is shared.
+    """
+    doubled = {"num_images_per_prompt": 2} if repeats else of_two_prompts(request, images=images)
     defaults = {"output_type": "pt", "doubled": doubled, "shares": "tolerance" in others or not others.get("reason")}
     return Family(name, family, build_seeded(lambda: make(name.partition(" (")[0])), request, **defaults | others)

@@ -9,15 +9,17 @@ from typing import Any
 import diffusers
 
 from support.families.rig.family import tiny_vae
-from support.families.videos.shared import assembled, family, from_video, prompted
+from support.families.rig.tables import assemble, film
+from support.families.videos.shared import family, from_video, prompted
 
-# Pixels. The VAE halves sides and keeps every frame.
+# Pixels and frames. The VAE halves sides and keeps every frame.
 SIDE = 16
+FRAMES = 3
 
 
 def pipeline(kind: str) -> Any:
     """A pipeline with motion modules at every resolution."""
-    return assembled(
+    return assemble(
         kind,
         unet=diffusers.UNet2DConditionModel(
             block_out_channels=(16, 32), layers_per_block=1, sample_size=SIDE // 2, cross_attention_dim=16, attention_head_dim=8,
@@ -31,9 +33,10 @@ def pipeline(kind: str) -> Any:
     )  # fmt: skip
 
 
-text_to_video = prompted(side=SIDE, length=3)
+text_to_video = prompted(SIDE, num_frames=FRAMES)
+video_to_video = from_video(text_to_video, film(FRAMES, SIDE))
 
 FAMILIES = [
     family("AnimateDiffPipeline", "AnimateDiff", pipeline, text_to_video, output_type="pt"),
-    family("AnimateDiffVideoToVideoPipeline", "AnimateDiff", pipeline, from_video(text_to_video), images=True, output_type="pt"),
+    family("AnimateDiffVideoToVideoPipeline", "AnimateDiff", pipeline, video_to_video, images=True, output_type="pt"),
 ]

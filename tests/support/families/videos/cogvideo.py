@@ -6,8 +6,8 @@ from typing import Any
 
 import diffusers
 
-from support.families.rig.tables import more
-from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, from_video, prompted, with_frame, with_video
+from support.families.rig.tables import assemble, film, more, pixels
+from support.families.videos.shared import SIDE, TEXT_TOKENS, family, from_video, prompted
 
 # The VAE divides sides by 8 and keeps every fourth frame; the transformer takes patches of 2 x 2.
 FRAMES = 9
@@ -20,7 +20,7 @@ TRANSFORMER = {
 
 def pipeline(kind: str, scheduler: Any = diffusers.CogVideoXDDIMScheduler, **shape: Any) -> Any:
     """A pipeline on a transformer of one block with rotary positions."""
-    return assembled(
+    return assemble(
         kind,
         transformer=diffusers.CogVideoXTransformer3DModel(**TRANSFORMER | shape),
         vae=diffusers.AutoencoderKLCogVideoX(
@@ -32,14 +32,14 @@ def pipeline(kind: str, scheduler: Any = diffusers.CogVideoXDDIMScheduler, **sha
 
 
 with_condition = partial(pipeline, in_channels=8)
-text_to_video = prompted(length=FRAMES, max_sequence_length=TEXT_TOKENS)
+text_to_video = prompted(num_frames=FRAMES, max_sequence_length=TEXT_TOKENS)
 # The length of a video to follow is the result's.
-follow_video = more(with_video(text_to_video, "control_video"), without=("num_frames",))
+follow_video = more(text_to_video, control_video=film(FRAMES), without=("num_frames",))
 
 FAMILIES = [
     family("CogVideoXPipeline", "CogVideoX", pipeline, text_to_video),
     family("CogVideoXPipeline (DPM)", "CogVideoX", partial(pipeline, scheduler=diffusers.CogVideoXDPMScheduler), text_to_video),
-    family("CogVideoXImageToVideoPipeline", "CogVideoX", with_condition, with_frame(text_to_video), images=True),
-    family("CogVideoXVideoToVideoPipeline", "CogVideoX", pipeline, from_video(text_to_video)),
+    family("CogVideoXImageToVideoPipeline", "CogVideoX", with_condition, more(text_to_video, image=pixels()), images=True),
+    family("CogVideoXVideoToVideoPipeline", "CogVideoX", pipeline, from_video(text_to_video, film(FRAMES))),
     family("CogVideoXFunControlPipeline", "CogVideoX", with_condition, follow_video, images=True),
 ]

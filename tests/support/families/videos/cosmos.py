@@ -9,9 +9,9 @@ from typing import Any
 
 import diffusers
 
-from support.families.rig.tables import more
+from support.families.rig.tables import assemble, more, pixels
 from support.families.videos import wan
-from support.families.videos.shared import assembled, family, prompted, with_frame
+from support.families.videos.shared import family, prompted
 
 # Both VAEs divide sides by 8; Cosmos' keeps every eighth frame, Wan's every fourth.
 FRAMES = 9
@@ -38,7 +38,7 @@ class FakeSafetyChecker:
 def pipeline(kind: str, make_vae: Any, scheduler: Any, **shape: Any) -> Any:
     """A pipeline on a transformer of two blocks."""
     transformer = diffusers.CosmosTransformer3DModel(**TRANSFORMER | shape)
-    return assembled(kind, transformer=transformer, vae=make_vae(), scheduler=scheduler, safety_checker=FakeSafetyChecker())
+    return assemble(kind, transformer=transformer, vae=make_vae(), scheduler=scheduler, safety_checker=FakeSafetyChecker())
 
 
 def first(kind: str, **shape: Any) -> Any:
@@ -57,8 +57,8 @@ def second(kind: str, **shape: Any) -> Any:
 
 
 text_to_image = more(prompted(), without=("num_frames",))
-text_to_world = prompted(length=FRAMES, fps=24)
-image_to_world = with_frame(text_to_world)
+text_to_world = prompted(num_frames=FRAMES, fps=24)
+image_to_world = more(text_to_world, image=pixels())
 
 FAMILIES = [
     family("CosmosTextToWorldPipeline", "Cosmos", first, text_to_world),

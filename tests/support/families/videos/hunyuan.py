@@ -9,8 +9,8 @@ from typing import Any
 
 import diffusers
 
-from support.families.rig.family import Arguments, seeded
-from support.families.videos.shared import TEXT_TOKENS, assembled, family, first_tokens, sized, tiny_hunyuan_vae, tiny_siglip, with_frame
+from support.families.rig.tables import OfSeed, asking, assemble, more, noise, pixels
+from support.families.videos.shared import FRAMES, SIDE, TEXT_TOKENS, family, first_tokens, tiny_hunyuan_vae, tiny_siglip
 
 TRANSFORMER = {
     "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 10, "num_layers": 1, "num_single_layers": 1,
@@ -21,9 +21,8 @@ TRANSFORMER = {
 
 def pipeline(kind: str, *, transformer: Any = None, **parts: Any) -> Any:
     """A pipeline of the class `kind`, by default on a guidance-distilled transformer of two blocks."""
-    return assembled(
+    return assemble(
         kind,
-        encoders=2,
         transformer=transformer or diffusers.HunyuanVideoTransformer3DModel(**TRANSFORMER),
         vae=tiny_hunyuan_vae(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
@@ -31,10 +30,10 @@ def pipeline(kind: str, *, transformer: Any = None, **parts: Any) -> Any:
     )
 
 
-def from_first_frame(kind: str, *, parts: dict[str, Any] | None = None, **shape: Any) -> Any:
+def from_first_frame(kind: str, **shape: Any) -> Any:
     """Image to video; `shape` says how the first frame goes in. SkyReels V1 has its latents beside the others."""
     transformer = diffusers.HunyuanVideoTransformer3DModel(**TRANSFORMER | {"guidance_embeds": False} | shape)
-    return pipeline(kind, transformer=transformer, **parts or {})
+    return pipeline(kind, transformer=transformer)
 
 
 def framepack(kind: str) -> Any:
@@ -43,30 +42,25 @@ def framepack(kind: str) -> Any:
     return pipeline(kind, transformer=diffusers.HunyuanVideoFramepackTransformer3DModel(**shape), **tiny_siglip())
 
 
-def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
-    """A prompt of another length for each seed, a size and a number of frames."""
-    return sized(steps, guidance) | {
-        "prompt_embeds": seeded(seed, 1, TEXT_TOKENS, 16),
-        "pooled_prompt_embeds": seeded(seed + 100, 1, 8),
-        "prompt_attention_mask": first_tokens(2 + seed % 4),
-    }
-
-
-def with_negative(seed: int, steps: int, guidance: float) -> Arguments:
-    """True guidance: a second model call a step."""
-    return text_to_video(seed, steps, 1.0) | {
-        "negative_prompt_embeds": seeded(seed + 200, 1, TEXT_TOKENS, 16),
-        "negative_pooled_prompt_embeds": seeded(seed + 300, 1, 8),
-        "negative_prompt_attention_mask": first_tokens(1),
-        "true_cfg_scale": guidance,
-    }
-
-
-image_to_video = with_frame(with_negative)
+# A prompt of another length for each seed.
+PROMPT: dict[str, OfSeed] = {
+    "prompt_embeds": noise(1, TEXT_TOKENS, 16),
+    "pooled_prompt_embeds": noise(1, 8, at=100),
+    "prompt_attention_mask": lambda seed: first_tokens(2 + seed % 4),
+}
+NEGATIVE: dict[str, OfSeed] = {
+    "negative_prompt_embeds": noise(1, TEXT_TOKENS, 16, at=200),
+    "negative_pooled_prompt_embeds": noise(1, 8, at=300),
+    "negative_prompt_attention_mask": lambda seed: first_tokens(1),
+}
+text_to_video = asking(SIDE, num_frames=FRAMES, **PROMPT)
+# True guidance: a second model call a step.
+with_negative = asking(SIDE, scale="true_cfg_scale", guidance_scale=1.0, num_frames=FRAMES, **PROMPT, **NEGATIVE)
+image_to_video = more(with_negative, image=pixels())
 # FramePack makes one section of two latent frames here.
-framepack_video = with_frame(text_to_video, latent_window_size=2)
-concatenated = partial(from_first_frame, parts={"image_processor": None}, image_condition_type="latent_concat", in_channels=4 + 1 + 4)
-replaced = partial(from_first_frame, parts={"image_processor": None}, image_condition_type="token_replace")
+framepack_video = more(text_to_video, image=pixels(), latent_window_size=2)
+concatenated = partial(from_first_frame, image_condition_type="latent_concat", in_channels=4 + 1 + 4)
+replaced = partial(from_first_frame, image_condition_type="token_replace")
 
 FAMILIES = [
     family("HunyuanVideoPipeline", "HunyuanVideo", pipeline, text_to_video),

@@ -8,17 +8,14 @@ from typing import Any
 
 import diffusers
 
-from support.families.rig.family import Arguments, seeded
-from support.families.rig.tables import more
-from support.families.videos import shared
-from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, first_tokens, sized, with_frame
+from support.families.rig.tables import OfSeed, asking, assemble, more, pixels, texts
+from support.families.videos.shared import FRAMES, SIDE, TEXT_TOKENS, call_with_guider, family, first_tokens, tiny_siglip
 
 
 def pipeline(kind: str, **parts: Any) -> Any:
     """A pipeline of the class `kind` on a transformer of one block."""
-    built = assembled(
+    built = assemble(
         kind,
-        encoders=2,
         transformer=diffusers.HunyuanVideo15Transformer3DModel(
             in_channels=4 + 4 + 1, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=1, num_refiner_layers=1,
             text_embed_dim=16, text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(2, 2, 4), target_size=SIDE,
@@ -37,25 +34,21 @@ def pipeline(kind: str, **parts: Any) -> Any:
 
 def from_first_frame(kind: str) -> Any:
     """Image to video: the first frame as latents and as 4 tokens."""
-    return pipeline(kind, **shared.tiny_siglip())
+    return pipeline(kind, **tiny_siglip())
 
 
-def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
-    """Two prompts of other lengths for each seed, a size and a number of frames."""
-    arguments = sized(steps, guidance)
-    for number, (name, tokens) in enumerate({"prompt": 2 + seed % 4, "negative_prompt": 2}.items()):
-        arguments |= {
-            f"{name}_embeds": seeded(seed + 100 * number, 1, TEXT_TOKENS, 16),
-            f"{name}_embeds_mask": first_tokens(tokens),
-            f"{name}_embeds_2": seeded(seed + 100 * number + 50, 1, TEXT_TOKENS, 8),
-            f"{name}_embeds_mask_2": first_tokens(tokens - 1),
-        }
-    return arguments
-
-
+# Two prompts of other lengths for each seed.
+PROMPTS = texts(step=50, prompt_embeds=(1, TEXT_TOKENS, 16), prompt_embeds_2=(1, TEXT_TOKENS, 8))
+MASKS: dict[str, OfSeed] = {
+    "prompt_embeds_mask": lambda seed: first_tokens(2 + seed % 4),
+    "prompt_embeds_mask_2": lambda seed: first_tokens(1 + seed % 4),
+    "negative_prompt_embeds_mask": lambda seed: first_tokens(2),
+    "negative_prompt_embeds_mask_2": lambda seed: first_tokens(1),
+}
+text_to_video = asking(SIDE, num_frames=FRAMES, **PROMPTS, **MASKS)
 # The first frame also gives the size.
-image_to_video = more(with_frame(text_to_video), without=("height", "width"))
-GUIDED = {"call": shared.call_with_guider}
+image_to_video = more(text_to_video, image=pixels(), without=("height", "width"))
+GUIDED = {"call": call_with_guider}
 
 FAMILIES = [
     family("HunyuanVideo15Pipeline", "HunyuanVideo 1.5", pipeline, text_to_video, **GUIDED),

@@ -10,9 +10,9 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.rig.family import Arguments, seeded
-from support.families.rig.two_rows import of_two_prompts
-from support.families.videos.shared import SIDE, TEXT_TOKENS, assembled, family, in_float32, sized, tiny_hunyuan_vae, with_frame
+from support.families.rig.family import Arguments
+from support.families.rig.tables import asking, assemble, more, of_two_prompts, pixels, texts
+from support.families.videos.shared import SIDE, TEXT_TOKENS, family, in_float32, tiny_hunyuan_vae
 
 # Image to video scales the first four frames of the latents to the moments of those after them, so there have to be more.
 FRAMES = 21
@@ -20,9 +20,8 @@ FRAMES = 21
 
 def pipeline(kind: str, *, visual_cond: bool = False) -> Any:
     """A pipeline of the class `kind`; `visual_cond`: the transformer also sees given frames."""
-    return assembled(
+    return assemble(
         kind,
-        encoders=2,
         transformer=diffusers.Kandinsky5Transformer3DModel(
             in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=16, model_dim=16, ff_dim=16, num_text_blocks=1,
             num_visual_blocks=1, axes_dims=(4, 6, 6), visual_cond=visual_cond,
@@ -38,19 +37,13 @@ def lengths(prompts: int) -> Arguments:
     return {f"{name}_cu_seqlens": torch.tensor(ends, dtype=torch.int32) for name in ("prompt", "negative_prompt")}
 
 
-def text_to_video(seed: int, steps: int, guidance: float) -> Arguments:
-    """A prompt, a size and a number of frames."""
-    arguments = sized(steps, guidance, SIDE, FRAMES) | lengths(1)
-    for number, name in enumerate(("prompt", "negative_prompt")):
-        arguments[f"{name}_embeds_qwen"] = seeded(seed + 100 * number, 1, TEXT_TOKENS, 16)
-        arguments[f"{name}_embeds_clip"] = seeded(seed + 100 * number + 50, 1, 8)
-    return arguments
-
-
+PROMPTS = texts(step=50, prompt_embeds_qwen=(1, TEXT_TOKENS, 16), prompt_embeds_clip=(1, 8))
+text_to_video = asking(SIDE, num_frames=FRAMES, **PROMPTS, **lengths(1))
+image_to_video = more(text_to_video, image=pixels())
 SINGLE = in_float32("its transformer computes times in float32 and cannot take them in float64")
 FIELDS = SINGLE | {"doubled": of_two_prompts(text_to_video) | lengths(2)}
 
 FAMILIES = [
     family("Kandinsky5T2VPipeline", "Kandinsky 5", pipeline, text_to_video, **FIELDS),
-    family("Kandinsky5I2VPipeline", "Kandinsky 5", partial(pipeline, visual_cond=True), with_frame(text_to_video), **FIELDS),
+    family("Kandinsky5I2VPipeline", "Kandinsky 5", partial(pipeline, visual_cond=True), image_to_video, **FIELDS),
 ]

@@ -7,7 +7,8 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.videos.shared import assembled, family, prompted, short_prompts, with_frame
+from support.families.rig.tables import assemble, more, pixels
+from support.families.videos.shared import family, prompted, short_prompts
 
 
 def pipeline(kind: str, *, shifts: bool = True) -> Any:
@@ -15,7 +16,7 @@ def pipeline(kind: str, *, shifts: bool = True) -> Any:
 
     The VAE divides sides by 8 (once by its own blocks, by 4 when it patches) and keeps every second frame.
     """
-    return assembled(
+    return assemble(
         kind,
         transformer=diffusers.LTXVideoTransformer3DModel(
             in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16, num_layers=2,
@@ -33,10 +34,10 @@ def pipeline(kind: str, *, shifts: bool = True) -> Any:
     )  # fmt: skip
 
 
-text_to_video = prompted(masks=short_prompts(torch.float32), frame_rate=25)
-image_to_video = with_frame(text_to_video)
+text_to_video = prompted(**short_prompts(torch.float32), frame_rate=25)
+image_to_video = more(text_to_video, image=pixels())
 # The video shows the image from a frame on, with a strength.
-conditioned_video = with_frame(text_to_video, strength=0.8)
+conditioned_video = more(image_to_video, strength=0.8)
 
 FAMILIES = [
     family("LTXPipeline", "LTX", pipeline, text_to_video, output_type="pt"),

@@ -9,16 +9,17 @@ from typing import Any
 import diffusers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from support.families.rig.family import Arguments
-from support.families.videos.shared import assembled, family, long_prompts, prompted, with_frame
+from support.families.rig.tables import assemble, masks, more, pixels
+from support.families.videos.shared import family, prompted
 
+TEXT_TOKENS = 8
 TEXT_CHANNELS = 16
 TEXT_LAYERS = 2
 
 
 def pipeline(kind: str) -> Any:
     """A pipeline of the class `kind` on a transformer of two blocks. The VAE divides sides by 8 (by 4 when it patches)."""
-    return assembled(
+    return assemble(
         kind,
         transformer=diffusers.LTX2VideoTransformer3DModel(
             in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
@@ -51,19 +52,16 @@ def pipeline(kind: str) -> Any:
 
 # Guided by the prompt only, which is two rows of one call.
 text_to_video = prompted(
-    masks=long_prompts, tokens=8, width=TEXT_CHANNELS * TEXT_LAYERS, frame_rate=25.0,
+    tokens=TEXT_TOKENS, width=TEXT_CHANNELS * TEXT_LAYERS, **masks(prompt_attention_mask=TEXT_TOKENS), frame_rate=25.0,
     stg_scale=0.0, audio_stg_scale=0.0, modality_scale=1.0, audio_modality_scale=1.0,
 )  # fmt: skip
-
-
-def fully_guided(seed: int, steps: int, guidance: float) -> Arguments:
-    """Guided three ways, as by default: by the prompt, by blocks that are left out, and by each modality alone."""
-    scales = {"stg_scale": 1.0, "audio_stg_scale": 1.0, "modality_scale": 3.0, "audio_modality_scale": 3.0}
-    return text_to_video(seed, steps, guidance) | scales | {"spatio_temporal_guidance_blocks": [1]}
-
+# Guided three ways, as by default: by the prompt, by blocks that are left out, and by each modality alone.
+fully_guided = more(
+    text_to_video, stg_scale=1.0, audio_stg_scale=1.0, modality_scale=3.0, audio_modality_scale=3.0, spatio_temporal_guidance_blocks=[1]
+)
 
 FAMILIES = [
     family("LTX2Pipeline", "LTX 2", pipeline, text_to_video),
     family("LTX2Pipeline (guided three ways)", "LTX 2", pipeline, fully_guided),
-    family("LTX2ImageToVideoPipeline", "LTX 2", pipeline, with_frame(text_to_video, image_crf=0)),
+    family("LTX2ImageToVideoPipeline", "LTX 2", pipeline, more(text_to_video, image=pixels(), image_crf=0)),
 ]

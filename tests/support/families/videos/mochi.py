@@ -8,12 +8,13 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.videos.shared import TEXT_TOKENS, assembled, family, prompted, short_prompts
+from support.families.rig.tables import assemble
+from support.families.videos.shared import TEXT_TOKENS, family, prompted, short_prompts
 
 
 def pipeline(kind: str) -> Any:
     """A pipeline on a transformer of two blocks. The VAE divides sides by 8 and keeps every sixth frame."""
-    built = assembled(
+    built = assemble(
         kind,
         transformer=diffusers.MochiTransformer3DModel(
             patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16, in_channels=12,
@@ -40,4 +41,4 @@ def _quiet(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-FAMILIES = [family("MochiPipeline", "Mochi", pipeline, prompted(masks=short_prompts(torch.bool), length=7))]
+FAMILIES = [family("MochiPipeline", "Mochi", pipeline, prompted(**short_prompts(torch.bool), num_frames=7))]

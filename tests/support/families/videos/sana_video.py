@@ -7,14 +7,14 @@ from typing import Any
 import diffusers
 import torch
 
-from support.families.rig.tables import more
+from support.families.rig.tables import assemble, more, pixels
 from support.families.videos import wan
-from support.families.videos.shared import FRAMES, assembled, family, prompted, short_prompts, with_frame
+from support.families.videos.shared import FRAMES, family, prompted, short_prompts
 
 
 def pipeline(kind: str, scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler) -> Any:
     """A pipeline of the class `kind` on a transformer of one block."""
-    return assembled(
+    return assemble(
         kind,
         transformer=diffusers.SanaVideoTransformer3DModel(
             in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1, num_cross_attention_heads=2,
@@ -27,12 +27,12 @@ def pipeline(kind: str, scheduler: Any = diffusers.FlowMatchEulerDiscreteSchedul
 
 
 text_to_video = more(
-    prompted(masks=short_prompts(torch.long), frames=FRAMES, negative_prompt=None, use_resolution_binning=False), without=("num_frames",)
+    prompted(**short_prompts(torch.long), frames=FRAMES, negative_prompt=None, use_resolution_binning=False), without=("num_frames",)
 )
 flow_dpm = partial(diffusers.DPMSolverMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=7.0)
 FIELDS = {"output_type": "pt", "tolerance": 1e-6, "reason": "its linear attention computes in float32 whatever it is given"}
 
 FAMILIES = [
     family("SanaVideoPipeline", "Sana Video", partial(pipeline, scheduler=flow_dpm), text_to_video, **FIELDS),
-    family("SanaImageToVideoPipeline", "Sana Video", pipeline, with_frame(text_to_video), **FIELDS),
+    family("SanaImageToVideoPipeline", "Sana Video", pipeline, more(text_to_video, image=pixels()), **FIELDS),
 ]

@@ -9,8 +9,9 @@ from typing import Any
 
 import diffusers
 
+from support.families.rig.tables import more, pixels
 from support.families.videos import wan
-from support.families.videos.shared import family, prompted, with_frame
+from support.families.videos.shared import family, prompted
 
 
 def pipeline(kind: str, *, shape: dict[str, Any] = wan.TRANSFORMER, **parts: Any) -> Any:
@@ -34,5 +35,5 @@ FAMILIES = [
     family("SkyReelsV2Pipeline", "SkyReels V2", pipeline, wan.text_to_video, **FIELDS),
     family("SkyReelsV2ImageToVideoPipeline", "SkyReels V2", with_image_tokens, wan.image_tokens_to_video, **FIELDS),
     family("SkyReelsV2DiffusionForcingPipeline", "SkyReels V2", frame_by_frame, forced, **FORCED),
-    family("SkyReelsV2DiffusionForcingImageToVideoPipeline", "SkyReels V2", frame_by_frame, with_frame(forced), **FORCED),
+    family("SkyReelsV2DiffusionForcingImageToVideoPipeline", "SkyReels V2", frame_by_frame, more(forced, image=pixels()), **FORCED),
 ]

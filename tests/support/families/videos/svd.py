@@ -9,8 +9,8 @@ from typing import Any
 import diffusers
 import transformers
 
-from support.families.rig.family import Arguments, image
-from support.families.videos.shared import family, sized
+from support.families.rig.tables import asking, assemble, pixels
+from support.families.videos.shared import family
 
 # Pixels. The VAE halves sides and keeps every frame.
 SIDE = 16
@@ -21,7 +21,8 @@ def pipeline(kind: str) -> Any:
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, projection_dim=16, num_hidden_layers=1, num_attention_heads=2, image_size=224, patch_size=112
     )
-    return getattr(diffusers, kind)(
+    return assemble(
+        kind,
         unet=diffusers.UNetSpatioTemporalConditionModel(
             block_out_channels=(32, 32), layers_per_block=1, sample_size=SIDE // 2, in_channels=8, out_channels=4,
             down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
@@ -39,13 +40,8 @@ def pipeline(kind: str) -> Any:
     )  # fmt: skip
 
 
-def image_to_video(seed: int, steps: int, guidance: float) -> Arguments:
-    """The first frame; the amount of motion depends on the seed."""
-    arguments = sized(steps, guidance, SIDE, 2) | {"image": image(seed, SIDE, SIDE), "motion_bucket_id": 100 + seed}
-    arguments["max_guidance_scale"] = arguments.pop("guidance_scale")
-    return arguments
-
-
+# The amount of motion depends on the seed.
+image_to_video = asking(SIDE, scale="max_guidance_scale", num_frames=2, image=pixels(SIDE), motion_bucket_id=lambda seed: 100 + seed)
 FIELDS = {"output_type": "pt", "doubled": {"num_videos_per_prompt": 2}}
 
 FAMILIES = [family("StableVideoDiffusionPipeline", "Stable Video Diffusion", pipeline, image_to_video, **FIELDS)]

@@ -11,7 +11,8 @@ import diffusers
 import transformers
 
 from support.families.rig.family import Arguments
-from support.families.videos.shared import TEXT_TOKENS, assembled, family, from_video, in_float32, prompted, with_frame, with_video
+from support.families.rig.tables import assemble, film, more, pixels
+from support.families.videos.shared import FRAMES, family, from_video, in_float32, prompted
 
 # The transformer takes the first tokens before the last 512 for the image's, so with one the text has to be that long.
 TEXT_TOKENS_WITH_IMAGE = 512
@@ -44,7 +45,7 @@ def pipeline(kind: str, *, shape: dict[str, Any] = TRANSFORMER, second: bool = F
     if second:
         parts |= {"transformer_2": diffusers.WanTransformer3DModel(**shape), "boundary_ratio": 0.7}
     defaults = {"transformer": diffusers.WanTransformer3DModel(**shape), "vae": tiny_wan_vae(), "scheduler": flow_unipc()}
-    return assembled(kind, **defaults | parts)
+    return assemble(kind, **defaults | parts)
 
 
 def tiny_image_encoder() -> dict[str, Any]:
@@ -84,9 +85,11 @@ def distilled(seed: int, steps: int, guidance: float) -> Arguments:
     return text_to_video(seed, steps, guidance) | ({} if guidance > 1 else {"negative_prompt_embeds": None})
 
 
-text_to_video = prompted(tokens=TEXT_TOKENS)
-image_tokens_to_video = with_frame(prompted(tokens=TEXT_TOKENS_WITH_IMAGE))
-controlled_video = with_video(text_to_video, conditioning_scale=0.7)
+text_to_video = prompted()
+image_to_video = more(text_to_video, image=pixels())
+edited_video = more(text_to_video, video=film(FRAMES))
+image_tokens_to_video = more(prompted(tokens=TEXT_TOKENS_WITH_IMAGE), image=pixels())
+controlled_video = more(edited_video, conditioning_scale=0.7)
 lucy_edit = partial(pipeline, shape=TRANSFORMER | {"in_channels": 8})
 first_frame_of_two_experts = partial(pipeline, shape=WITH_CONDITION, second=True)
 a_time_for_each_token = partial(pipeline, expand_timesteps=True)
@@ -97,13 +100,13 @@ LUCY_SINGLE = in_float32("the pipeline hands the transformer float32 whatever it
 FAMILIES = [
     wan_family("WanPipeline", "Wan 2.1", pipeline, text_to_video),
     wan_family("WanImageToVideoPipeline", "Wan 2.1", image_tokens, image_tokens_to_video),
-    wan_family("WanVideoToVideoPipeline", "Wan 2.1", pipeline, from_video(text_to_video)),
+    wan_family("WanVideoToVideoPipeline", "Wan 2.1", pipeline, from_video(text_to_video, film(FRAMES))),
     wan_family("WanVACEPipeline", "Wan 2.1", vace, controlled_video, doubled=None),
     wan_family("WanPipeline (two experts)", "Wan 2.2", partial(pipeline, second=True), text_to_video),
-    wan_family("WanImageToVideoPipeline (two experts)", "Wan 2.2", first_frame_of_two_experts, with_frame(text_to_video)),
+    wan_family("WanImageToVideoPipeline (two experts)", "Wan 2.2", first_frame_of_two_experts, image_to_video),
     wan_family("WanPipeline (a time for each token)", "Wan 2.2", a_time_for_each_token, text_to_video),
-    wan_family("WanImageToVideoPipeline (a time for each token)", "Wan 2.2", a_time_for_each_token, with_frame(text_to_video)),
+    wan_family("WanImageToVideoPipeline (a time for each token)", "Wan 2.2", a_time_for_each_token, image_to_video),
     wan_family("ChronoEditPipeline", "ChronoEdit", chrono_edit, image_tokens_to_video),
-    wan_family("LucyEditPipeline", "Lucy Edit", lucy_edit, with_video(text_to_video), images=True, **LUCY_SINGLE),
+    wan_family("LucyEditPipeline", "Lucy Edit", lucy_edit, edited_video, images=True, **LUCY_SINGLE),
     wan_family("AnyFlowPipeline", "AnyFlow", any_flow, distilled, doubled=None),
 ]

@@ -13,7 +13,7 @@ from diffusion_worker.runner.pipelines.body import PipelineBody
 from diffusion_worker.runner.stepping.pixels import pixels_of
 from support.families.rig.family import build_seeded
 from support.families.rig.family_rig import FamilyRig
-from support.families.rig.texts import tiny_tokenizer, tiny_umt5
+from support.families.rig.texts import letters, tiny_umt5
 from support.families.videos import svd, wan
 from support.runner.rig import RunnerRig, request
 
@@ -22,7 +22,7 @@ from support.runner.rig import RunnerRig, request
 def rig(tmp_path_factory: pytest.TempPathFactory) -> RunnerRig:
     """A runner that loaded a tiny Wan with its text encoder from a folder."""
     folder = tmp_path_factory.mktemp("wan")
-    parts = {"text_encoder": lambda: tiny_umt5(wan.TRANSFORMER["text_dim"]), "tokenizer": tiny_tokenizer}
+    parts = {"text_encoder": lambda: tiny_umt5(wan.TRANSFORMER["text_dim"]), "tokenizer": letters}
     pipeline = build_seeded(lambda: wan.pipeline("WanPipeline", **{name: make() for name, make in parts.items()}))()
     pipeline.save_pretrained(folder)
     return RunnerRig(model=str(folder))
