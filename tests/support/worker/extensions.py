@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,24 +151,23 @@ class Gated:
             time.sleep(0.005)
 
 
-class Gates:
+class Gates(NamedTuple):
     """The test's side of `Gated`: closes and opens them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     @property
     def env(self) -> dict[str, str]:
         """For the worker's process."""
-        return {GATES: str(self._folder)}
+        return {GATES: str(self.folder)}
 
     def close(self, name: str) -> None:
         """Who comes to it waits from now on."""
-        (self._folder / name).touch()
+        (self.folder / name).touch()
 
     def open(self, name: str) -> None:
         """Who waits goes on."""
-        (self._folder / name).unlink(missing_ok=True)
+        (self.folder / name).unlink(missing_ok=True)
 
 
 def write_limit(cgroup: Path, *, free_bytes: int) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.messages import Fingerprint, RequestSpec, RpcReply, SleepLevel, SleepTask, TaskAck, Tick, WakeTask
+from diffusion_worker.messages import Fingerprint, RpcReply, SleepLevel, SleepTask, TaskAck, Tick, WakeTask
 from diffusion_worker.ranks.executor import RankExecutor
 from support.runner.rig import request
 from support.worker.process import DIGITS_MODEL, process_exists
@@ -87,17 +87,15 @@ async def wake(executor: RankExecutor, task_id: str = "wake") -> list[TaskAck]:
     return await call(executor, "handle_wake_task", TaskAck, task=WakeTask(task_id))
 
 
-async def fingerprints(executor: RankExecutor, *, probe: bool = True) -> list[Fingerprint]:
+async def fingerprints(executor: RankExecutor) -> list[Fingerprint]:
     """That of each rank."""
-    return await call(executor, "fingerprint", Fingerprint, probe=probe)
+    return await call(executor, "fingerprint", Fingerprint, probe=True)
 
 
-async def image(executor: RankExecutor, name: str = "a", **fields: Any) -> bytes:
-    """An image of three steps; fields as in `RequestSpec`."""
-    spec: RequestSpec = request(name, **fields)
-    executor.broadcast_tick(Tick(1, [spec]))
-    for number in range(2, 6):
-        executor.broadcast_tick(Tick(number))
+async def image(executor: RankExecutor) -> bytes:
+    """An image of three steps."""
+    for number in range(5):
+        executor.broadcast_tick(Tick(number + 1, [] if number else [request("a")]))
     frame = b""
     for _ in range(5):
         report = await executor.next_report(60)

@@ -111,7 +111,7 @@ async def test_a_request_wakes_a_sleeping_model_by_itself_and_is_served(tmp_path
 
 
 async def test_held_requests_reach_the_ranks_in_the_order_in_which_they_came(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path, max_batch_size=1) as edge:
+    async with sleeping_edge(tmp_path, settings={"max_batch_size": 1}) as edge:
         answered: list[int] = []
 
         async def ask(number: int) -> None:
