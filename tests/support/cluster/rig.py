@@ -120,8 +120,7 @@ class ClusterRig:
     def eventually(self, what: str, look: Callable[[], T], *, deadline_s: float = 60.0) -> T:
         """What `look` returns once it is true."""
         end = time.monotonic() + deadline_s
-        while True:
-            if found := look():
-                return found
+        while not (found := look()):
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             time.sleep(0.3)
+        return found

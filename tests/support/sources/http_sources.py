@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.authorizations.append(authorization)
         if self.server.token is not None and authorization != f"Bearer {self.server.token}":
             return Served(status=401)
-        served = self.server.find(self.command, path) or Served(status=404)
+        served = self.server.find(path) or Served(status=404)
         for _ in range(self.server.asked[path] - 1):
             served = served.then or served
         return served
@@ -121,7 +121,7 @@ class SourceServer(ThreadingHTTPServer):
         self.at_gate = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
-    def find(self, method: str, path: str) -> Served | None:
+    def find(self, path: str) -> Served | None:
         """What is at a path."""
         return self.files.get(path)
 

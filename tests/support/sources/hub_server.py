@@ -35,7 +35,7 @@ class HubServer(SourceServer):
         self._branches = {key: commit for key, commit in self._branches.items() if key[0] != repo}
         self._commits = {key: files for key, files in self._commits.items() if not key.startswith(f"{repo}@")}
 
-    def find(self, method: str, path: str) -> Served | None:
+    def find(self, path: str) -> Served | None:
         parts = unquote(path).strip("/").split("/")
         if parts[:2] == ["api", "models"] and len(parts) >= 4:
             revision = "/".join(parts[5:]) if parts[4:5] == ["revision"] else "main"

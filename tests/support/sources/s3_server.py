@@ -6,6 +6,7 @@ Real: HTTP and its sockets. Not real: S3, which is moto's; it checks signatures 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 from urllib.parse import quote
 
 import httpx2
@@ -14,11 +15,10 @@ from moto.server import ThreadedMotoServer
 VERSIONING = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Status>Enabled</Status></VersioningConfiguration>'
 
 
-class S3Server:
+class S3Server(NamedTuple):
     """The endpoint `url`; a test's own requests to it need no signature."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    url: str
 
     def put(self, bucket: str, files: dict[str, bytes], *, versioned: bool = False) -> None:
         """Make a bucket with these objects."""

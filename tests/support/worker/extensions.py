@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,31 +83,25 @@ class Stuck:
 
 
 class Corrupting:
-    """Spoils one bit at a time, on one rank or on all; the fingerprint has to see each change. Or leaves a rank no memory."""
+    """Spoils one bit at a time, on the ranks that are called; the fingerprint has to see each change. Or leaves a rank no memory."""
 
-    _rank: int
     model_runner: Any
 
-    def flip_weight(self, only_rank: int | None = None, number: int = 0) -> None:
-        """In a tensor on the device, the first one by default."""
-        self._flip(only_rank, self.model_runner.weights.tensors()[number])
+    def flip_weight(self) -> None:
+        """In the first tensor on the device."""
+        flip(self.model_runner.weights.tensors()[0])
 
-    def flip_adapter(self, lora_int_id: int, only_rank: int | None = None) -> None:
+    def flip_adapter(self, lora_int_id: int) -> None:
         """In what is kept of an adapter in host memory."""
-        self._flip(only_rank, self.model_runner.loras.host_copies()[lora_int_id][1][0])
+        flip(self.model_runner.loras.host_copies()[lora_int_id][1][0])
 
-    def flip_mirror(self, only_rank: int | None = None) -> None:
+    def flip_mirror(self) -> None:
         """In what is in host memory to fill the weights from again, as it is in no file."""
-        self._flip(only_rank, next(placed.kept for placed in self.model_runner.weights._placed if placed.kept is not None))
+        flip(next(placed.kept for placed in self.model_runner.weights._placed if placed.kept is not None))
 
-    def limit_memory(self, cgroup: str, only_rank: int | None = None) -> None:
+    def limit_memory(self, cgroup: str) -> None:
         """Have a folder in the place of the kernel's, whose files say how much memory a rank may have and has."""
-        if only_rank in (None, self._rank):
-            device_memory.CGROUP = Path(cgroup)
-
-    def _flip(self, only_rank: int | None, tensor: torch.Tensor) -> None:
-        if only_rank in (None, self._rank):
-            flip(tensor)
+        device_memory.CGROUP = Path(cgroup)
 
 
 class Gated:
@@ -157,24 +151,23 @@ class Gated:
             time.sleep(0.005)
 
 
-class Gates:
+class Gates(NamedTuple):
     """The test's side of `Gated`: closes and opens them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     @property
     def env(self) -> dict[str, str]:
         """For the worker's process."""
-        return {GATES: str(self._folder)}
+        return {GATES: str(self.folder)}
 
     def close(self, name: str) -> None:
         """Who comes to it waits from now on."""
-        (self._folder / name).touch()
+        (self.folder / name).touch()
 
     def open(self, name: str) -> None:
         """Who waits goes on."""
-        (self._folder / name).unlink(missing_ok=True)
+        (self.folder / name).unlink(missing_ok=True)
 
 
 def write_limit(cgroup: Path, *, free_bytes: int) -> None:

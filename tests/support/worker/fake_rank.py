@@ -24,11 +24,14 @@ class FakeRank:
         self.number = number
         self.asleep: list[MemoryTag] = []
         self.level: SleepLevel | None = None
+        # Other weights than it should hold, or other things that it makes of a fixed seed.
         self.checksum: str | None = None
         self.probe: str | None = None
+        # Bytes of its weights that it keeps when it sleeps.
         self.leaked = 0
         # What is kept of adapters whose copies in memory are not what they were, by their ids.
         self.spoilt: dict[int, str] = {}
+        # They stay so although the adapters are loaded again.
         self.spoils_for_good = False
 
     @property

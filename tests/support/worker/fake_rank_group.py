@@ -42,7 +42,7 @@ class FakeRankGroup(FakeRequests):
         self.max_cached = 16
         # What the ranks say of the model they loaded.
         self.model = ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
-        # What was called; what every start or every sleep has is counted apart.
+        # Methods that were called, over all generations; those of every start and of every sleep are only counted.
         self.calls: list[str] = []
         self.counts = dict.fromkeys(("warm_up", "fingerprint", "synchronize"), 0)
         # What became of the worker's options, as the ranks say after their warm-up.
@@ -71,18 +71,14 @@ class FakeRankGroup(FakeRequests):
         super()._forget()
         self._failure: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self._ticks: asyncio.Queue[tuple[Tick, list[bytes | memoryview]]] = asyncio.Queue()
-        self._ranks = [FakeRank(number) for number in range(self._count)]
+        # A test corrupts what one of them holds, which ends with the generation.
+        self.members = [FakeRank(number) for number in range(self._count)]
         # The state of all ranks; None where each is ready or asleep.
         self._state: RankState | None = RankState.STARTING
 
     @property
-    def warm_ups(self) -> int:
-        """Calls of the warm-up, over all generations."""
-        return self.counts["warm_up"]
-
-    @property
     def loss(self) -> Loss | None:
-        """What `die` said."""
+        """The reason that `lose` was given first."""
         return self._failure.result() if self._failure.done() else None
 
     def lose(self, reason: str, fault: Fault = Fault.DIED) -> None:
@@ -91,15 +87,13 @@ class FakeRankGroup(FakeRequests):
         if not self._failure.done():
             self._failure.set_result(Loss(reason, fault))
 
-    die = lose
-
     async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Load; waits for `loading`."""
         if self._config_error is not None:
             raise ConfigError(self._config_error)
         self.starts_asleep.append(asleep)
         await self._wait(self.loading)
-        for rank in self._ranks if asleep else []:
+        for rank in self.members if asleep else []:
             rank.sleep(SleepLevel.DISCARD)
         self._state = None
         return self.model
@@ -110,7 +104,7 @@ class FakeRankGroup(FakeRequests):
         self.generation += 1
         error = self.restart_errors.pop(0) if self.restart_errors else None
         if error is not None:
-            self.die(str(error))
+            self.lose(str(error))
             raise error
         return await self.start(asleep=asleep)
 
@@ -128,10 +122,10 @@ class FakeRankGroup(FakeRequests):
                 await asyncio.sleep(self._step_s)
                 self._check()
         except TimeoutError:
-            self.die(f"{phase} was not finished within {timeout_s:g} s", Fault.STALLED)
+            self.lose(f"{phase} was not finished within {timeout_s:g} s", Fault.STALLED)
             self._check()
         report = self._run(tick, frames)
-        assert not report.done.rows or not any(rank.asleep for rank in self._ranks), "a step on memory that was given back"
+        assert not report.done.rows or not any(rank.asleep for rank in self.members), "a step on memory that was given back"
         return report
 
     async def call(
@@ -152,7 +146,7 @@ class FakeRankGroup(FakeRequests):
         except TimeoutError:
             raise RequestError(ErrorCode.TIMEOUT, f"{method}: no answer within {timeout_s:g} s") from None
         if method in self.killers:
-            self.die(self.killers.pop(method))
+            self.lose(self.killers.pop(method))
             self._check()
         raw = pack(**kwargs)
         if method in self.method_errors:
@@ -163,18 +157,18 @@ class FakeRankGroup(FakeRequests):
             case "add_lora":
                 return self._add_lora(decode(raw["request"], type=LoRARequest), decode(raw["options"], type=LoadOptions))
             case "remove_lora":
-                return self._replies(self._adapters.pop(decode(raw["lora_int_id"], type=int), None) is not None)
+                return self._replies(self.registered.pop(decode(raw["lora_int_id"], type=int), None) is not None)
             case "list_loras":
-                return self._replies(sorted(self._adapters))
+                return self._replies(sorted(self.registered))
             case "handle_sleep_task":
                 task = decode(raw["task"], type=SleepTask)
                 if task.level is SleepLevel.DISCARD:
-                    self._adapters.clear()
+                    self.registered.clear()
                 return self._acked(task, self.sleep_errors)
             case "handle_wake_task":
                 return self._acked(decode(raw["task"], type=WakeTask), self.wake_errors)
             case "fingerprint":
-                return self._each([rank.fingerprint(self._adapters, self.weights_checksum, self.probe) for rank in self._ranks])
+                return self._each([rank.fingerprint(self.registered, self.weights_checksum, self.probe) for rank in self.members])
             case "synchronize":
                 return self._replies(None)
             case "profile":
@@ -184,20 +178,7 @@ class FakeRankGroup(FakeRequests):
     def _acked(self, task: SleepTask | WakeTask, errors: list[ErrorReport | None]) -> list[RpcReply]:
         """What the ranks acknowledge; the last one fails where the next of the errors is one."""
         error = errors.pop(0) if errors else None
-        return self._each([rank.act(task, error if rank is self._ranks[-1] else None) for rank in self._ranks])
-
-    def corrupt(self, rank: int, *, checksum: str | None = None, probe: str | None = None) -> None:
-        """From now until its process ends a rank holds other weights, or makes something else of them."""
-        self._ranks[rank].checksum, self._ranks[rank].probe = checksum, probe
-
-    def spoil_adapter(self, rank: int, lora_int_id: int, *, for_good: bool = False) -> None:
-        """What a rank keeps of an adapter is something else, until it is loaded again, or `for_good` until the rank's process ends."""
-        self._ranks[rank].spoilt[lora_int_id] = "other"
-        self._ranks[rank].spoils_for_good |= for_good
-
-    def leak(self, rank: int, size_bytes: int) -> None:
-        """From now until its process ends a rank keeps so much of its weights when it sleeps."""
-        self._ranks[rank].leaked = size_bytes
+        return self._each([rank.act(task, error if rank is self.members[-1] else None) for rank in self.members])
 
     def _add_lora(self, request: LoRARequest, options: LoadOptions) -> list[RpcReply]:
         found = fake_digest(request.lora_path)
@@ -206,7 +187,7 @@ class FakeRankGroup(FakeRequests):
         if options.digest not in (None, found):
             message = f"adapter {request.lora_name!r}: expected {options.digest}, found {found}"
             return self._replies(error=ErrorReport(ErrorCode.DIGEST_MISMATCH, message))
-        kept = self._adapters | {request.lora_int_id: request.lora_path}
+        kept = self.registered | {request.lora_int_id: request.lora_path}
         evicted = []
         for lora_int_id in options.evict or []:
             if len(set(kept.values())) > self.max_cached:
@@ -214,8 +195,8 @@ class FakeRankGroup(FakeRequests):
                 kept.pop(lora_int_id, None)
         if len(set(kept.values())) > self.max_cached + 1:
             return self._replies(error=ErrorReport(ErrorCode.CAPACITY_EXCEEDED, f"{len(kept)} adapters"))
-        self._adapters = kept
-        for rank in self._ranks:
+        self.registered = kept
+        for rank in self.members:
             rank.load_adapter(request.lora_int_id)
         recipe = self.adapter_recipes.get(request.lora_path)
         replies = self._replies(LoadedLoRA(found, 8, 24, 4096, recipe=recipe, evicted=evicted, checksum="kept"))
@@ -225,21 +206,21 @@ class FakeRankGroup(FakeRequests):
 
     def _replies(self, result: object = None, *, error: ErrorReport | None = None) -> list[RpcReply]:
         if error is not None:
-            return [RpcReply(1, rank.number, None, error) for rank in self._ranks]
-        return self._each([result] * len(self._ranks))
+            return [RpcReply(1, rank.number, None, error) for rank in self.members]
+        return self._each([result] * len(self.members))
 
     def _each(self, results: Sequence[object]) -> list[RpcReply]:
         """A result of each rank."""
-        return [RpcReply(1, rank.number, encode(result), None, rank.memory()) for rank, result in zip(self._ranks, results, strict=True)]
+        return [RpcReply(1, rank.number, encode(result), None, rank.memory()) for rank, result in zip(self.members, results, strict=True)]
 
     async def failed(self) -> Loss:
-        """Returns when `die` was called."""
+        """Returns when `lose` was called."""
         return await asyncio.shield(self._failure)
 
     def documents(self) -> list[RankDocument]:
         """The ranks, all with the pid of this process."""
-        states = [self._state or (RankState.ASLEEP if rank.asleep else RankState.READY) for rank in self._ranks]
-        return [RankDocument(rank.number, os.getpid(), states[rank.number], 0.0, rank.memory()) for rank in self._ranks]
+        states = [self._state or (RankState.ASLEEP if rank.asleep else RankState.READY) for rank in self.members]
+        return [RankDocument(rank.number, os.getpid(), states[rank.number], 0.0, rank.memory()) for rank in self.members]
 
     def load_progress(self) -> tuple[int, int]:
         """All or nothing."""

@@ -25,7 +25,7 @@ NOT_LOADED = ErrorReport(ErrorCode.ADAPTER_NOT_LOADED, "rank 0: the adapter is n
 
 
 class FakeRequests:
-    """Requests that joined a generation of ranks, and the folders of the adapters that it holds, by their ids."""
+    """Requests that joined a generation of ranks, and the adapters that it holds. A test may add one or take one away."""
 
     def __init__(self) -> None:
         # Images of so many pixels and more are out of memory.
@@ -40,48 +40,32 @@ class FakeRequests:
     def _forget(self) -> None:
         """Nothing of an earlier generation is left."""
         self._frames: dict[str, list[bytes | memoryview]] = {}
-        self._active: dict[str, tuple[RequestSpec, int]] = {}
-        self._adapters: dict[int, str] = {}
+        # Requests that the ranks know, by their ids, with the steps that are left.
+        self.active: dict[str, tuple[RequestSpec, int]] = {}
+        # The folders of the adapters that the ranks hold, by their ids.
+        self.registered: dict[int, str] = {}
         self._prompts: Counter[str] = Counter()
-
-    @property
-    def active(self) -> list[str]:
-        """Ids of the requests that the ranks know."""
-        return list(self._active)
-
-    @property
-    def registered(self) -> dict[int, str]:
-        """The folders of the adapters that the ranks hold, by their ids."""
-        return dict(self._adapters)
-
-    def register(self, lora_int_id: int, path: str) -> None:
-        """The ranks hold an adapter that nobody asked them to."""
-        self._adapters[lora_int_id] = path
-
-    def evict(self, lora_int_id: int) -> None:
-        """An adapter is gone from the ranks' memory, as after a load that came late."""
-        del self._adapters[lora_int_id]
 
     def _run(self, tick: Tick, frames: list[bytes | memoryview]) -> TickReport:
         for request_id in tick.leave:
-            self._active.pop(request_id, None)
+            self.active.pop(request_id, None)
         for spec, count in zip(tick.join, tick.frames or [0] * len(tick.join), strict=True):
             self.joined.append((spec.request_id, spec.whole))
-            self._active[spec.request_id] = (spec, spec.steps or DEFAULT_STEPS)
+            self.active[spec.request_id] = (spec, spec.steps or DEFAULT_STEPS)
             self._frames[spec.request_id] = [frames.pop(0) for _ in range(count)]
-        active = {use.lora_int_id for spec, _ in self._active.values() for use in spec.loras}
+        active = {use.lora_int_id for spec, _ in self.active.values() for use in spec.loras}
         self.most_active = max(self.most_active, len(active))
         self._prompts.update(spec.prompt for spec in tick.join)
         return self._advance(tick)
 
     def _advance(self, tick: Tick) -> TickReport:
-        advancing = {name: at for name, at in self._active.items() if tick.advance is None or name in tick.advance}
+        advancing = {name: at for name, at in self.active.items() if tick.advance is None or name in tick.advance}
         rows, known = len(advancing), len(self._prompts)
         prompts = messages.PromptCacheStats(known, 32, self._prompts.total() - known, known)
         done = TickDone(tick.number, [], [], rows, 1 if rows else 0, 0.001, 0.001, prompt_cache=prompts)
         frames: list[bytes | memoryview] = []
         for request_id, (spec, left) in advancing.items():
-            self._active[request_id] = (spec, left - 1)
+            self.active[request_id] = (spec, left - 1)
             step = (spec.steps or DEFAULT_STEPS) - left + 1
             if (error := self._error_of(spec)) is not None:
                 done.failed.append(messages.Failed(request_id, error))
@@ -91,13 +75,13 @@ class FakeRequests:
                 self._step(spec, step, done, frames)
                 if left > 1:
                     continue
-            del self._active[request_id]
+            del self.active[request_id]
         return TickReport(done, frames)
 
     def _error_of(self, spec: RequestSpec) -> ErrorReport | None:
         if self.out_of_memory_pixels is not None and (spec.height or 0) * (spec.width or 0) >= self.out_of_memory_pixels:
             return OUT_OF_MEMORY
-        return None if all(use.lora_int_id in self._adapters for use in spec.loras) else NOT_LOADED
+        return None if all(use.lora_int_id in self.registered for use in spec.loras) else NOT_LOADED
 
     def _step(self, spec: RequestSpec, step: int, done: TickDone, frames: list[bytes | memoryview]) -> None:
         """A request's step, its preview where one is due, and its image after the last one."""
@@ -109,7 +93,7 @@ class FakeRequests:
             frames.append(fake_preview(spec, number))
         if step == steps:
             done.finished.append(messages.Finished(spec.request_id, len(frames), fake_shape(spec), FAKE_STAGES))
-            adapter = " + ".join(self._adapters[use.lora_int_id] for use in spec.loras) or None
+            adapter = " + ".join(self.registered[use.lora_int_id] for use in spec.loras) or None
             frames.append(fake_pixels(spec, adapter, self._frames[spec.request_id]))
 
 

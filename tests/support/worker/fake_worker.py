@@ -46,7 +46,7 @@ class ScriptedRankGroup(FakeRankGroup):
     async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Load, slowly if told so."""
         if "dieAfterSeconds" in BEHAVIOUR:
-            asyncio.get_running_loop().call_later(BEHAVIOUR["dieAfterSeconds"], self.die, "rank 0 was ended by SIGKILL")
+            asyncio.get_running_loop().call_later(BEHAVIOUR["dieAfterSeconds"], self.lose, "rank 0 was ended by SIGKILL")
         await asyncio.sleep(BEHAVIOUR.get("loadSeconds", 0.0))
         return await super().start(asleep=asleep)
 

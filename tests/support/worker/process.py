@@ -9,6 +9,7 @@ Every wait has a deadline and fails with the worker's output. Leaving the block 
 """
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -21,7 +22,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx2
@@ -29,6 +29,7 @@ from openai import OpenAI
 from PIL import Image
 
 from tools.demo import weights_memory
+from tools.demo.images import client_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DIGITS = REPOSITORY / "examples" / "digits"
@@ -41,7 +42,7 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
 
 
-class WorkerProcess:
+class WorkerProcess(contextlib.ExitStack):
     """One worker. Make it as a context manager, or call `start` and `close`; a `wrapper` is put before its command and becomes it."""
 
     def __init__(
@@ -57,10 +58,10 @@ class WorkerProcess:
         program: tuple[str, ...] = ("-m", "diffusion_worker.cli"),
         wrapper: Sequence[str] = (),
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="worker-process-")
-        self.folder = Path(self._folder.name)
-        self.token = token
-        self.output_path = self.folder / "output.txt"
+        super().__init__()
+        self.folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="worker-process-")))
+        self.token, self._token_path = token, self.folder / "token"
+        self._output_path = self.folder / "output.txt"
         self.termination_log = self.folder / "termination-log"
         self.termination_log.touch()
         command = [*wrapper, sys.executable, *program, "serve", f"--model={model}", f"--ranks={ranks}"]
@@ -68,14 +69,14 @@ class WorkerProcess:
         command += [f"--lora={name}={path}" for name, path in (loras or {}).items()]
         if token is not None:
             self.write_token(token)
-            command.append(f"--control-token-file={self.token_path}")
+            command.append(f"--control-token-file={self._token_path}")
         self.command = [*command, *options]
         self._env = {**os.environ, "PYTHONUNBUFFERED": "1", "DIFFUSION_TERMINATION_LOG": str(self.termination_log), **(env or {})}
         self._env["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(REPOSITORY / "worker" / "src"), str(REPOSITORY / "tests"), self._env.get("PYTHONPATH")])
         )
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx2.Client(timeout=120)
+        self._http = self.enter_context(httpx2.Client(timeout=120))
         self.started_at = 0.0
         self.boot_id = ""
         self.url = ""
@@ -85,19 +86,11 @@ class WorkerProcess:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def token_path(self) -> Path:
-        """The file with the control token."""
-        return self.folder / "token"
-
     def write_token(self, token: str) -> None:
         """Put another token in place, as a rotation does."""
         replacement = self.folder / "token.new"
         replacement.write_text(token + "\n")
-        replacement.rename(self.token_path)
+        replacement.rename(self._token_path)
 
     # Its life
 
@@ -109,8 +102,9 @@ class WorkerProcess:
     def launch(self) -> None:
         """Start the process and wait for nothing."""
         self.started_at = time.monotonic()
-        with self.output_path.open("wb") as output:
+        with self._output_path.open("wb") as output:
             self._process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT, env=self._env, cwd=self.folder)
+        self.callback(self._end, self._process)
 
     @property
     def pid(self) -> int:
@@ -173,28 +167,26 @@ class WorkerProcess:
         self.send_signal(signal.SIGTERM)
         return self.wait_exit(timeout_s)
 
-    def close(self) -> None:
-        """End it however it is; its ranks follow the server."""
-        self._http.close()
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(10)
-        self._folder.cleanup()
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        """However it is; its ranks follow the server."""
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
 
     @property
     def output(self) -> str:
         """What it and its ranks printed so far."""
-        return self.output_path.read_text(errors="replace")
+        return self._output_path.read_text(errors="replace")
 
     # The data port
 
     def openai(self) -> OpenAI:
         """The OpenAI SDK on this worker, without retries."""
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        return client_for(self.url)
 
     def get(self, path: str) -> httpx2.Response:
         """A GET on the data port."""
@@ -273,25 +265,25 @@ def decode_image(b64_json: str) -> Image.Image:
 
 def process_exists(pid: int) -> bool:
     """Whether a process lives; a zombie that nobody has collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between the opening of the file and the reading
-        return False
+    return _stat(pid)[0] not in ("Z", "X")
 
 
 def descendants(pid: int) -> list[int]:
     """The processes below one, as /proc shows them now."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    parents = {int(folder.name): int(_stat(folder.name)[1]) for folder in Path("/proc").glob("[0-9]*")}
     found: list[int] = []
     level = {pid}
     while level := {child for child, parent in parents.items() if parent in level}:
         found += sorted(level)
     return found
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Read the state of a process, its parent and what follows; a dead one of no parent where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between the opening of the file and the reading
+        return ["X", "0"]
 
 
 def resident_bytes(pid: int, mappings: list[str]) -> int:

@@ -7,16 +7,17 @@ Nothing of the ranks is left afterwards.
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.messages import Fingerprint, RequestSpec, RpcReply, SleepLevel, SleepTask, TaskAck, Tick, WakeTask
+from diffusion_worker.messages import Fingerprint, RpcReply, SleepLevel, SleepTask, TaskAck, Tick, WakeTask
 from diffusion_worker.ranks.executor import RankExecutor
 from support.runner.rig import request
 from support.worker.process import DIGITS_MODEL, process_exists
@@ -28,7 +29,11 @@ CALL_S = 60.0
 async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) -> AsyncIterator[RankExecutor]:
     """Two ranks of the digits model, or as many as `settings` say, that have started."""
     config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "ranks": 2, "tick_timeout_s": 60.0} | settings)
-    with tempfile.TemporaryDirectory() as folder, _temporary_files_in(folder):
+    # The fork server's folder, which outlives the test, is made by the first who asks.
+    util.get_temp_dir()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        # So that what is left of the sockets is known to be the test's own.
+        patch.setattr(tempfile, "tempdir", folder)
         executor = RankExecutor(config)
         pids: list[int] = []
         try:
@@ -43,18 +48,6 @@ async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) 
             await executor.stop()
         assert [pid for pid in pids if process_exists(pid)] == []
         assert socket_folders(folder) == []
-
-
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """So that what is left of the sockets is known to be the test's own."""
-    # The fork server's, which outlives the test, is made by the first who asks.
-    util.get_temp_dir()
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def shared_memory_of(pids: list[int]) -> list[int]:
@@ -94,17 +87,15 @@ async def wake(executor: RankExecutor, task_id: str = "wake") -> list[TaskAck]:
     return await call(executor, "handle_wake_task", TaskAck, task=WakeTask(task_id))
 
 
-async def fingerprints(executor: RankExecutor, *, probe: bool = True) -> list[Fingerprint]:
+async def fingerprints(executor: RankExecutor) -> list[Fingerprint]:
     """That of each rank."""
-    return await call(executor, "fingerprint", Fingerprint, probe=probe)
+    return await call(executor, "fingerprint", Fingerprint, probe=True)
 
 
-async def image(executor: RankExecutor, name: str = "a", **fields: Any) -> bytes:
-    """An image of three steps; fields as in `RequestSpec`."""
-    spec: RequestSpec = request(name, **fields)
-    executor.broadcast_tick(Tick(1, [spec]))
-    for number in range(2, 6):
-        executor.broadcast_tick(Tick(number))
+async def image(executor: RankExecutor) -> bytes:
+    """An image of three steps."""
+    for number in range(5):
+        executor.broadcast_tick(Tick(number + 1, [] if number else [request("a")]))
     frame = b""
     for _ in range(5):
         report = await executor.next_report(60)

@@ -56,13 +56,9 @@ class Edge(SleepRig):
 
     async def wait_state(self, **wanted: Any) -> dict[str, Any]:
         """The state document, once these fields have these values."""
-        document: dict[str, Any] = {}
-
-        async def reached() -> bool:
-            document.update(await self.state())
-            return all(document[name] == value for name, value in wanted.items())
-
-        await self.wait_for(reached)
+        async with asyncio.timeout(DEADLINE_S):
+            while not wanted.items() <= (document := await self.state()).items():  # noqa: ASYNC110
+                await asyncio.sleep(0)
         return document
 
     async def wait_held(self, count: int) -> None:
@@ -97,17 +93,12 @@ async def serving_edge(*, token_path: Path | None = None, model: ModelInfo | Non
         yield edge
 
 
-def desired(folder: Path, policy: str = "OnIdle", **cold: Any) -> str:
-    """The mounted file with a policy and limits of held requests."""
-    return write_desired(folder, policy, coldRequests=cold)
-
-
 @asynccontextmanager
 async def sleeping_edge(
     folder: Path, policy: str = "OnIdle", *, settings: dict[str, Any] | None = None, **cold: Any
 ) -> AsyncIterator[Edge]:
     """An edge whose model sleeps, and whose ranks answer no call until `edge.ranks.calling` is set."""
-    async with serving_edge(desired_path=desired(folder, policy, **cold), **(settings or {})) as edge:
+    async with serving_edge(desired_path=write_desired(folder, policy, coldRequests=cold), **(settings or {})) as edge:
         await fall_asleep(edge)
         yield edge
 

@@ -20,14 +20,20 @@ import transformers
 from diffusion_worker import withheld
 from support.families.images import masked_prompts, stable_diffusion, worded_images
 from support.families.images.qwen import FAMILIES as QWEN
-from support.families.rig.family import Arguments, Family, build_seeded
+from support.families.rig.family import Family, build_seeded
 from support.families.rig.family_rig import Asked, FamilyRig
+from support.families.rig.tables import Request, asking, more
 from support.families.rig.texts import letters, tiny_umt5
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
 SEED = 11
-Request = Callable[[int, int, float], Arguments]
+# A small image; its prompt is another one.
+ASKED = asking(32, prompt="a red fox")
+# With few tokens; the tiny Lumina 2 has positions for no more.
+SHORT = more(ASKED, max_sequence_length=16)
+# The name of an encoder, the component to break, and a family.
+Case = tuple[str, str, Family]
 
 
 def words(count: int) -> list[str]:
@@ -36,17 +42,7 @@ def words(count: int) -> list[str]:
     return ["".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(count)]
 
 
-def asked(seed: int, steps: int, guidance: float) -> Arguments:
-    """A small image; its prompt is another one."""
-    return {"num_inference_steps": steps, "guidance_scale": guidance, "height": 32, "width": 32, "prompt": "a red fox"}
-
-
-def shortened(seed: int, steps: int, guidance: float) -> Arguments:
-    """Ask with few tokens; the tiny Lumina 2 has positions for no more."""
-    return asked(seed, steps, guidance) | {"max_sequence_length": 16}
-
-
-def with_words(make: Callable[[], Any], encoder: Callable[[], Any]) -> Callable[[], Any]:
+def with_words(name: str, make: Callable[[], Any], encoder: Callable[[], Any], request: Request = ASKED) -> Case:
     """A pipeline of a family that is asked with embeddings, with a text encoder of its kind and a tokenizer of letters."""
 
     def build() -> Any:
@@ -55,25 +51,21 @@ def with_words(make: Callable[[], Any], encoder: Callable[[], Any]) -> Callable[
         pipeline.register_modules(text_encoder=encoder(), tokenizer=tokenizer)
         return pipeline
 
-    return build_seeded(build)
+    return name, "text_encoder", Family(name, name, build_seeded(build), request, output_type="pt")
 
 
-def cases() -> list[tuple[str, str, Family]]:
-    """Names of encoders, the component to break, and a family each."""
-
-    def made(name: str, make: Callable[[], Any], encoder: Callable[[], Any], request: Request = asked) -> tuple[str, str, Family]:
-        return name, "text_encoder", Family(name, name, with_words(make, encoder), request, output_type="pt")
-
+def cases() -> list[Case]:
+    """List a case for each encoder."""
     stable = partial(stable_diffusion.pipeline, "StableDiffusionPipeline")
     lumina2 = partial(masked_prompts.lumina2, "Lumina2Pipeline")
     clip = transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1)
     worded = {family.name: family for family in worded_images.FAMILIES + QWEN}
     return [
-        made("clip", stable, partial(transformers.CLIPTextModel, clip)),
+        with_words("clip", stable, partial(transformers.CLIPTextModel, clip)),
         ("t5", "text_encoder_2", worded["FluxPipeline (words)"]),
-        made("umt5", partial(masked_prompts.auraflow, "AuraFlowPipeline"), partial(tiny_umt5, 32)),
-        made("gemma2", lumina2, partial(transformers.Gemma2Model, transformers.Gemma2Config(**GROUPED)), shortened),
-        made("llama", lumina2, partial(transformers.LlamaModel, transformers.LlamaConfig(**GROUPED)), shortened),
+        with_words("umt5", partial(masked_prompts.auraflow, "AuraFlowPipeline"), partial(tiny_umt5, 32)),
+        with_words("gemma2", lumina2, partial(transformers.Gemma2Model, transformers.Gemma2Config(**GROUPED)), SHORT),
+        with_words("llama", lumina2, partial(transformers.LlamaModel, transformers.LlamaConfig(**GROUPED)), SHORT),
         ("qwen2_5_vl", "text_encoder", worded["QwenImagePipeline (words)"]),
         ("omnigen", "transformer", worded["OmniGenPipeline"]),
     ]

@@ -336,7 +336,7 @@ def test_ranks_that_are_lost_too_often_are_the_packages_own_error(groups: Groups
     with DiffusionEngine(DIGITS_MODEL, max_restarts=0) as engine:
         group = groups.made[0]
         group.stepping.clear()
-        timer = threading.Timer(0.05, lambda: group._failure.get_loop().call_soon_threadsafe(group.die, "rank 0 was ended by SIGKILL"))
+        timer = threading.Timer(0.05, lambda: group._failure.get_loop().call_soon_threadsafe(group.lose, "rank 0 was ended by SIGKILL"))
         timer.start()
         with pytest.raises(GroupFailed, match="SIGKILL"):
             engine.generate("a red digit seven")

@@ -29,8 +29,6 @@ STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS /
 class Corrupter(Corrupting):
     """The extension on a runner of this process."""
 
-    _rank = 0
-
     def __init__(self, runner: DiffusionModelRunner) -> None:
         self.model_runner = runner
 

@@ -57,7 +57,7 @@ async def test_two_ranks_have_the_same_fingerprint_and_keep_it_over_both_levels_
             assert await fingerprints(executor) == before
             assert (await sleep(executor, f"sleep-{number}", level), await wake(executor, f"wake-{number}")) == (acks, woken)
             assert states(executor) == [RankState.READY] * 2
-        await call(executor, "flip_weight", only_rank=1)
+        await call(executor, "flip_weight", output_rank=1)
         spoilt = await fingerprints(executor)
         assert (spoilt[0], spoilt[1].weights == before[1].weights) == (before[0], False)
         pids = pids_of(executor)
@@ -160,7 +160,7 @@ async def test_a_rank_without_room_says_so_and_sleeps_on_and_wakes_once_there_is
     async with ranks(worker_extension=CORRUPTING) as executor:
         before = await fingerprints(executor)
         await sleep(executor)
-        await call(executor, "limit_memory", cgroup=str(tmp_path), only_rank=1)
+        await call(executor, "limit_memory", cgroup=str(tmp_path), output_rank=1)
         write_limit(tmp_path, free_bytes=1 << 20)
         woken, short = await wake(executor)
         assert (woken.status, short.status, short.error_code) == (TaskStatus.SUCCESS, TaskStatus.ERROR, ErrorCode.INSUFFICIENT_MEMORY)

@@ -58,7 +58,7 @@ async def test_the_worker_is_ready_only_after_the_warm_up_which_its_state_shows(
     starting = asyncio.create_task(edge.engine.start())
 
     async def warming() -> bool:
-        return edge.ranks.warm_ups == 1
+        return edge.ranks.counts["warm_up"] == 1
 
     await edge.wait_for(warming)
     document = await edge.state()
@@ -84,7 +84,7 @@ async def test_a_size_that_is_none_of_the_models_stops_the_start_by_the_options_
     edge = Edge(FakeRankGroup(), warmup_sizes=[(64, 64), (60, 64)])
     with pytest.raises(ConfigError, match=r"--warmup-size 60x64: size: expected width and height that are multiples of 8, found 60x64"):
         await edge.engine.start()
-    assert edge.ranks.warm_ups == 0
+    assert edge.ranks.counts["warm_up"] == 0
     await edge.engine.terminate()
 
 
@@ -93,18 +93,18 @@ async def test_without_steps_there_is_no_warm_up_and_the_features_are_those_of_t
     group.model = msgspec.structs.replace(group.model, features={"quantization": "int8"})
     edge = Edge(group, warmup_steps=0)
     await edge.engine.start()
-    assert (group.warm_ups, (await edge.state())["features"]) == (0, {"quantization": "int8"})
+    assert (group.counts["warm_up"], (await edge.state())["features"]) == (0, {"quantization": "int8"})
     await edge.engine.terminate()
 
 
 async def test_ranks_that_are_started_again_are_warmed_up_again_or_the_worker_ends_with_the_reason() -> None:
     edge = Edge(FakeRankGroup())
     await edge.engine.start()
-    edge.ranks.die("rank 0 (pid 1) was killed by SIGKILL", Fault.DIED)
+    edge.ranks.lose("rank 0 (pid 1) was killed by SIGKILL", Fault.DIED)
     await edge.wait_state(generation=2, state=EngineState.READY)
-    assert edge.ranks.warm_ups == 2
+    assert edge.ranks.counts["warm_up"] == 2
     edge.ranks.method_errors["warm_up"] = FAILED
-    edge.ranks.die("rank 0 (pid 1) was killed by SIGKILL", Fault.DIED)
+    edge.ranks.lose("rank 0 (pid 1) was killed by SIGKILL", Fault.DIED)
     reason = await edge.engine.run_until_failure()
     assert "cannot be started again: the warm-up before the first request failed" in reason and FAILED.message in reason
     await edge.engine.terminate()

@@ -148,7 +148,7 @@ def test_every_state_that_a_request_waits_through_has_words_for_it() -> None:
 
 async def test_the_status_tells_of_a_failure_by_its_code_alone() -> None:
     async with serving_edge(max_restarts=0) as edge:
-        edge.ranks.die("rank 0 cannot read /secret/model")
+        edge.ranks.lose("rank 0 cannot read /secret/model")
         await edge.wait_state(state="failed")
         answer = await edge.data.get("/v1/status")
         assert answer.json()["problem"] == "EngineFailed" and "/secret" not in answer.text

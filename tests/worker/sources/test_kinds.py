@@ -236,7 +236,7 @@ async def test_of_a_models_repository_only_what_is_loaded_is_fetched(rig: Source
 async def test_a_hub_whose_answer_has_no_end_is_given_up_in_bounded_memory(tmp_path: Path, hub: HubServer) -> None:
     rig = SourceRig(tmp_path, limits=FetchLimits(memory_bytes=300 << 20))
     hub.files["/api/models/org/x/revision/main"] = Served(b"[" * (200 << 20))
-    hub.find = lambda method, path: hub.files.get(path)  # type: ignore[method-assign]
+    hub.find = lambda path: hub.files.get(path)  # type: ignore[method-assign]
     error = await rig.refusal(Source(hugging_face=HuggingFaceSource("org/x")))
     assert (error.code, "more memory than" in error.message) == (ErrorCode.TOO_LARGE, True)
 
@@ -306,7 +306,7 @@ async def test_a_repository_that_is_no_name_of_one_is_refused(rig: SourceRig, hu
 @pytest.mark.slow
 async def test_a_hub_that_answers_something_else_is_told(rig: SourceRig, hub: HubServer) -> None:
     hub.files["/api/models/org/x/revision/main"] = Served(b"<html>")
-    hub.find = lambda method, path: hub.files.get(path)  # type: ignore[method-assign]
+    hub.find = lambda path: hub.files.get(path)  # type: ignore[method-assign]
     assert (await rig.refusal(Source(hugging_face=HuggingFaceSource("org/x")))).code is ErrorCode.NETWORK_ERROR
 
 

@@ -391,7 +391,7 @@ async def test_ranks_that_are_lost_while_they_sleep_get_all_of_it_at_their_wake(
     await sleep(edge, level)
     await put(edge, "b")
     await delete(edge, "gone")
-    edge.ranks.die("rank 1 was ended by SIGKILL")
+    edge.ranks.lose("rank 1 was ended by SIGKILL")
     await edge.wait_state(generation=2, state="asleep")
     assert (sorted(states(edge)), edge.ranks.registered) == ([("a", "Deferred"), ("b", "Deferred")], {})
     await wake(edge)

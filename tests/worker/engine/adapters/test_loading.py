@@ -166,7 +166,7 @@ async def test_the_time_of_a_load_is_told_until_there_is_another_one(edge: Edge)
     await put(edge, "a")
     again = told("a")
     assert (states(edge)["a"], again) == ("Loaded", pytest.approx(times.total_s - before_s, abs=1e-6)) and again != first
-    edge.ranks.die("rank 1 was ended by SIGKILL")
+    edge.ranks.lose("rank 1 was ended by SIGKILL")
     await edge.wait_state(generation=2, state="ready")
     assert told("a") not in (first, again), "the new ranks have loaded it again"
 
@@ -225,8 +225,7 @@ async def test_a_load_that_ends_late_leaves_nothing_and_the_table_says_who_went_
     with pytest.raises(RequestError, match="add_lora"):
         await putting
     # What the ranks do all the same: they load it, and evict for it.
-    evicted, *_ = edge.ranks.registered
-    edge.ranks.evict(evicted)
+    del edge.ranks.registered[next(iter(edge.ranks.registered))]
     edge.ranks.calling.set()
     await until(edge, a="Cached", b="Loaded", c="Failed")
     assert list(edge.ranks.registered.values()) == ["/b"]
@@ -606,8 +605,8 @@ async def test_a_load_that_one_rank_refuses_is_rolled_back_on_all_and_names_it(e
 
 async def test_after_a_loss_of_the_ranks_what_was_loaded_is_and_what_was_evicted_is_not(edge: Edge) -> None:
     await put(edge, "a", "b", "c")
-    before = edge.ranks.registered
-    edge.ranks.die("rank 1 was ended by SIGKILL")
+    before = dict(edge.ranks.registered)
+    edge.ranks.lose("rank 1 was ended by SIGKILL")
     await edge.wait_state(generation=2, state="ready")
     assert edge.ranks.registered == before
     assert states(edge) == {"a": "Cached", "b": "Loaded", "c": "Loaded"}
@@ -617,7 +616,7 @@ async def test_an_adapter_wanted_while_the_ranks_start_again_is_loaded_on_the_ne
     edge = loading_edge
     await put(edge, "a", "b", "c")
     edge.ranks.loading.clear()
-    edge.ranks.die("rank 1 was ended by SIGKILL")
+    edge.ranks.lose("rank 1 was ended by SIGKILL")
     await edge.wait_state(state="restarting")
     asking = asyncio.create_task(made(edge, "a"))
     await edge.wait_held(1)

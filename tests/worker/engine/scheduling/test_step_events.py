@@ -87,7 +87,7 @@ async def test_a_request_that_is_made_again_after_a_loss_says_so_by_step_0_and_s
     async with running(ranks) as loop:
         outcome = loop.submit(spec("a", steps=3), on_event=on_event)
         await half_way.wait()
-        ranks.die("rank 0 was ended by SIGKILL")
+        ranks.lose("rank 0 was ended by SIGKILL")
         await turns()
         before = list(heard)
         await ranks.restart()
@@ -175,7 +175,7 @@ async def test_the_time_in_the_queue_ends_when_the_request_goes_to_the_ranks_and
         last = loop.submit(spec("e", steps=1))
         await turns()
         clock.now_s += 7
-        ranks.die("gone")
+        ranks.lose("gone")
         await turns()
         await ranks.restart()
         loop.lost(ErrorCode.RANK_FAILED, "lost")
@@ -194,7 +194,7 @@ async def test_what_the_prompt_cache_did_adds_up_over_losses_of_the_ranks() -> N
         counted = loop.stats.prompt_cache
         assert counted is not None
         assert (counted.hits, counted.misses, counted.size) == (2, 1, 1)
-        ranks.die("gone")
+        ranks.lose("gone")
         await turns()
         await ranks.restart()
         loop.lost(ErrorCode.RANK_FAILED, "lost")

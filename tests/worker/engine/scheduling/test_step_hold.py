@@ -78,7 +78,7 @@ async def test_a_queued_request_that_is_given_up_is_gone_at_once_and_a_running_o
     assert (rig.document.queued, rig.document.in_flight) == (0, 0)
     await asyncio.sleep(1)
     # The one message that ranks get while it is paused: what to forget.
-    assert rig.ranks.active == []
+    assert rig.ranks.active == {}
 
 
 async def test_pause_and_resume_may_be_repeated(rig: SleepRig) -> None:
@@ -109,7 +109,7 @@ async def test_ranks_that_are_lost_in_a_pause_are_paused_when_they_are_back(rig:
     request = await rig.running()
     pausing = asyncio.create_task(pause(rig))
     await asyncio.sleep(1)
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     rig.ranks.stepping.set()
     await pausing
     await asyncio.sleep(10)

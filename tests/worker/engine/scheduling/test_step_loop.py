@@ -137,7 +137,7 @@ async def test_running_requests_are_made_again_first_after_a_loss_and_fail_with_
     for loss in range(MAX_REPLAYS + 1):
         task = asyncio.create_task(loop.run())
         await turns()
-        ranks.die("rank 0 was ended by SIGKILL")
+        ranks.lose("rank 0 was ended by SIGKILL")
         await task
         await ranks.restart()
         assert ranks.names("join")[loss * TICKS_AHEAD] == ["a", "b"]
@@ -160,7 +160,7 @@ async def test_a_request_that_was_replayed_has_the_image_of_its_seed() -> None:
     outcome = loop.submit(spec("a", seed=7, steps=30))
     task = asyncio.create_task(loop.run())
     await turns(30)
-    ranks.die("rank 0 was ended by SIGKILL")
+    ranks.lose("rank 0 was ended by SIGKILL")
     await task
     await ranks.restart()
     loop.lost(ErrorCode.RANK_FAILED, "lost")

@@ -52,14 +52,14 @@ async def test_each_rank_s_acknowledgement_of_the_last_operation_can_be_told(rig
 async def test_a_warm_up_is_made_once_by_each_generation_of_ranks(rig: SleepRig) -> None:
     await rig.sleep()
     await rig.wake()
-    assert rig.ranks.warm_ups == 1
+    assert rig.ranks.counts["warm_up"] == 1
     await rig.sleep()
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     await rig.until("restarting")
     await rig.until("asleep")
-    assert rig.ranks.warm_ups == 1
+    assert rig.ranks.counts["warm_up"] == 1
     await rig.wake()
-    assert rig.ranks.warm_ups == 2
+    assert rig.ranks.counts["warm_up"] == 2
 
 
 # Ids and repeats
@@ -135,7 +135,7 @@ async def test_a_sleep_while_it_wakes_conflicts_and_names_the_wake(rig: SleepRig
 
 async def test_while_the_model_loads_or_is_started_again_an_operation_is_to_come_later(rig: SleepRig) -> None:
     rig.ranks.loading.clear()
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     await rig.until("restarting")
     for begin in (rig.begin_sleep, rig.begin_wake):
         with pytest.raises(RequestError) as refused:
@@ -294,7 +294,7 @@ async def test_the_end_of_the_server_in_the_middle_of_anything_is_an_end_in_time
                 rig.begin_wake()
             if state is EngineState.RESTARTING:
                 rig.ranks.loading.clear()
-                rig.ranks.die(KILLED)
+                rig.ranks.lose(KILLED)
             await rig.until(state)
             started = asyncio.get_running_loop().time()
             await rig.engine.terminate()

@@ -44,7 +44,7 @@ def problem_of(result: OperationResult) -> ProblemReport:
 )
 async def test_a_rank_that_woke_otherwise_is_never_served_from(rig: SleepRig, corruption: dict[str, Any], says: str) -> None:
     await rig.sleep()
-    rig.ranks.corrupt(1, **corruption)
+    vars(rig.ranks.members[1]).update(corruption)
     rig.ranks.loading.clear()
     operation = rig.begin_wake()
     await rig.until("restarting")
@@ -64,7 +64,7 @@ async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: S
     """RA21."""
     await rig.put("style")
     await rig.sleep()
-    rig.ranks.evict(next(iter(rig.ranks.registered)))
+    rig.ranks.registered.popitem()
     calls = len(rig.ranks.calls)
     assert (await rig.wake()).error is None
     assert rig.ranks.calls[calls:].count("add_lora") == 1
@@ -76,7 +76,7 @@ async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anyth
     await rig.put("style")
     await rig.put("other")
     await rig.sleep()
-    rig.ranks.spoil_adapter(1, min(rig.ranks.registered))
+    rig.ranks.members[1].spoilt[min(rig.ranks.registered)] = "other"
     calls = len(rig.ranks.calls)
     took = {one.name: one.load_seconds for one in rig.document.adapters}
     assert (await rig.wake()).error is None
@@ -91,7 +91,8 @@ async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_s
     """RA21."""
     await rig.put("style")
     await rig.sleep()
-    rig.ranks.spoil_adapter(1, min(rig.ranks.registered), for_good=True)
+    rig.ranks.members[1].spoilt[min(rig.ranks.registered)] = "other"
+    rig.ranks.members[1].spoils_for_good = True
     problem = problem_of(await rig.wake())
     assert (problem.code, "rank 1: adapter 1: expected sha256:" in problem.message) == ("VerificationFailed", True)
     assert (rig.adapters(), rig.document.generation) == ({"style": "Loaded"}, 2)
@@ -104,7 +105,7 @@ async def test_an_adapter_that_is_wrong_and_whose_file_is_gone_is_failed_and_the
     """RA21."""
     await rig.put("style")
     await rig.sleep()
-    rig.ranks.spoil_adapter(0, min(rig.ranks.registered))
+    rig.ranks.members[0].spoilt[min(rig.ranks.registered)] = "other"
     rig.ranks.adapter_errors["/loras/style"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no such file")
     assert (await rig.wake()).error is None
     assert (rig.adapters(), list(rig.ranks.registered), rig.document.generation) == ({"style": "Failed"}, [], 1)
@@ -114,7 +115,7 @@ async def test_an_adapter_that_is_wrong_and_whose_file_is_gone_is_failed_and_the
 async def test_an_adapter_that_the_ranks_have_and_nobody_knows_leaves_them(rig: SleepRig) -> None:
     """RA21."""
     await rig.sleep()
-    rig.ranks.register(7, "/loras/stranger")
+    rig.ranks.registered[7] = "/loras/stranger"
     assert (await rig.wake()).error is None
     assert list(rig.ranks.registered) == []
 
@@ -180,7 +181,7 @@ async def test_a_wake_without_memory_puts_every_rank_back_to_sleep_and_may_be_tr
 
 async def test_a_warm_up_without_memory_is_a_wake_without_memory(rig: SleepRig) -> None:
     await rig.sleep()
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     await rig.until("restarting")
     await rig.until("asleep")
     rig.ranks.method_errors["warm_up"] = NO_MEMORY
@@ -225,7 +226,7 @@ async def test_a_wake_that_hangs_ends_at_its_deadline_with_new_ranks(rig: SleepR
 
 async def test_a_first_wake_whose_warm_up_hangs_ends_at_its_deadline(rig: SleepRig) -> None:
     await rig.sleep()
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     await rig.until("restarting")
     await rig.until("asleep")
     rig.ranks.hanging.add("warm_up")
@@ -258,7 +259,7 @@ async def test_a_sleep_that_cannot_be_undone_ends_with_new_ranks_that_are_awake(
 
 async def test_a_failed_sleep_whose_undoing_changes_something_is_not_served_from(rig: SleepRig) -> None:
     rig.ranks.sleep_errors = [BROKEN]
-    rig.ranks.corrupt(0, checksum="other")
+    rig.ranks.members[0].checksum = "other"
     await rig.sleep()
     assert (rig.engine.state, rig.document.generation) == ("ready", 2)
 
@@ -277,7 +278,7 @@ async def test_ranks_that_are_not_done_with_their_steps_are_not_put_to_sleep(rig
 
 
 async def test_memory_that_is_not_given_back_is_looked_for_twice_and_then_the_ranks_start_again_asleep(rig: SleepRig) -> None:
-    rig.ranks.leak(1, WEIGHTS_BYTES // 40)
+    rig.ranks.members[1].leaked = WEIGHTS_BYTES // 40
     problem = problem_of(await rig.sleep())
     assert (problem.code, problem.retryable) == ("MemoryNotReleased", True)
     assert "rank 1: expected at most 2% of its 1000000 bytes of weights on the device, found 25000" in problem.message
@@ -286,7 +287,7 @@ async def test_memory_that_is_not_given_back_is_looked_for_twice_and_then_the_ra
 
 
 async def test_a_little_memory_that_stays_is_none_of_the_weights(rig: SleepRig) -> None:
-    rig.ranks.leak(1, WEIGHTS_BYTES // 50)
+    rig.ranks.members[1].leaked = WEIGHTS_BYTES // 50
     assert (await rig.sleep()).error is None
 
 
@@ -314,7 +315,7 @@ async def test_ranks_that_are_lost_in_a_wake_end_it_awake(rig: SleepRig, method:
 async def test_ranks_that_are_lost_while_they_drain_finish_their_requests_and_then_sleep(rig: SleepRig) -> None:
     request = await rig.running()
     operation = rig.begin_sleep()
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     await rig.until("restarting")
     rig.ranks.stepping.set()
     assert (await rig.over(operation)).error is None
@@ -325,7 +326,7 @@ async def test_ranks_that_are_lost_while_they_drain_finish_their_requests_and_th
 async def test_ranks_that_are_lost_asleep_come_back_asleep_and_their_first_wake_brings_everything(rig: SleepRig) -> None:
     await rig.put("style")
     await rig.sleep()
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     await rig.until("restarting")
     await rig.until("asleep")
     assert (rig.ranks.starts_asleep, rig.asleep, rig.adapters()) == ([False, True], [ALL, ALL], {"style": "Deferred"})

@@ -133,7 +133,7 @@ async def test_a_request_that_comes_while_the_ranks_are_being_put_to_sleep_wakes
 async def test_a_request_that_comes_while_sleeping_ranks_are_started_again_wakes_the_next_ones(rig: SleepRig) -> None:
     await rig.sleep()
     rig.ranks.loading.clear()
-    rig.ranks.die(KILLED)
+    rig.ranks.lose(KILLED)
     await rig.until("restarting")
     request = asyncio.create_task(rig.image())
     await asyncio.sleep(1)
@@ -187,7 +187,7 @@ async def test_a_wake_on_demand_has_the_deadline_of_the_file_and_its_requests_wa
 @pytest.mark.looptime
 async def test_a_wake_on_demand_that_changes_something_serves_its_requests_from_new_ranks_only(rig: SleepRig) -> None:
     await rig.sleep()
-    rig.ranks.corrupt(0, checksum="other")
+    rig.ranks.members[0].checksum = "other"
     assert (await rig.image()).images
     assert rig.document.generation == 2
 

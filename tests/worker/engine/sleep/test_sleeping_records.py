@@ -37,10 +37,10 @@ async def test_the_next_server_starts_asleep_and_its_first_wake_is_verified(tmp_
     await slept_in(place, level=level)
     async with sleep_rig(**place) as rig:
         assert (rig.engine.state, rig.engine.loaded, rig.ranks.starts_asleep) == ("asleep", True, [True])
-        assert (rig.asleep, rig.ranks.warm_ups) == ([list(MemoryTag)] * 2, 0)
+        assert (rig.asleep, rig.ranks.counts["warm_up"]) == ([list(MemoryTag)] * 2, 0)
         assert rig.adapters() == {"style": "Deferred"}
         assert (await rig.image(model="style")).images
-        assert (rig.ranks.warm_ups, rig.ranks.counts["fingerprint"], rig.document.generation) == (1, 1, 1)
+        assert (rig.ranks.counts["warm_up"], rig.ranks.counts["fingerprint"], rig.document.generation) == (1, 1, 1)
 
 
 async def test_a_model_that_changed_while_the_server_was_away_is_found_by_the_first_wake(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ async def test_new_ranks_of_a_sleeping_server_keep_its_record(tmp_path: Path) ->
     place = settings(tmp_path)
     async with sleep_rig(**place) as rig:
         await rig.sleep()
-        rig.ranks.die(KILLED)
+        rig.ranks.lose(KILLED)
         await rig.until("restarting")
         await rig.until("asleep")
     async with sleep_rig(**place) as rig:

@@ -67,13 +67,13 @@ class Sequence:
             case 2:
                 ranks.killers[self.chance.choice(METHODS)] = KILLED
             case 3:
-                ranks.corrupt(rank, checksum="other")
+                ranks.members[rank].checksum = "other"
             case 4:
-                ranks.leak(rank, 500_000)
+                ranks.members[rank].leaked = 500_000
 
     async def lose(self) -> None:
         if self.chance.random() < 0.3:
-            self.rig.ranks.die(KILLED)
+            self.rig.ranks.lose(KILLED)
 
     async def pause(self) -> None:
         if self.chance.random() < 0.5:

@@ -46,7 +46,7 @@ def image(seed: int) -> bytes:
 
 async def test_running_and_queued_requests_are_answered_by_the_next_group_as_if_nothing_had_happened(edge: Edge) -> None:
     tasks = await asked(edge, 5)
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     edge.ranks.stepping.set()
     answers = await asyncio.gather(*tasks)
     for seed, answer in enumerate(answers):
@@ -58,9 +58,9 @@ async def test_running_and_queued_requests_are_answered_by_the_next_group_as_if_
 async def test_a_request_is_begun_again_twice_and_then_fails_with_a_code(edge: Edge) -> None:
     (task,) = await asked(edge)
     for generation in (2, 3):
-        edge.ranks.die(KILLED)
+        edge.ranks.lose(KILLED)
         await restarted(edge, generation, inFlight=1)
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     answer = await task
     assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (500, "RankFailed", True)
     assert KILLED in answer.json()["error"]["message"]
@@ -71,7 +71,7 @@ async def test_a_request_is_begun_again_twice_and_then_fails_with_a_code(edge: E
 
 async def test_a_request_that_comes_while_the_group_is_started_again_waits_for_it(edge: Edge) -> None:
     edge.ranks.loading.clear()
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
     task = asyncio.create_task(edge.request_images(prompt="p", seed=0))
     await edge.wait_held(1)
@@ -81,7 +81,7 @@ async def test_a_request_that_comes_while_the_group_is_started_again_waits_for_i
 
 async def test_a_request_that_is_wrong_is_refused_at_once_while_the_group_is_started_again(edge: Edge) -> None:
     edge.ranks.loading.clear()
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
     assert (await edge.request_images(prompt="p", size="65x65")).status_code == 400
     assert (await edge.request_images(prompt="p", model="nobody")).status_code == 404
@@ -102,7 +102,7 @@ async def test_a_step_that_is_overdue_loses_the_group_and_the_request_is_made_by
 
 async def test_the_state_document_tells_the_generation_the_restarts_and_the_last_loss(edge: Edge) -> None:
     edge.ranks.loading.clear()
-    edge.ranks.die(KILLED, Fault.DEVICE)
+    edge.ranks.lose(KILLED, Fault.DEVICE)
     document = await edge.wait_state(state="restarting")
     assert (document["failure"]["code"], document["failure"]["message"]) == ("RankFailed", KILLED)
     assert (await edge.data.get("/readyz")).status_code == 200
@@ -117,7 +117,7 @@ async def test_the_state_document_tells_the_generation_the_restarts_and_the_last
 
 
 async def test_metrics_count_restarts_and_losses_by_their_fault(edge: Edge) -> None:
-    edge.ranks.die(KILLED, Fault.DEVICE)
+    edge.ranks.lose(KILLED, Fault.DEVICE)
     await restarted(edge)
     text = (await edge.data.get("/metrics")).text
     assert "diffusion_worker_rank_group_restarts_total 1.0" in text
@@ -129,7 +129,7 @@ async def test_metrics_count_restarts_and_losses_by_their_fault(edge: Edge) -> N
 async def test_control_operations_are_told_to_come_back_while_the_group_is_started_again(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.loading.clear()
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
     answers = [
         await edge.operate("sleep"),
@@ -144,7 +144,7 @@ async def test_control_operations_are_told_to_come_back_while_the_group_is_start
 async def test_an_adapter_is_removed_while_the_group_is_started_again_and_does_not_come_back_with_it(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.loading.clear()
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
     assert (await edge.delete_adapter("style")).status_code == 200
     edge.ranks.loading.set()
@@ -160,7 +160,7 @@ async def test_adapters_are_loaded_again_under_their_ids_and_serve_the_requests_
     await edge.put_adapter("two", "/loras/two", scale=0.5)
     before = (await edge.request_images(prompt="p", seed=0, model="two")).json()["data"]
     (task,) = await asked(edge, model="two")
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     edge.ranks.stepping.set()
     assert (await task).json()["data"] == before
     document = await restarted(edge)
@@ -174,7 +174,7 @@ async def test_an_adapter_whose_bytes_changed_is_failed_after_a_restart_and_its_
     await edge.put_adapter("style", "/loras/style")
     (task,) = await asked(edge, model="style")
     edge.ranks.adapter_errors["/loras/style"] = ErrorReport(ErrorCode.DIGEST_MISMATCH, "expected one, found another")
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     answer = await task
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "AdapterNotLoaded")
     document = await restarted(edge)
@@ -191,7 +191,7 @@ async def test_an_adapter_that_was_loading_when_the_group_was_lost_is_failed_and
         return "add_lora" in edge.ranks.calls
 
     await edge.wait_for(loading)
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     answer = await putting
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (500, "RankFailed", True)
     edge.ranks.calling.set()
@@ -209,7 +209,7 @@ async def test_an_adapter_that_drains_when_the_group_is_lost_serves_its_requests
         return bool((await edge.state())["adapters"][0]["state"] == "Draining")
 
     await edge.wait_for(drains)
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await restarted(edge)
     edge.ranks.stepping.set()
     assert (await task).status_code == 200
@@ -224,7 +224,7 @@ async def test_a_group_that_is_lost_asleep_goes_back_to_sleep_and_refuses_all_th
     await edge.operate("sleep")
     await edge.wait_state(state="asleep")
     edge.ranks.loading.clear()
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
     assert (await edge.request_images(prompt="p")).json()["error"]["code"] == "Asleep"
     edge.ranks.loading.set()
@@ -244,7 +244,7 @@ async def test_a_drain_during_which_the_group_is_lost_waits_for_the_replayed_req
     (task,) = await asked(edge)
     await edge.operate("sleep", operationId="op-1")
     await edge.wait_state(state="draining")
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await edge.wait_state(generation=2, state="draining")
     edge.ranks.stepping.set()
     assert (await task).status_code == 200
@@ -267,7 +267,7 @@ async def test_a_wake_during_which_the_group_is_lost_ends_with_an_awake_one(edge
 async def test_a_group_that_is_lost_while_it_starts_again_is_started_once_more(edge: Edge) -> None:
     (task,) = await asked(edge)
     edge.ranks.restart_errors = [GroupFailed("rank 0 (pid 9) was ended by SIGKILL"), None]
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     edge.ranks.stepping.set()
     assert (await task).status_code == 200
     assert (await restarted(edge, 3))["restarts"] == 2
@@ -277,7 +277,7 @@ async def test_a_group_that_is_lost_while_it_starts_again_is_started_once_more(e
 async def test_a_model_that_cannot_be_loaded_again_fails_the_engine_with_the_reason(edge: Edge, error: Exception) -> None:
     (task,) = await asked(edge)
     edge.ranks.restart_errors = [error]
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     async with asyncio.timeout(5):
         reason = await edge.engine.run_until_failure()
     assert str(error) in reason and KILLED in reason
@@ -289,9 +289,9 @@ async def test_a_model_that_cannot_be_loaded_again_fails_the_engine_with_the_rea
 async def test_a_group_that_is_lost_too_often_fails_the_engine() -> None:
     async with serving_edge(max_restarts=2) as edge:
         for generation in (2, 3):
-            edge.ranks.die(KILLED)
+            edge.ranks.lose(KILLED)
             await restarted(edge, generation)
-        edge.ranks.die(KILLED)
+        edge.ranks.lose(KILLED)
         async with asyncio.timeout(5):
             assert "lost too often" in await edge.engine.run_until_failure()
 
@@ -304,7 +304,7 @@ def test_restarts_count_for_ten_minutes() -> None:
 
 async def test_an_engine_that_ends_while_its_group_is_started_again_ends(edge: Edge) -> None:
     edge.ranks.loading.clear()
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
     async with asyncio.timeout(5):
         await edge.engine.terminate()
@@ -315,7 +315,7 @@ async def test_a_request_that_runs_while_the_server_ends_is_replayed_within_the_
     (task,) = await asked(edge)
     ending = asyncio.create_task(edge.engine.terminate())
     await edge.wait_state(state="terminating")
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     edge.ranks.stepping.set()
     assert (await task).status_code == 200
     await ending
@@ -331,7 +331,7 @@ async def test_an_adapter_waiting_for_its_turn_to_load_is_loaded_by_the_next_gro
         return "add_lora" in edge.ranks.calls
 
     await edge.wait_for(loading)
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     edge.ranks.calling.set()
     await asyncio.gather(*puts, return_exceptions=True)
     document = await restarted(edge)

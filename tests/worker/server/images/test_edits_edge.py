@@ -377,7 +377,7 @@ async def test_an_edit_is_replayed_with_its_images_when_its_ranks_are_lost() -> 
             return bool((await edge.state())["inFlight"])
 
         await edge.wait_for(running)
-        edge.ranks.die("rank 0 is gone")
+        edge.ranks.lose("rank 0 is gone")
         edge.ranks.stepping.set()
         assert image_of(await waiting).tobytes() == expected.tobytes()
         assert edge.ranks.generation == 2

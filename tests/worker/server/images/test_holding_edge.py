@@ -21,7 +21,8 @@ from diffusion_worker.errors import ErrorCode, GroupFailed
 from diffusion_worker.messages import ErrorReport, RequestSpec, Task
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 from support.worker.process import decode_image
-from support.worker.server_edge import DEADLINE_S, Client, Edge, code, desired, fall_asleep, serving_edge, sleeping_edge
+from support.worker.server_edge import DEADLINE_S, Client, Edge, code, fall_asleep, serving_edge, sleeping_edge
+from support.worker.sleep_rig import write_desired
 
 KILLED = "rank 0 was ended by SIGKILL"
 
@@ -110,7 +111,7 @@ async def test_a_request_wakes_a_sleeping_model_by_itself_and_is_served(tmp_path
 
 
 async def test_held_requests_reach_the_ranks_in_the_order_in_which_they_came(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path, max_batch_size=1) as edge:
+    async with sleeping_edge(tmp_path, settings={"max_batch_size": 1}) as edge:
         answered: list[int] = []
 
         async def ask(number: int) -> None:
@@ -127,7 +128,7 @@ async def test_held_requests_reach_the_ranks_in_the_order_in_which_they_came(tmp
 
 @pytest.mark.parametrize("during", ["draining", "sleeping"])
 async def test_a_request_that_races_with_the_decision_to_sleep_is_served(tmp_path: Path, during: str) -> None:
-    async with serving_edge(desired_path=desired(tmp_path)) as edge:
+    async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle")) as edge:
         edge.ranks.stepping.clear()
         running = [asyncio.create_task(edge.request_images(prompt="p"))] if during == "draining" else []
         await edge.wait_state(inFlight=len(running))
@@ -142,12 +143,12 @@ async def test_a_request_that_races_with_the_decision_to_sleep_is_served(tmp_pat
 
 
 async def test_requests_of_a_restart_are_held_up_to_the_limit_and_those_with_the_ranks_stay_there(tmp_path: Path) -> None:
-    async with serving_edge(desired_path=desired(tmp_path, "AlwaysAwake", maxHeld=1)) as edge:
+    async with serving_edge(desired_path=write_desired(tmp_path, "AlwaysAwake", coldRequests={"maxHeld": 1})) as edge:
         edge.ranks.stepping.clear()
         running = asyncio.create_task(edge.request_images(prompt="p"))
         await edge.wait_state(inFlight=1)
         edge.ranks.loading.clear()
-        edge.ranks.die(KILLED)
+        edge.ranks.lose(KILLED)
         await edge.wait_state(state="restarting", queued=1)
         held = asyncio.create_task(edge.request_images(prompt="p"))
         await edge.wait_held(1)
@@ -222,13 +223,13 @@ async def test_a_worker_that_is_told_to_end_ends_held_requests_at_once_and_not_a
 
 
 async def test_a_group_that_is_lost_for_good_ends_held_requests(tmp_path: Path) -> None:
-    async with serving_edge(desired_path=desired(tmp_path), max_restarts=1) as edge:
+    async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle"), max_restarts=1) as edge:
         edge.ranks.loading.clear()
-        edge.ranks.die(KILLED)
+        edge.ranks.lose(KILLED)
         await edge.wait_state(state="restarting", generation=2)
         held = asyncio.create_task(edge.request_images(prompt="p"))
         await edge.wait_held(1)
-        edge.ranks.die(KILLED)
+        edge.ranks.lose(KILLED)
         assert code(await held) == (500, "EngineFailed")
 
 
@@ -238,7 +239,7 @@ async def test_a_model_that_cannot_be_loaded_ends_requests_that_wait_for_it() ->
     starting = asyncio.create_task(edge.engine.start())
     held = asyncio.create_task(edge.request_images(prompt="p"))
     await edge.wait_held(1)
-    edge.ranks.die(KILLED)
+    edge.ranks.lose(KILLED)
     assert code(await held) == (500, "EngineFailed")
     with pytest.raises(GroupFailed):
         await starting
@@ -249,7 +250,7 @@ async def test_a_model_that_cannot_be_loaded_ends_requests_that_wait_for_it() ->
 
 
 async def test_a_request_whose_adapter_is_on_its_way_when_the_model_falls_asleep_is_held_and_served(tmp_path: Path) -> None:
-    async with serving_edge(desired_path=desired(tmp_path)) as edge:
+    async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle")) as edge:
         await edge.put_adapter("rare", "", source={"huggingFace": {"repo": "org/rare"}}, residency=Residency.ON_DEMAND)
         edge.fetcher.arriving.clear()
         waiting = asyncio.create_task(edge.request_images(prompt="p", model="rare"))
@@ -266,7 +267,7 @@ async def test_a_request_whose_adapter_is_on_its_way_when_the_model_falls_asleep
 
 
 async def test_a_request_for_an_adapter_of_a_sleeping_model_is_held_and_one_for_a_broken_one_is_not(tmp_path: Path) -> None:
-    async with serving_edge(desired_path=desired(tmp_path)) as edge:
+    async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle")) as edge:
         await edge.put_adapter("stripes", "/loras/stripes")
         edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
         await edge.put_adapter("broken", "/loras/broken")
@@ -305,7 +306,7 @@ async def test_a_worker_that_starts_asleep_holds_a_request_for_an_adapter_that_i
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_bursts_of_requests_beside_sleeps_and_losses_of_the_ranks_are_all_served(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    async with serving_edge(desired_path=desired(tmp_path), max_batch_size=2) as edge:
+    async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle"), max_batch_size=2) as edge:
         asked: dict[int, asyncio.Task[httpx2.Response]] = {}
         losses = 0
         for number in range(80):
@@ -318,7 +319,7 @@ async def test_bursts_of_requests_beside_sleeps_and_losses_of_the_ranks_are_all_
                     await edge.operate("sleep")
                 case "lose" if losses < 2:
                     losses += 1
-                    edge.ranks.die(KILLED)
+                    edge.ranks.lose(KILLED)
             for _ in range(rng.choice([0, 1, 10, 100])):
                 await asyncio.sleep(0)
         async with asyncio.timeout(DEADLINE_S):

@@ -11,7 +11,8 @@ from diffusion_worker.engine.sleep import calls as sleep_calls
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport
 from diffusion_worker.server.images import streaming
-from support.worker.server_edge import Client, code, desired, serving_edge, sleeping_edge
+from support.worker.server_edge import Client, code, serving_edge, sleeping_edge
+from support.worker.sleep_rig import write_desired
 
 
 async def test_a_held_stream_begins_at_once_and_tells_where_it_stands_until_it_is_made(
@@ -39,7 +40,7 @@ async def test_a_held_stream_begins_at_once_and_tells_where_it_stands_until_it_i
 
 
 async def test_a_stream_tells_of_every_state_that_it_waits_through(tmp_path: Path) -> None:
-    async with serving_edge(desired_path=desired(tmp_path)) as edge:
+    async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle")) as edge:
         edge.ranks.calling.clear()
         await edge.operate("sleep")
         await edge.wait_state(state="sleeping")

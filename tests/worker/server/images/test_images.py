@@ -206,7 +206,7 @@ async def test_a_group_that_is_lost_for_good_fails_the_requests_that_wait_for_it
         watching = asyncio.create_task(edge.engine.run_until_failure())
         request = asyncio.create_task(edge.request_images(prompt="p"))
         await edge.wait_state(inFlight=1)
-        edge.ranks.die("rank 0 was ended by SIGKILL")
+        edge.ranks.lose("rank 0 was ended by SIGKILL")
         answer = await request
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "EngineFailed")
         assert "SIGKILL" in answer.json()["error"]["message"]

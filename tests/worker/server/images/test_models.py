@@ -53,7 +53,7 @@ async def test_health_readiness_models_and_metrics_are_right_starting_serving_as
     await edge.operate("sleep")
     await edge.wait_state(state="asleep")
     assert await told(edge) == (200, 200, ["asleep"], "asleep")
-    edge.ranks.die("rank 0 was ended by SIGKILL")
+    edge.ranks.lose("rank 0 was ended by SIGKILL")
     await edge.engine.run_until_failure()
     assert await told(edge) == (200, 503, ["failed"], "failed")
     await edge.engine.terminate()

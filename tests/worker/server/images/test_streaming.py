@@ -179,7 +179,7 @@ async def test_ranks_that_are_lost_for_good_end_a_stream_with_an_error(monkeypat
         edge.ranks.stepping.clear()
         asking = Asking(edge)
         assert (await asking.message())["status"] == 200
-        edge.ranks.die("rank 0 was ended by SIGKILL")
+        edge.ranks.lose("rank 0 was ended by SIGKILL")
         text = ""
         while (message := await asking.message())["more_body"]:
             text += message["body"].decode()

@@ -59,7 +59,7 @@ async def traffic(edge: Edge) -> None:
     await edge.wait_state(state="asleep")
     await edge.operate("wake")
     await edge.wait_state(state="ready")
-    edge.ranks.die("rank 0 was ended by SIGKILL", Fault.DIED)
+    edge.ranks.lose("rank 0 was ended by SIGKILL", Fault.DIED)
     await edge.wait_state(restarts=1, state="ready")
 
 
@@ -342,7 +342,7 @@ async def test_probes_models_and_metrics_are_right_while_the_worker_sleeps(edge:
 
 async def test_probes_models_and_metrics_are_right_when_the_ranks_are_dead_for_good() -> None:
     async with serving_edge(max_restarts=0) as edge:
-        edge.ranks.die("rank 0 was ended by SIGKILL", Fault.DIED)
+        edge.ranks.lose("rank 0 was ended by SIGKILL", Fault.DIED)
         await edge.wait_state(state="failed")
         assert await answers(edge) == (200, 503, 200)
         assert await states(edge) == {"failed"}
