@@ -151,7 +151,7 @@ def rotate(cluster: AuditedApiserver, team: Team, documents: list[Document], wor
 
 
 def test_every_right_of_the_role_is_used_and_nothing_else_is_asked_for(cluster: AuditedApiserver) -> None:
-    documents = cluster.rendered("default-values.yaml", watchNamespaces=[TEAM])
+    documents = cluster.rendered(watchNamespaces=[TEAM])
     cluster.give_rights(documents)
     live(cluster, Team(cluster), documents)
     account = the_only(documents, "ServiceAccount")["metadata"]["name"]
@@ -166,7 +166,7 @@ def test_every_right_of_the_role_is_used_and_nothing_else_is_asked_for(cluster: 
 
 def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owners_finalizers(cluster: AuditedApiserver) -> None:
     """As in OpenShift; this server does it too."""
-    documents = copy.deepcopy(cluster.rendered("default-values.yaml", fullnameOverride="poor", watchNamespaces=[TEAM]))
+    documents = copy.deepcopy(cluster.rendered(fullnameOverride="poor", watchNamespaces=[TEAM]))
     role = the_only(documents, "Role")
     role["rules"] = [rule for rule in role["rules"] if BY_ADMISSION.resource not in rule["resources"]]
     cluster.give_rights(documents)
@@ -178,7 +178,7 @@ def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owner
 
 
 def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(cluster: AuditedApiserver) -> None:
-    documents = cluster.rendered("default-values.yaml", fullnameOverride="wide", watchNamespaces=["*"])
+    documents = cluster.rendered(fullnameOverride="wide", watchNamespaces=["*"])
     cluster.give_rights(documents)
     team = Team(cluster)
     with cluster.operator(documents, [OLD]) as operator:
@@ -189,7 +189,7 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
     usage = cluster.usage("wide")
     assert usage.refused == []
     assert Right("", "pods", "create") in usage.used
-    assert set(usage.used) <= granted(role) == granted(the_only(cluster.rendered("default-values.yaml"), "Role"))
+    assert set(usage.used) <= granted(role) == granted(the_only(cluster.rendered(), "Role"))
 
 
 PEOPLE = [
@@ -214,7 +214,7 @@ PEOPLE = [
 @pytest.fixture(scope="module")
 def people(cluster: AuditedApiserver) -> Callable[[str], str]:
     """A user of this role in the team's namespace, by the role's name."""
-    documents = cluster.rendered("default-values.yaml", fullnameOverride="people")
+    documents = cluster.rendered(fullnameOverride="people")
     cluster.give_rights([one for one in documents if one["kind"] == "ClusterRole"])
     group = "rbac.authorization.k8s.io"
     for role in {row[0] for row in PEOPLE}:
@@ -239,7 +239,7 @@ def test_people_may_do_what_their_role_is_named_after(
 
 
 def test_the_charts_own_pods_are_let_into_a_namespace_that_enforces_the_restricted_profile(cluster: AuditedApiserver) -> None:
-    documents = cluster.rendered("default-values.yaml")
+    documents = cluster.rendered()
     for name, spec in pod_specs(documents):
         cluster.try_pod({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec})
     spec = copy.deepcopy(dict(pod_specs(documents))["demo-diffusion-operator"])

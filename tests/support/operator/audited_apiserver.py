@@ -41,8 +41,8 @@ class AuditedApiserver:
     def namespace(self, name: str) -> None:
         self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": RESTRICTED}})
 
-    def rendered(self, values: str, **overrides: object) -> list[Document]:
-        return self._chart.documents(values, overrides=overrides)
+    def rendered(self, **overrides: object) -> list[Document]:
+        return self._chart.documents(overrides=overrides)
 
     def give_rights(self, documents: Sequence[Document]) -> None:
         """What the chart says about accounts, and nothing else of it."""

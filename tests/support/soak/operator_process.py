@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from aiohttp.test_utils import unused_port
 
 from support.soak.frame import metric_values, total
 from support.worker.leftovers import footprint
@@ -62,7 +62,7 @@ class OperatorProcess:
 
         With `died_at`, a file, it dies at each kind of place that is not in it, and lives again.
         """
-        metrics_port, liveness_port = _free_port(), _free_port()
+        metrics_port, liveness_port = unused_port(), unused_port()
         self._metrics_url, self._liveness_url = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{liveness_port}/healthz"
         command = [*self._command, f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
         given = self._under_test | {"dieAt": die_at, "diedAt": str(died_at) if died_at else None}
@@ -149,9 +149,3 @@ class OperatorProcess:
     def complaints(self) -> list[str]:
         """Lines of the log that no input should cause."""
         return [line for line in self.log.read_text(errors="replace").splitlines() if COMPLAINT.search(line)]
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
