@@ -145,11 +145,8 @@ def names_the_field(message: str, case: Case) -> bool:
     words = set(re.findall(r"\w+", message))
     if case.touched[-1:] == ("spec",) and "spec" in words:
         return True
-    known = {
-        *field_names(object_schema(case.kind.plural)),
-        *(word for name in case.touched for word in re.findall(r"\w+", name)),
-        "metadata",
-    }
+    fields = field_names(object_schema(case.kind.plural))
+    known = {*fields, *(word for name in case.touched for word in re.findall(r"\w+", name)), "metadata"}
     return bool(words & (known - {"spec"}))
 
 
