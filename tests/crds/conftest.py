@@ -3,12 +3,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kubernetes import config
 
 from support.operator.kind_api import Api
 
 
 @pytest.fixture(scope="module")
 def api(kubeconfig_of_apiserver: Path) -> Iterator[Api]:
-    made = Api(kubeconfig_of_apiserver)
-    yield made
-    made.close()
+    with config.new_client_from_config(config_file=str(kubeconfig_of_apiserver)) as connection:
+        yield Api(connection)

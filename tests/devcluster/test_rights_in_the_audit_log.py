@@ -4,8 +4,7 @@
 from itertools import count
 from typing import Any
 
-from support.cluster.audit import usage
-from support.operator.audited_apiserver import Right
+from support.cluster.audit import Right, usage
 from tools.demo.kubectl import Document
 
 OPERATOR = "system:serviceaccount:team:diffusion-operator"

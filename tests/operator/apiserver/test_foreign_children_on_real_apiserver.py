@@ -144,7 +144,7 @@ class Everywhere:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def everywhere(kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Everywhere]:
     folder = tmp_path_factory.mktemp("children")
-    arguments = ("--operator-namespace=operators", "--operator-label=app=operator")
+    arguments = ("--all-namespaces", "--operator-namespace=operators", "--operator-label=app=operator")
     async with RestClient(kubeconfig) as client, Webhook(client, folder) as webhook, FakeKubelet(client, Random()) as kubelet:
         await make_policy(client)
         with running(folder / "operator", kubeconfig, control_port=kubelet.port, arguments=arguments):

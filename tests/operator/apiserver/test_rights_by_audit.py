@@ -15,7 +15,8 @@ import pytest
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.render.control_secret import control_token
-from support.operator.audited_apiserver import AuditedApiserver, Right, audited_apiserver, granted
+from support.cluster.audit import BY_ADMISSION, Right, granted
+from support.operator.audited_apiserver import AuditedApiserver, audited_apiserver
 from support.operator.chart_rendering import NAMESPACE, Chart, Document, of_kind, pod_specs, the_only
 from support.operator.real_apiserver import kubectl
 from support.worker.process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
@@ -27,7 +28,6 @@ TEAM = "team"
 OLD, NEW = "o" * 32, "n" * 32
 WORKER_IP = "127.31.0.1"  # a pod's address of its own, where the control port is the one that every worker has
 API = "diffusion-operator.dev/v1alpha1"
-OWNER_RIGHT = Right("diffusion-operator.dev", "diffusiondeployments/finalizers", "update")
 DEPLOYMENT: Document = {
     "apiVersion": API,
     "kind": "DiffusionDeployment",
@@ -151,24 +151,24 @@ def rotate(cluster: AuditedApiserver, team: Team, documents: list[Document], wor
 
 
 def test_every_right_of_the_role_is_used_and_nothing_else_is_asked_for(cluster: AuditedApiserver) -> None:
-    documents = cluster.rendered("default-values.yaml", watchNamespaces=[TEAM])
+    documents = cluster.rendered(watchNamespaces=[TEAM])
     cluster.give_rights(documents)
     live(cluster, Team(cluster), documents)
     account = the_only(documents, "ServiceAccount")["metadata"]["name"]
-    rights, used = granted(the_only(documents, "Role")), cluster.allowed(account)
-    for right in sorted(rights | used):
-        print(f"{'used  ' if right in used else 'unused'} {right}")
-    assert cluster.refused(account) == set()
+    rights, usage = granted(the_only(documents, "Role")), cluster.usage(account)
+    print(usage.table(rights))
+    assert usage.refused == []
+    used = set(usage.used)
     assert used - rights == set(), "allowed by something else than the chart's role"
     # Never a request by itself: the next test shows what asks for it.
-    assert rights - used == {OWNER_RIGHT}
+    assert rights - used == {BY_ADMISSION}
 
 
 def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owners_finalizers(cluster: AuditedApiserver) -> None:
     """As in OpenShift; this server does it too."""
-    documents = copy.deepcopy(cluster.rendered("default-values.yaml", fullnameOverride="poor", watchNamespaces=[TEAM]))
+    documents = copy.deepcopy(cluster.rendered(fullnameOverride="poor", watchNamespaces=[TEAM]))
     role = the_only(documents, "Role")
-    role["rules"] = [rule for rule in role["rules"] if OWNER_RIGHT.resource not in rule["resources"]]
+    role["rules"] = [rule for rule in role["rules"] if BY_ADMISSION.resource not in rule["resources"]]
     cluster.give_rights(documents)
     owner = {"apiVersion": API, "kind": "DiffusionDeployment", "name": "d", "uid": "u", "controller": True, "blockOwnerDeletion": True}
     metadata = {"name": "owned", "namespace": TEAM, "ownerReferences": [owner]}
@@ -178,7 +178,7 @@ def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owner
 
 
 def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(cluster: AuditedApiserver) -> None:
-    documents = cluster.rendered("default-values.yaml", fullnameOverride="wide", watchNamespaces=["*"])
+    documents = cluster.rendered(fullnameOverride="wide", watchNamespaces=["*"])
     cluster.give_rights(documents)
     team = Team(cluster)
     with cluster.operator(documents, [OLD]) as operator:
@@ -186,10 +186,10 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
         operator.eventually(lambda: "e-0-0" in team.names("pods"))
         team.kubectl("delete", "dd", "e", "--wait=false")
     (role,) = (one for one in of_kind(documents, "ClusterRole") if one["metadata"]["name"] == f"wide-{NAMESPACE}")
-    used = cluster.allowed("wide")
-    assert cluster.refused("wide") == set()
-    assert Right("", "pods", "create") in used
-    assert used <= granted(role) == granted(the_only(cluster.rendered("default-values.yaml"), "Role"))
+    usage = cluster.usage("wide")
+    assert usage.refused == []
+    assert Right("", "pods", "create") in usage.used
+    assert set(usage.used) <= granted(role) == granted(the_only(cluster.rendered(), "Role"))
 
 
 PEOPLE = [
@@ -214,7 +214,7 @@ PEOPLE = [
 @pytest.fixture(scope="module")
 def people(cluster: AuditedApiserver) -> Callable[[str], str]:
     """A user of this role in the team's namespace, by the role's name."""
-    documents = cluster.rendered("default-values.yaml", fullnameOverride="people")
+    documents = cluster.rendered(fullnameOverride="people")
     cluster.give_rights([one for one in documents if one["kind"] == "ClusterRole"])
     group = "rbac.authorization.k8s.io"
     for role in {row[0] for row in PEOPLE}:
@@ -239,7 +239,7 @@ def test_people_may_do_what_their_role_is_named_after(
 
 
 def test_the_charts_own_pods_are_let_into_a_namespace_that_enforces_the_restricted_profile(cluster: AuditedApiserver) -> None:
-    documents = cluster.rendered("default-values.yaml")
+    documents = cluster.rendered()
     for name, spec in pod_specs(documents):
         cluster.try_pod({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec})
     spec = copy.deepcopy(dict(pod_specs(documents))["demo-diffusion-operator"])

@@ -120,10 +120,11 @@ def test_a_refused_template_does_not_keep_replicas_from_being_fewer() -> None:
 def refused(rig: Rig, error: ClusterError, *, value: str = "bad") -> None:
     """The API server makes no pod whose first variable has this value."""
 
-    def judge(manifest: dict[str, Any]) -> ClusterError | None:
-        return error if {"name": "A", "value": value} in manifest["spec"]["containers"][0]["env"] else None
+    def judge(_verb: str, manifest: dict[str, Any]) -> ClusterError | None:
+        containers = manifest["spec"]["containers"] if manifest["kind"] == POD.kind else []
+        return error if any({"name": "A", "value": value} in one["env"] for one in containers[:1]) else None
 
-    rig.cluster.judge_pod = judge
+    rig.cluster.refuse = judge
 
 
 def edit(rig: Rig, value: str, **more: Any) -> None:
@@ -167,7 +168,7 @@ async def test_a_refused_edit_is_tried_each_minute_and_rolled_out_when_the_polic
     writes = rig.cluster.status_writes
     await rig.run(300)
     assert rig.cluster.status_writes == writes
-    rig.cluster.judge_pod = lambda manifest: None
+    rig.cluster.refuse = lambda verb, manifest: None
     await follow(rig, 90)
     assert rig.condition("Progressing") == ("True", "RolloutComplete")
     assert set(rig.cluster.names(POD)) == {"d-0-1", "d-1-1"}

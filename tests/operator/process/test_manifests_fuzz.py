@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from support.operator.manifest_strategies import Case, cases
+from support.operator.real_apiserver import own_apiserver
 from support.soak.operator_manifests import names_the_field, run_manifests
-from support.soak.operator_process import own_apiserver
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 

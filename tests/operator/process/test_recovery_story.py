@@ -3,6 +3,7 @@
 
 from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import WireError, WorkerPhase
+from diffusion_operator.errors import ClusterRefused
 from support.operator.rig import Rig, serving
 
 
@@ -96,12 +97,13 @@ async def test_evicted_again_and_again_comes_back_slower_and_slower_and_then_not
 async def test_the_count_of_failures_outlives_a_quota_that_refuses_the_next_pod() -> None:
     rig = await serving(1)
     rig.cluster.pod_status("d-0-0", phase="Failed", reason="Evicted")
-    rig.cluster.refuse_pods = "exceeded quota: q"
+    quota = ClusterRefused("exceeded quota: q", status=403)
+    rig.cluster.refuse = lambda verb, manifest: quota if manifest["kind"] == POD.kind else None
     await rig.run(60)
     assert rig.cluster.names(POD) == []
     rig.restart_operator()
     await rig.run(10)
-    rig.cluster.refuse_pods = None
+    rig.cluster.refuse = lambda verb, manifest: None
     await rig.run(10)
     assert rig.cluster.names(POD) == ["d-0-1"]
     assert rig.status()["replicaStates"][0]["failures"] == 1

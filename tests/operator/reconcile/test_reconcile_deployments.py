@@ -5,7 +5,7 @@ from typing import Any
 
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, EVENT, POD, SECRET, SERVICE
 from diffusion_operator.api.worker_state import LoadReport, LossReport, WireError, WorkerPhase
-from diffusion_operator.errors import ClusterUnavailable
+from diffusion_operator.errors import ClusterRefused, ClusterUnavailable
 from support.operator.rig import Rig, deployment, serving
 
 
@@ -224,12 +224,13 @@ async def test_a_pod_that_fits_no_node_is_unschedulable() -> None:
 
 async def test_a_refused_pod_is_told_and_tried_again() -> None:
     rig = Rig()
-    rig.cluster.refuse_pods = 'pods "d-0-0" is forbidden: exceeded quota: q'
+    quota = ClusterRefused('pods "d-0-0" is forbidden: exceeded quota: q', status=403)
+    rig.cluster.refuse = lambda verb, manifest: quota if manifest["kind"] == POD.kind else None
     rig.cluster.put(deployment())
     await rig.run(30)
     assert rig.condition("Scheduled") == ("False", "QuotaExceeded")
     assert "exceeded quota" in rig.message("Ready")
-    rig.cluster.refuse_pods = None
+    rig.cluster.refuse = lambda verb, manifest: None
     await rig.run(30)
     assert rig.cluster.names(POD) == ["d-0-0"]
     assert rig.condition("Scheduled") == ("Unknown", "Scheduling")

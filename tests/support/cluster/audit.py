@@ -6,6 +6,7 @@ before the process does where a release is uninstalled, or a namespace with ever
 """
 
 import ast
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,16 +16,26 @@ from typing import NamedTuple
 
 import pytest
 
-from support.operator.audited_apiserver import Right, granted, right_of
 from support.syntax import parse
 from tools.demo.installation import RELEASE
 from tools.demo.kubectl import Document, Kubectl
 from tools.devcluster import cluster
 from tools.devcluster.node.config import AUDIT_LOG
 
+OUTPUT = Path("bench-output") / "rights-used.txt"
+
+
+class Right(NamedTuple):
+    group: str
+    resource: str
+    verb: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource}{f'.{self.group}' if self.group else ''}"
+
+
 # Never a request by itself; tests/operator/apiserver/test_rights_by_audit.py shows what asks for it.
 BY_ADMISSION = Right("diffusion-operator.dev", "diffusiondeployments/finalizers", "update")
-OUTPUT = Path("bench-output") / "rights-used.txt"
 
 
 class Usage(NamedTuple):
@@ -36,21 +47,35 @@ class Usage(NamedTuple):
         return "\n".join(["requests right", *lines, f"refused: {self.refused or 'none'}", ""])
 
 
-def usage(entries: Iterable[Document]) -> Usage:
-    """By the accounts that the chart names after the release, in whatever namespace; a watch has two entries."""
+def usage(entries: Iterable[Document], account: str = RELEASE) -> Usage:
+    """Count what an account of this name did, in whatever namespace. The chart names its own after the release. A watch has two entries."""
     found, taken = Usage(Counter(), []), set[str]()
     each = {entry["auditID"]: entry for entry in entries if "objectRef" in entry}
     for entry in sorted(each.values(), key=lambda entry: str(entry["requestReceivedTimestamp"])):
         about = entry["objectRef"]
         if about["resource"] == "rolebindings" and about.get("name", RELEASE).startswith(RELEASE):
             (taken.discard if entry["verb"] == "create" else taken.add)(about["namespace"])
-        if not entry["user"]["username"].endswith(f":{RELEASE}"):
+        if not entry["user"]["username"].endswith(f":{account}"):
             continue
         if entry.get("responseStatus", {}).get("code") not in (401, 403):
             found.used.update(right_of(entry))
         elif about.get("namespace") not in taken and not _namespace_ends(entry):
             found.refused.append(f"{entry['verb']} {about}: {entry['responseStatus'].get('message')}")
     return found
+
+
+def right_of(entry: Document) -> Iterator[Right]:
+    """An apply that makes an object takes the right to create it as well."""
+    about = entry["objectRef"]
+    resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
+    yield Right(about.get("apiGroup", ""), resource, entry["verb"])
+    if entry["verb"] == "patch" and entry.get("responseStatus", {}).get("code") == 201:
+        yield Right(about.get("apiGroup", ""), resource, "create")
+
+
+def granted(role: Document) -> set[Right]:
+    rules = [(rule["apiGroups"], rule["resources"], rule["verbs"]) for rule in role["rules"]]
+    return {Right(*one) for rule in rules for one in itertools.product(*rule)}
 
 
 def _namespace_ends(entry: Document) -> bool:

@@ -28,14 +28,10 @@ class FakeCluster:
         self._numbers = itertools.count(1)
         self.on_change: Callable[[str, Manifest], None] = lambda change, manifest: None
         """Called with ADDED, MODIFIED or DELETED, as a watch would."""
-        self.refuse_pods: str | None = None
-        """Creation of pods is refused with this message, as by a quota."""
         self.refuse: Callable[[str, Manifest], ClusterError | None] = lambda verb, manifest: None
-        """Asked before a create, an apply or a patch, as an admission policy is; a patch shows the object before it."""
+        """Asked before a create, its dry run, an apply or a patch, as an admission policy is; a patch shows the object before it."""
         self.broken: ClusterError | None = None
         """Every call raises it, as with the API server down."""
-        self.judge_pod: Callable[[Manifest], ClusterError | None] = lambda manifest: None
-        """The API server's verdict on a pod, None where it has nothing against it; a dry run asks it, too."""
         self.dry_runs: list[str] = []
         """Names of the pods that were tried."""
         self.graceful = False
@@ -223,10 +219,7 @@ class FakeCluster:
         return manifest
 
     def _admit(self, verb: str, manifest: Manifest) -> None:
-        if manifest["kind"] == "Pod" and self.refuse_pods is not None:
-            raise ClusterRefused(self.refuse_pods, status=403)
-        refusal = self.refuse(verb, manifest) or (self.judge_pod(manifest) if manifest["kind"] == "Pod" else None)
-        if refusal is not None:
+        if (refusal := self.refuse(verb, manifest)) is not None:
             raise refusal
 
     def _check(self) -> None:

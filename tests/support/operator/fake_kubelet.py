@@ -30,6 +30,13 @@ TICK_S = 0.15
 OURS = f"?labelSelector={names.LABEL_MANAGED_BY}%3D{names.FIELD_MANAGER}"
 # Fields of calls that have another name on the wire.
 WIRE = {"operationId": "operation_id", "deadlineSeconds": "deadline_s", "ifIdleSince": "if_idle_since_s", "drainSeconds": "drain_s"}
+# Each call by its path, those about an adapter by their method: the action that it means, and the method that takes it.
+CALLS = {
+    "/v1/sleep": (SleepWorker, ScriptedWorkers.sleep),
+    "/v1/wake": (WakeWorker, ScriptedWorkers.wake),
+    "PUT": (PutAdapter, ScriptedWorkers.put_adapter),
+    "DELETE": (RemoveAdapter, ScriptedWorkers.remove_adapter),
+}
 
 
 @dataclass
@@ -201,13 +208,6 @@ class FakeKubelet:
         fields["worker"] = {"pod_uid": "", "ip": container.ip, "boot_id": told.get("bootId", "")}
         fields |= {"attempt": 1, "key": {"adapter_uid": "", "generation": 1, "boot_id": ""}}
         fields |= {"name": request.path.rpartition("/")[2], "load": told}
-        match request.method, request.path:
-            case _, "/v1/sleep":
-                await self._workers.sleep(msgspec.convert(fields, SleepWorker), token="")
-            case _, "/v1/wake":
-                await self._workers.wake(msgspec.convert(fields, WakeWorker), token="")
-            case "PUT", _:
-                await self._workers.put_adapter(msgspec.convert(fields, PutAdapter), token="")
-            case _:
-                await self._workers.remove_adapter(msgspec.convert(fields, RemoveAdapter, strict=False), token="")
+        action, take = CALLS.get(request.path) or CALLS[request.method]
+        await take(self._workers, msgspec.convert(fields, action, strict=request.can_read_body), token="")
         return {}

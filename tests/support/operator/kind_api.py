@@ -8,49 +8,46 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kubernetes import client, config
+from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, KINDS, Kind
 from support.operator.real_apiserver import ROOT
 
 Document = dict[str, Any]
-GROUP = "diffusion-operator.dev/v1alpha1"
 
 
 def dd(name: str = "one", **spec: Any) -> Document:
-    metadata = {"name": name, "namespace": "default"}
-    return {"apiVersion": GROUP, "kind": "DiffusionDeployment", "metadata": metadata, "spec": {"model": {"source": {"path": "/m"}}} | spec}
+    return _document(DEPLOYMENT, name, {"model": {"source": {"path": "/m"}}} | spec)
 
 
 def lora(name: str = "one", **spec: Any) -> Document:
-    base = {"deploymentRef": {"name": "d"}, "source": {"path": "/loras/x"}}
-    return {"apiVersion": GROUP, "kind": "LoRAAdapter", "metadata": {"name": name, "namespace": "default"}, "spec": base | spec}
+    return _document(ADAPTER, name, {"deploymentRef": {"name": "d"}, "source": {"path": "/loras/x"}} | spec)
+
+
+def _document(kind: Kind, name: str, spec: Document) -> Document:
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, "namespace": "default"}, "spec": spec}
 
 
 class Api:
     """Creates, changes and deletes documents; a dry run unless told otherwise."""
 
-    def __init__(self, kubeconfig: Path) -> None:
-        self._client = config.new_client_from_config(config_file=str(kubeconfig))
-        self._objects = client.CustomObjectsApi(self._client)
-
-    def close(self) -> None:
-        self._client.close()
+    def __init__(self, connection: client.ApiClient) -> None:
+        self._objects = client.CustomObjectsApi(connection)
 
     def create(self, document: Document, *, dry_run: bool = True) -> Document:
         options = {"dry_run": "All"} if dry_run else {}
         return self._objects.create_namespaced_custom_object(*_where(document), body=document, field_validation="Strict", **options)
 
     def patch(self, document: Document, spec: Document) -> Document:
-        return self._objects.patch_namespaced_custom_object(*_where(document), _name(document), body={"spec": spec}, dry_run="All")
+        return self._objects.patch_namespaced_custom_object(*_named(document), body={"spec": spec}, dry_run="All")
 
     def delete(self, document: Document) -> None:
-        self._objects.delete_namespaced_custom_object(*_where(document), _name(document))
+        self._objects.delete_namespaced_custom_object(*_named(document))
 
     def refusal(self, act: Callable[[], object]) -> str:
         with pytest.raises(ApiException) as caught:
@@ -85,11 +82,11 @@ def rules_without_a_row(plural: str, rows: Iterable[tuple[Any, ...]]) -> list[st
 
 def _where(document: Document) -> tuple[str, str, str, str]:
     group, version = document["apiVersion"].split("/")
-    return group, version, document["metadata"]["namespace"], document["kind"].lower() + "s"
+    return group, version, document["metadata"]["namespace"], KINDS[document["kind"]].plural
 
 
-def _name(document: Document) -> str:
-    return str(document["metadata"]["name"])
+def _named(document: Document) -> tuple[str, ...]:
+    return *_where(document), document["metadata"]["name"]
 
 
 def spec_schema(plural: str) -> Document:

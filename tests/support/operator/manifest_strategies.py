@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, Kind
-from support.operator.kind_api import object_schema, schemas
+from support.operator.kind_api import schemas, spec_schema
 
 OPTIONAL_FIELDS = 20  # of 100; more, and hardly a manifest meets all the rules between fields
 MOST_ITEMS = 3
@@ -51,11 +51,6 @@ def cases(number: int, *, count: int) -> list[Case]:
     return found[:count]
 
 
-def schema_of(kind: Kind) -> Any:
-    """As the CRD has it."""
-    return object_schema(kind.plural)
-
-
 def field_names(schema: Any) -> Iterator[str]:
     """Of a schema, all the way down."""
     return (name for one in schemas(schema) for name in one.get("properties", ()))
@@ -64,7 +59,7 @@ def field_names(schema: Any) -> Iterator[str]:
 @st.composite
 def _case(draw: st.DrawFn) -> Case:
     kind = draw(st.sampled_from((DEPLOYMENT, DEPLOYMENT, ADAPTER)))
-    schema = schema_of(kind)["properties"]["spec"]
+    schema = spec_schema(kind.plural)
     document = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {}, "spec": copy.deepcopy(draw(_inside(schema)))}
     if kind is ADAPTER and draw(st.booleans()):
         document["spec"]["deploymentRef"] = {"name": f"m{draw(st.integers(0, 49))}"}

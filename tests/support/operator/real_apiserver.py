@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real kube-apiserver with our CRDs, one for the whole test session.
+"""A real kube-apiserver with our CRDs: one for the whole test session, and others for tests that want one alone.
 
 Real: the API server, etcd and kubectl. Not real: there is no scheduler, kubelet or controller.
 """
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,18 +18,20 @@ CRDS = sorted((ROOT / "crds").glob("*.yaml"))
 
 @pytest.fixture(scope="session")
 def kubeconfig_of_apiserver() -> Iterator[Path]:
-    from tools.devcluster.apiserver import apiserver
-
-    with apiserver() as kubeconfig:
-        install_crds(kubeconfig)
+    with own_apiserver() as kubeconfig:
         yield kubeconfig
 
 
-def install_crds(kubeconfig: Path) -> None:
-    """Apply our CRDs, and wait until they count."""
-    for path in CRDS:
-        kubectl(kubeconfig, "apply", "--server-side", "-f", str(path))
-    kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+@contextmanager
+def own_apiserver(**options: Any) -> Iterator[Path]:
+    """Run one with our CRDs and no object of anybody else's; give its kubeconfig. `options` are those of tools/devcluster."""
+    from tools.devcluster.apiserver import apiserver
+
+    with apiserver(**options) as kubeconfig:
+        for path in CRDS:
+            kubectl(kubeconfig, "apply", "--server-side", "-f", str(path))
+        kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        yield kubeconfig
 
 
 def kubectl(kubeconfig: Path, *arguments: str, stdin: str | None = None) -> str:

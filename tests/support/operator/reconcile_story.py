@@ -9,7 +9,7 @@ import asyncio
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,17 @@ POD_NAME = "d-0-0"
 class Story:
     """One deployment of one replica, whose pod is a worker process."""
 
-    def __init__(self, rig: Rig, worker: WorkerProcess, desired: Path) -> None:
+    def __init__(self, rig: Rig, worker: WorkerProcess, desired: Path, closing: AsyncExitStack) -> None:
         self.rig = rig
         self.worker = worker
         self._desired = desired
-        self._clients: list[HttpWorkerClient] = []
+        self._closing = closing
         self._restarts = 0
 
     def adopt_worker(self) -> None:
         """The pod runs, and the operator reaches its worker, which listens on ports of its own choice."""
         client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(self.worker.control_url.rpartition(":")[2]))
-        self._clients.append(client)
+        self._closing.push_async_callback(client.close)
         self.rig.workers = self.rig.runtime.workers = client  # also for an operator that is restarted
         ended = terminated(137) if self._restarts else None
         self.rig.cluster.running(POD_NAME, "127.0.0.1", ready=True, restarts=self._restarts, last=ended)
@@ -54,11 +54,6 @@ class Story:
         self.worker.start()
         self._restarts += 1
         self.adopt_worker()
-
-    async def close(self) -> None:
-        """End the connections."""
-        for client in self._clients:
-            await client.close()
 
     async def until(self, type_: str, *expected: str, name: str) -> str:
         """Runs until a condition of an adapter has this status and reason; its message."""
@@ -115,15 +110,13 @@ async def story(
     await rig.run()
     metadata = msgspec.convert(rig.cluster.find(DEPLOYMENT, "d"), DiffusionDeployment).metadata
     token = control_token(rig.runtime.settings.operator_key, metadata)
-    with tempfile.TemporaryDirectory(prefix="story-") as folder:
+    async with AsyncExitStack() as closing:
+        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="story-"))
         desired = Path(folder) / "desired.json"
         write_desired(rig, desired)
         mounted = (f"--desired={desired}", f"--state-dir={folder}", *options)
-        with WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, env=env) as worker:
-            worker.wait_ready()
-            told = Story(rig, worker, desired)
-            told.adopt_worker()
-            try:
-                yield told
-            finally:
-                await told.close()
+        worker = closing.enter_context(WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, env=env))
+        worker.wait_ready()
+        told = Story(rig, worker, desired, closing)
+        told.adopt_worker()
+        yield told

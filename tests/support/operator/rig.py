@@ -21,6 +21,7 @@ from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.settings import OperatorPods, Settings
 from support.operator.fake_cluster import EPOCH, FakeCluster, terminated
+from support.operator.kind_api import dd, lora
 from support.operator.scripted_workers import ScriptedWorker, ScriptedWorkers
 
 JOIN_S = 0.05
@@ -29,15 +30,11 @@ OPERATOR_PODS = OperatorPods(namespace="operators", labels={"app.kubernetes.io/n
 
 
 def deployment(name: str = "d", **spec: Any) -> dict[str, Any]:
-    base = {"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}}
-    metadata = {"name": name, "namespace": "default"}
-    return {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "metadata": metadata, "spec": base | spec}
+    return dd(name, **{"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}} | spec)
 
 
 def adapter(name: str = "x", path: str = "/loras/x", deployment: str = "d", **spec: Any) -> dict[str, Any]:
-    base = {"deploymentRef": {"name": deployment}, "source": {"path": path}}
-    metadata = {"name": name, "namespace": "default"}
-    return {"apiVersion": ADAPTER.api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": base | spec}
+    return lora(name, **{"deploymentRef": {"name": deployment}, "source": {"path": path}} | spec)
 
 
 class Rig:

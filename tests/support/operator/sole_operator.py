@@ -5,9 +5,7 @@ fake kubelet.
 Real: the API server and the operator's program. Not real: the kubelet, its workers and the garbage collector, which are FakeKubelet.
 """
 
-import asyncio
 import functools
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +17,10 @@ import pytest
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
 from support.operator import rig
 from support.operator.fake_kubelet import FakeKubelet
+from support.operator.real_apiserver import own_apiserver
 from support.operator.rest_client import RestClient, path_of
-from support.soak.operator_invariants import untrue
-from support.soak.operator_process import OperatorProcess, own_apiserver
+from support.soak.operator_invariants import still_found, untrue
+from support.soak.operator_process import OperatorProcess
 
 DEADLINE_S = 60.0
 deployment = rig.deployment
@@ -65,10 +64,8 @@ def running(folder: Path, kubeconfig: Path, **options: Any) -> Iterator[Operator
 
 async def eventually_nothing(look: Callable[[], Awaitable[Any]], within_s: float = DEADLINE_S, *, every_s: float = 0.2) -> None:
     """Until it finds nothing wrong."""
-    ends = time.monotonic() + within_s
-    while found := await look():
-        assert time.monotonic() < ends, f"after {within_s:g} s: {found}"
-        await asyncio.sleep(every_s)
+    found = await still_found(look, within_s=within_s, every_s=every_s)
+    assert not found, f"after {within_s:g} s: {found}"
 
 
 class Namespaces:

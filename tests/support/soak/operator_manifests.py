@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, POD, Kind
-from support.operator.manifest_strategies import Case, cases, field_names, schema_of
+from support.operator.kind_api import object_schema
+from support.operator.manifest_strategies import Case, cases, field_names
 from support.operator.rest_client import RestClient, path_of
 from support.soak.frame import Outcome, those_that_hold
 from support.soak.operator_invariants import CHILDREN, condition, owners, still_found
@@ -144,7 +145,8 @@ def names_the_field(message: str, case: Case) -> bool:
     words = set(re.findall(r"\w+", message))
     if case.touched[-1:] == ("spec",) and "spec" in words:
         return True
-    known = {*field_names(schema_of(case.kind)), *(word for name in case.touched for word in re.findall(r"\w+", name)), "metadata"}
+    fields = field_names(object_schema(case.kind.plural))
+    known = {*fields, *(word for name in case.touched for word in re.findall(r"\w+", name)), "metadata"}
     return bool(words & (known - {"spec"}))
 
 

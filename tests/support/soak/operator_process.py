@@ -6,17 +6,16 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx2
+from aiohttp.test_utils import unused_port
 
-from support.operator.real_apiserver import CRDS, kubectl
 from support.soak.frame import metric_values, total
 from support.worker.leftovers import footprint
 
@@ -26,22 +25,11 @@ READY_WITHIN_S = 30.0
 COMPLAINT = re.compile(r"Traceback|is not understood|Unhandled|never retrieved|reconcile failed|\b(ERROR|CRITICAL)\b")
 
 
-@contextmanager
-def own_apiserver() -> Iterator[Path]:
-    """A real one with our CRDs and with no object of anybody else's; gives its kubeconfig."""
-    from tools.devcluster.apiserver import apiserver
-
-    with apiserver() as kubeconfig:
-        for path in CRDS:
-            kubectl(kubeconfig, "apply", "--server-side", "-f", str(path))
-        kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
-        yield kubeconfig
-
-
 class OperatorProcess:
     """An operator that is started again after each death, and writes to the same log.
 
-    Real: the operator's program and its ports. Not real: what `support.operator.process` wraps in it, to die and to count.
+    Real: the operator's program and its ports. Not real: what `support.operator.process` wraps in it, to die and to count, where no
+    other `program` is named.
     """
 
     def __init__(
@@ -49,13 +37,16 @@ class OperatorProcess:
         folder: Path,
         kubeconfig: Path,
         *,
+        program: str = "support.operator.process",
         control_port: int | None = None,
         image: str = "worker:1",
-        arguments: Sequence[str] = (),
+        arguments: Sequence[str] = ("--all-namespaces",),
+        key: str = "k" * 32,
         **settings: float,
     ) -> None:
-        """`image`: the default for workers; `arguments`: more of the command line; `settings`: values that have no option."""
-        self._arguments = (f"--engine-image={image}", f"--operator-key-file={folder / 'key'}", *arguments)
+        """`image`: the default for workers; `arguments`: the rest of the command line; `settings`: values that have no option."""
+        self._command = [sys.executable, "-m", program, "run", f"--engine-image={image}", "--log-format=plain"]
+        self._command += [*arguments, f"--operator-key-file={folder / 'key'}"]
         self._folder = folder
         self._kubeconfig = kubeconfig
         self._under_test = {"controlPort": control_port, "settings": settings}
@@ -63,7 +54,7 @@ class OperatorProcess:
         self._metrics_url = self._liveness_url = ""
         self.log = folder / "operator.log"
         self.log.touch()
-        self.key = "k" * 32
+        self.key = key
         (folder / "key").write_text(self.key)
 
     def start(self, *, die_at: int | None = None, died_at: Path | None = None) -> None:
@@ -71,10 +62,9 @@ class OperatorProcess:
 
         With `died_at`, a file, it dies at each kind of place that is not in it, and lives again.
         """
-        metrics_port, liveness_port = _free_port(), _free_port()
+        metrics_port, liveness_port = unused_port(), unused_port()
         self._metrics_url, self._liveness_url = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{liveness_port}/healthz"
-        command = [sys.executable, "-m", "support.operator.process", "run", "--all-namespaces", "--log-format=plain", *self._arguments]
-        command += [f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
+        command = [*self._command, f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
         given = self._under_test | {"dieAt": die_at, "diedAt": str(died_at) if died_at else None}
         document = json.dumps({name: value for name, value in given.items() if value is not None})
         environment = os.environ | {"KUBECONFIG": str(self._kubeconfig), "PYTHONPATH": str(TESTS), "OPERATOR_UNDER_TEST": document}
@@ -102,6 +92,14 @@ class OperatorProcess:
                     return
             time.sleep(0.05)
         raise AssertionError(f"the operator was not ready within {READY_WITHIN_S:g} s")
+
+    def eventually(self, look: Callable[[], Any], *, within_s: float = 40.0) -> Any:
+        """Return the first truthy answer; fail at once when the program ends."""
+        ends = time.monotonic() + within_s
+        while not (found := look()):
+            assert time.monotonic() < ends and self.is_alive(), self.log.read_text()[-4000:]
+            time.sleep(0.2)
+        return found
 
     def health(self) -> int:
         """The status of its liveness probe."""
@@ -151,9 +149,3 @@ class OperatorProcess:
     def complaints(self) -> list[str]:
         """Lines of the log that no input should cause."""
         return [line for line in self.log.read_text(errors="replace").splitlines() if COMPLAINT.search(line)]
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -15,13 +15,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from support.operator.real_apiserver import own_apiserver
 from support.soak.adapter_files import run_files
 from support.soak.adapters import run_adapters
 from support.soak.edge import run_edge
 from support.soak.frame import Outcome
 from support.soak.node import run_node
 from support.soak.operator_manifests import run_manifests
-from support.soak.operator_process import own_apiserver
 from support.soak.operator_sequences import run_sequences
 from support.soak.sleep import run_sleep
 from support.soak.traffic import run_both
