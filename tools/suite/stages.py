@@ -48,8 +48,8 @@ SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(
 # All tests that need a cluster are here; other folders would only cost the import of torch.
 ON_CLUSTER = ("tests/cluster", "tests/devcluster")
 CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster", *ON_CLUSTER)
-# The stages of a group run side by side.
-GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW,), (CLUSTER,))
+# The stages of a group run side by side. A cluster's tests mostly wait, and the slow ones compute.
+GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER))
 STAGES = tuple(stage for group in GROUPS for stage in group)
 
 
