@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from support.cluster.prometheus import Prometheus, prometheus
-from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
 from support.runner import digit_judge
 from tools import dashboard
 from tools.demo.images import DemoImage, Request, ask_and_be_refused
@@ -211,14 +211,14 @@ def test_alerts_fire_at_real_faults(rig_with_digits: ClusterRig, metrics: Promet
     assert metrics.now(lost) == metrics.now(failing) == []
     rig.deploy("too-much", resources={"gpuResourceName": "example.com/none"})
     rig.adapt("broken", NAME, "/models/digits")
-    with ThreadPoolExecutor(1) as threads, rig.client(NAME) as patient:
+    with ThreadPoolExecutor(4) as threads, rig.client(NAME) as patient:
         client = patient.with_options(max_retries=0)
-        # Made again twice at most; the third loss is its end.
-        asked = threads.submit(ask_and_be_refused, client, Request("a red digit seven", 1, NAME, steps=200))
+        # Made again twice at most; the third loss is their end. Four, because requests of the tests before count as well.
+        asked = [threads.submit(ask_and_be_refused, client, Request(PROMPT, 1, NAME, steps=200)) for _ in range(4)]
         for _ in range(3):
-            rig.eventually("the image is being made", lambda: rig.state(NAME)["inFlight"] == 1, deadline_s=START_S)
+            rig.eventually("the images are being made", lambda: rig.state(NAME)["inFlight"] == 4, deadline_s=START_S)
             kill_a_rank(rig)
-        assert asked.result(START_S).code == "RankFailed"
+        assert {each.result(START_S).code for each in asked} == {"RankFailed"}
     try:
         for alert in ("DiffusionRanksLost", "DiffusionRequestsFailing", "DiffusionAdaptersFailing", "DiffusionDeploymentsNotReady"):
             fired = rig.eventually(f"{alert} fires", partial(metrics.now, rules[alert]), deadline_s=60)

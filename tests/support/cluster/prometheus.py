@@ -2,30 +2,31 @@
 """A Prometheus that reads the release's metrics as the chart's PodMonitors say, and answers expressions.
 
 Real: Prometheus, the PodMonitors and what the pods show. Not real: the Prometheus operator, whose translation of a PodMonitor is made
-here. It reads pods by way of the API server, which leads to them from outside of every cluster.
+here, and the search for pods, since Debian's Prometheus is built without it. It reads pods by way of `kubectl proxy`, which leads to
+them from outside of every cluster.
 """
 
-import base64
 import json
 import re
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from support.cluster.rig import ClusterRig
-from support.operator.chart_rendering import CHART, Chart, Document, of_kind
+from support.operator.chart_rendering import CHART, KUBERNETES, Chart, Document, of_kind
 from tools.demo.installation import RELEASE
-from tools.devcluster import cluster, programs
+from tools.devcluster import programs
 from tools.devcluster.apiserver import free_ports
 
-EVERY = "2s"
+EVERY_S = 2
 START_S = 30.0
 
 
@@ -59,14 +60,28 @@ class Prometheus:
 def prometheus(rig: ClusterRig, folder: Path) -> Iterator[Prometheus]:
     """Run one for as long as the block lasts; its data are in the folder."""
     monitors = of_kind(_rendered(rig.kubectl.namespace), "PodMonitor")
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration(monitors, _access(folder))))
+    with subprocess.Popen(
+        [*rig.kubectl.command, "proxy", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as proxy:
+        try:
+            assert proxy.stdout is not None
+            server = proxy.stdout.readline().split()[-1]
+            (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration(monitors, folder / "pods.json", server)))
+            with (
+                _pods_found(f"http://{server}/api/v1/namespaces/{rig.kubectl.namespace}/pods", folder / "pods.json"),
+                _running(folder) as found,
+            ):
+                yield found
+        finally:
+            proxy.terminate()
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[Prometheus]:
     [port] = free_ports(1)
-    words = [
-        *(programs.prometheus(), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"),
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]
+    words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"]
     began, url = time.time(), f"http://127.0.0.1:{port}"
-    with (folder / "log").open("w") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
+    with (folder / "log").open("w") as log, subprocess.Popen([programs.prometheus(), *words], stdout=log, stderr=log) as process:
         try:
             _wait_ready(url, process, folder / "log")
             yield Prometheus(url, began)
@@ -74,25 +89,57 @@ def prometheus(rig: ClusterRig, folder: Path) -> Iterator[Prometheus]:
             process.terminate()
 
 
-def configuration(monitors: list[Document], access: Document) -> Document:
-    """Translate PodMonitors into the configuration of a Prometheus that has this access to the API server."""
+@contextmanager
+def _pods_found(url: str, file: Path) -> Iterator[None]:
+    """Keep the file of targets: each port of each running pod, with the labels that Prometheus' own search gives it."""
+    ended = threading.Event()
+
+    def keep() -> None:
+        while True:
+            with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+                running = [pod for pod in json.load(answer)["items"] if pod["status"]["phase"] == "Running"]
+                draft = file.with_suffix(".new")
+                draft.write_text(json.dumps([target for pod in running for target in _targets(pod)]))
+                draft.rename(file)
+            if ended.wait(EVERY_S / 2):
+                return
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _targets(pod: Document) -> Iterator[Document]:
+    about = pod["metadata"]
+    labels = {"namespace": about["namespace"], "pod_name": about["name"]}
+    for label, value in about.get("labels", {}).items():
+        labels |= {f"pod_label_{_name(label)}": value, f"pod_labelpresent_{_name(label)}": "true"}
+    for container in pod["spec"]["containers"]:
+        for port in container.get("ports", []):
+            number = str(port["containerPort"])
+            own = labels | {"pod_container_port_name": port.get("name", ""), "pod_container_port_number": number}
+            yield {
+                "targets": [f"{pod['status'].get('podIP')}:{number}"],
+                "labels": {f"__meta_kubernetes_{key}": value for key, value in own.items()},
+            }
+
+
+def configuration(monitors: list[Document], pods: Path, server: str) -> Document:
+    """Translate PodMonitors into the configuration of a Prometheus that finds pods in a file and reads them through a server."""
     jobs = [
         {
             "job_name": f"{monitor['metadata']['name']}/{number}",
-            "scheme": "https",
-            "tls_config": access["tls"],
-            "kubernetes_sd_configs": [{"role": "pod", "kubeconfig_file": access["kubeconfig"], **_namespaces(monitor)}],
-            "relabel_configs": [*_chosen(monitor["spec"]["selector"]), *_read(monitor["spec"], endpoint, access["server"])],
+            "file_sd_configs": [{"files": [str(pods)]}],
+            "relabel_configs": [*_chosen(monitor["spec"]["selector"]), *_read(monitor["spec"], endpoint, server)],
         }
         for monitor in monitors
         for number, endpoint in enumerate(monitor["spec"]["podMetricsEndpoints"])
     ]
-    return {"global": {"scrape_interval": EVERY, "scrape_timeout": EVERY}, "scrape_configs": jobs}
-
-
-def _namespaces(monitor: Document) -> Document:
-    selector = monitor["spec"].get("namespaceSelector", {"matchNames": [monitor["metadata"]["namespace"]]})
-    return {} if selector.get("any") else {"namespaces": {"names": selector["matchNames"]}}
+    return {"global": {"scrape_interval": f"{EVERY_S}s", "scrape_timeout": f"{EVERY_S}s"}, "scrape_configs": jobs}
 
 
 def _chosen(selector: Document) -> Iterator[Document]:
@@ -121,26 +168,18 @@ def _name(label: str) -> str:
 
 def _rendered(namespace: str) -> list[Document]:
     chosen = [word for name in ("podMonitor", "workerPodMonitor") for word in ("--set", f"metrics.{name}=true")]
-    text = Chart(programs.helm()).run("template", RELEASE, str(CHART), "--namespace", namespace, *chosen)
+    words = [
+        "--namespace",
+        namespace,
+        "--values",
+        str(CHART / "ci" / "default-values.yaml"),
+        "--kube-version",
+        KUBERNETES,
+        "--show-only",
+        "templates/podmonitor.yaml",
+    ]
+    text = Chart(programs.helm()).run("template", RELEASE, str(CHART), *words, *chosen)
     return [document for document in yaml.safe_load_all(text) if document]
-
-
-def _access(folder: Path) -> Document:
-    """Find the way to the API server and the keys, which go into files of the folder."""
-    provider = cluster.provider()
-    shown = subprocess.run(
-        [provider.kubectl(), "--kubeconfig", provider.kubeconfig(), "config", "view", "--raw", "--flatten", "--minify", "--output", "json"],
-        capture_output=True,
-        check=True,
-        timeout=30,
-    )
-    document = json.loads(shown.stdout)
-    server, user = document["clusters"][0]["cluster"], document["users"][0]["user"]
-    held = {"ca": server["certificate-authority-data"], "cert": user["client-certificate-data"], "key": user["client-key-data"]}
-    for name, content in held.items():
-        (folder / name).write_bytes(base64.b64decode(content))
-    tls = {f"{name}_file": str(folder / name) for name in held}
-    return {"kubeconfig": str(provider.kubeconfig()), "server": urllib.parse.urlsplit(server["server"]).netloc, "tls": tls}
 
 
 def _wait_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
