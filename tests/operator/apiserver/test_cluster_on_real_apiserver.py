@@ -134,6 +134,8 @@ async def test_a_status_is_replaced_as_a_whole_and_the_spec_is_not_touched(clust
     assert found["spec"] == before["spec"]
     assert found["metadata"]["generation"] == before["metadata"]["generation"]
     await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={})  # gone meanwhile is no failure
+    with pytest.raises(ClusterRefused, match="replicas"):
+        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status={"replicas": "many"})
 
 
 async def test_any_character_can_be_applied(cluster: KubernetesCluster) -> None:

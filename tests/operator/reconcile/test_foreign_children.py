@@ -137,6 +137,16 @@ async def test_t1_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> No
     assert rig.condition("Ready") == ("True", "Serving")
 
 
+async def test_t1_a_secret_that_may_not_be_changed_is_named_with_the_servers_words() -> None:
+    rig = Rig()
+    theirs = put(rig, SECRET, NAMES[SECRET], labels=LABELS)
+    rig.cluster.refuse = lambda verb, manifest: refusal(SECRET) if (verb, manifest["kind"]) == ("patch", "Secret") else None
+    await begun(rig)
+    assert rig.cluster.find(SECRET, NAMES[SECRET]) == theirs
+    assert rig.condition("ChildrenReady")[0] == "False"
+    assert rig.message("ChildrenReady") == f"Secret {NAMES[SECRET]} was refused: exceeded quota: no more of these"
+
+
 async def test_t22_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
     """Seen on a real cluster: no pod, Ready=True/Serving, no condition and no Event."""
     rig = await serving()
