@@ -33,8 +33,8 @@ LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-pri
 IS_FAST = ("-m", "not apiserver and not cluster and not slow")
 WITH_TORCH = (
     *("tests/benchmarks", "tests/digits", "tests/worker/families", "tests/worker/lora", "tests/worker/memory", "tests/worker/processes"),
-    *("tests/worker/ranks", "tests/worker/runner", "tests/contract/test_prompts_stay_secret.py", "tests/worker/options/test_withheld.py"),
-    "tests/worker/engine/scheduling/test_memory_model.py",
+    *("tests/worker/ranks", "tests/worker/runner", "tests/contract/test_private_names.py", "tests/contract/test_prompts_stay_secret.py"),
+    *("tests/worker/options/test_withheld.py", "tests/worker/engine/scheduling/test_memory_model.py"),
 )
 WITHOUT_TORCH = ("tests", *(f"--ignore={path}" for path in (*WITH_TORCH, "tests/cluster")))
 FAST = _tests("fast", "tests that need neither a cluster nor minutes nor torch", *IS_FAST, *WITHOUT_TORCH)
