@@ -13,6 +13,7 @@ from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from support.families.images import flux
 from support.families.rig.family import build_seeded, seeded
 from support.families.videos import wan
+from support.families.videos.shared import TEXT_TOKENS
 from support.runner.rig import OneRank, runner_with
 
 
@@ -38,7 +39,7 @@ class WordyWan(WanPipeline):
 
     def encode_prompt(self, prompt: Any, *_args: Any, **_kwargs: Any) -> Any:
         """As the pipelines of Wan do."""
-        return seeded(1, 1, wan.TEXT_TOKENS, 16), seeded(2, 1, wan.TEXT_TOKENS, 16)
+        return seeded(1, 1, TEXT_TOKENS, 16), seeded(2, 1, TEXT_TOKENS, 16)
 
 
 class LargeFlux(WordyFlux):
