@@ -17,7 +17,7 @@ from support.worker.real_memory import MemoryCgroup, make_big_model, why_not
 pytestmark = pytest.mark.slow
 
 REQUEST = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0}
-# One row in one step passes every weight; more take seconds on the model of a gigabyte.
+# Pass every weight with one row in one step: more take seconds on the model of a gigabyte.
 BRIEF = REQUEST | {"num_inference_steps": 1, "guidance_scale": 1.0}
 
 
