@@ -134,7 +134,7 @@ async def test_a_status_is_replaced_as_a_whole_and_the_spec_is_not_touched(clust
     assert found["spec"] == before["spec"]
     assert found["metadata"]["generation"] == before["metadata"]["generation"]
     await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={})  # gone meanwhile is no failure
-    with pytest.raises(ClusterRefused, match="replicas"):
+    with pytest.raises(ClusterError, match="replicas"):
         await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status={"replicas": "many"})
 
 
