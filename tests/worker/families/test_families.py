@@ -7,16 +7,12 @@ In float64 the rounding of another batch size is far below what any mistake woul
 import functools
 
 import diffusers
-import pytest
 import torch
 
 from support.families.rig.all import FAMILIES, REPRESENTATIVE, every_family
 from support.families.rig.checks import check_trio
 from support.families.rig.family import Family
 from support.families.rig.family_rig import Asked, FamilyRig, apart
-
-# Krea 2 normalises in float32 by weights that are float64 here.
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 
 OTHER = Asked(seed=2, steps=3, guidance=3.0)
 ONE = Asked(seed=1, steps=2)

@@ -14,8 +14,7 @@ from support.families.images import flux, flux2, latent_images, packed_images, q
 from support.families.rig.family import Arguments, Family, image, seeded
 from support.families.rig.family_rig import Asked, FamilyRig, apart
 
-# Krea 2 normalises in float32 by weights that are float64 here.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
+pytestmark = pytest.mark.slow
 
 FAMILIES = {
     family.name: family

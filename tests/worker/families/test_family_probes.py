@@ -13,9 +13,6 @@ from support.families.rig.checks import check_following, check_sizes
 from support.families.rig.family import Family
 from support.families.rig.family_rig import Asked, FamilyRig
 
-# Krea 2 normalises in float32 by weights that are float64 here.
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-
 
 @every_family
 def test_what_doubles_with_the_number_of_images_is_taken_for_rows(family: Family) -> None:

@@ -26,7 +26,7 @@ from support.families.rig.all import FAMILIES
 from support.families.rig.family import with_config
 from support.families.rig.family_rig import JOINING, Asked, FamilyRig, apart
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
+pytestmark = pytest.mark.slow
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
