@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import string
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ WIDTH, HEIGHT = 8, 8
 SOURCE = DataSourceRef(type_val="prometheus", uid="$source")
 # The label that the chart's PodMonitors give the series of a worker, and the model that is chosen on the page.
 MODEL = "diffusion_operator_dev_deployment"
-CHOSEN = f'namespace="$namespace", {MODEL}="$model"'
+CHOSEN = f'{{namespace="$namespace", {MODEL}="$model"}}'
 
 
 class Panel(msgspec.Struct, frozen=True):
@@ -37,6 +38,10 @@ def _percentiles(histogram: str, which: str = "") -> dict[str, str]:
 
 def _rate(counter: str, which: str = "", by: str = "") -> str:
     return f"sum {f'by ({by}) ' if by else ''}(rate({counter}{which}[$__rate_interval]))"
+
+
+def _mean(histogram: str, *, by: str) -> str:
+    return f"{_rate(f'{histogram}_sum', CHOSEN, by)} / {_rate(f'{histogram}_count', CHOSEN, by)}"
 
 
 FLEET = (
@@ -103,58 +108,49 @@ ONE_MODEL = (
         "State",
         "The state of each replica.",
         "short",
-        {"{{pod}} {{state}}": f"diffusion_worker_state{{{CHOSEN}}} > 0"},
+        {"{{pod}} {{state}}": f"diffusion_worker_state{CHOSEN} > 0"},
     ),
     Panel(
         "Requests per second",
         "Answered requests for images, by code.",
         "short",
-        {"{{code}}": _rate("diffusion_worker_requests_total", f"{{{CHOSEN}}}", "code") + " > 0"},
+        {"{{code}}": _rate("diffusion_worker_requests_total", CHOSEN, "code") + " > 0"},
     ),
     Panel(
         "Seconds of a request",
         "Time from a request to its images.",
         "s",
-        _percentiles("diffusion_worker_request_seconds", f"{{{CHOSEN}}}"),
+        _percentiles("diffusion_worker_request_seconds", CHOSEN),
     ),
     Panel(
         "Seconds by phase",
         "Seconds of an image in each phase, on average.",
         "s",
-        {
-            "{{phase}}": f"{_rate('diffusion_worker_phase_seconds_sum', f'{{{CHOSEN}}}', 'phase')} "
-            f"/ {_rate('diffusion_worker_phase_seconds_count', f'{{{CHOSEN}}}', 'phase')}"
-        },
+        {"{{phase}}": _mean("diffusion_worker_phase_seconds", by="phase")},
     ),
     Panel(
         "Rows per model call",
         "Rows that share a call of the model, on average; more is cheaper.",
         "short",
-        {
-            "rows": f"{_rate('diffusion_worker_model_rows_total', f'{{{CHOSEN}}}')} "
-            f"/ {_rate('diffusion_worker_model_calls_total', f'{{{CHOSEN}}}')}"
-        },
+        {"rows": f"{_rate('diffusion_worker_model_rows_total', CHOSEN)} / {_rate('diffusion_worker_model_calls_total', CHOSEN)}"},
     ),
     Panel(
         "Memory of the weights",
         "Weights in each rank's memory; about 0 while it sleeps.",
         "bytes",
-        {"{{pod}} rank {{rank}}": f"diffusion_worker_rank_weights_resident_bytes{{{CHOSEN}}}"},
+        {"{{pod}} rank {{rank}}": f"diffusion_worker_rank_weights_resident_bytes{CHOSEN}"},
     ),
     Panel(
         "Seconds of a sleep and of a wake",
         "Time of the sleeps and wakes that succeeded, on average.",
         "s",
-        {
-            "{{kind}}": f"{_rate('diffusion_worker_operation_seconds_sum', f'{{{CHOSEN}}}', 'kind')} "
-            f"/ {_rate('diffusion_worker_operation_seconds_count', f'{{{CHOSEN}}}', 'kind')}"
-        },
+        {"{{kind}}": _mean("diffusion_worker_operation_seconds", by="kind")},
     ),
     Panel(
         "Adapters",
         "Adapters by state, on average of the replicas.",
         "short",
-        {"{{state}}": f"avg by (state) (diffusion_worker_adapters{{{CHOSEN}}}) > 0"},
+        {"{{state}}": f"avg by (state) (diffusion_worker_adapters{CHOSEN}) > 0"},
     ),
 )
 
@@ -189,7 +185,7 @@ def _graph(panel: Panel) -> timeseries.Panel:
     graph = timeseries.Panel().title(panel.title).description(panel.text).unit(panel.unit).min(0).datasource(SOURCE)
     legend = common.VizLegendOptions().show_legend(True).display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
     graph = graph.legend(legend).tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
-    for reference, (name, expression) in zip("ABC", panel.lines.items(), strict=False):
+    for reference, (name, expression) in zip(string.ascii_uppercase, panel.lines.items(), strict=False):
         graph = graph.with_target(prometheus.Dataquery().ref_id(reference).expr(expression).legend_format(name))
     return graph.span(WIDTH).height(HEIGHT)
 

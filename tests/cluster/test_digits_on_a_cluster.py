@@ -211,15 +211,15 @@ def test_alerts_fire_at_real_faults(rig_with_digits: ClusterRig, metrics: Promet
     assert metrics.now(lost) == metrics.now(failing) == []
     rig.deploy("too-much", resources={"gpuResourceName": "example.com/none"})
     rig.adapt("broken", NAME, "/models/digits")
-    with ThreadPoolExecutor(4) as threads, rig.client(NAME) as patient:
-        client = patient.with_options(max_retries=0)
-        # Made again twice at most; the third loss is their end. Four, because requests of the tests before count as well.
-        asked = [threads.submit(ask_and_be_refused, client, Request(PROMPT, 1, NAME, steps=200)) for _ in range(4)]
-        for _ in range(3):
-            rig.eventually("the images are being made", lambda: rig.state(NAME)["inFlight"] == 4, deadline_s=START_S)
-            kill_a_rank(rig)
-        assert {each.result(START_S).code for each in asked} == {"RankFailed"}
     try:
+        with ThreadPoolExecutor(4) as threads, rig.client(NAME) as patient:
+            client = patient.with_options(max_retries=0)
+            # Made again twice at most; the third loss is their end. Four, because requests of the tests before count as well.
+            asked = [threads.submit(ask_and_be_refused, client, Request(PROMPT, 1, NAME, steps=200)) for _ in range(4)]
+            for _ in range(3):
+                rig.eventually("the images are being made", lambda: rig.state(NAME)["inFlight"] == 4, deadline_s=START_S)
+                kill_a_rank(rig)
+            assert {each.result(START_S).code for each in asked} == {"RankFailed"}
         for alert in ("DiffusionRanksLost", "DiffusionRequestsFailing", "DiffusionAdaptersFailing", "DiffusionDeploymentsNotReady"):
             fired = rig.eventually(f"{alert} fires", partial(metrics.now, rules[alert]), deadline_s=60)
             print(alert, [one["metric"] | {"value": one["value"][1]} for one in fired])

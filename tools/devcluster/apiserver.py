@@ -116,7 +116,7 @@ def _start_somehow(folder: Path, *, dies_with_us: bool, flags: Sequence[str]) ->
 
 
 def _start(folder: Path, running: list[Process], *, dies_with_us: bool, flags: Sequence[str]) -> None:
-    client_port, peer_port, api_port = free_ports(3)
+    client_port, peer_port, api_port = _free_ports(3)
     binaries, etcd_binary = programs.kube(), programs.etcd()
     authority = Authority(folder / "certs")
     authority.service_account_key()
@@ -193,8 +193,7 @@ def _stop(running: list[Process]) -> None:
         process.stop()
 
 
-def free_ports(count: int) -> list[int]:
-    """Find ports of the loopback that nobody listens on, all at once, so that they differ."""
+def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

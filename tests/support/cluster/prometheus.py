@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from aiohttp.test_utils import unused_port
 
 from support.cluster.rig import ClusterRig
 from support.operator.chart_rendering import CHART, KUBERNETES, Chart, Document, of_kind
 from tools.demo.installation import RELEASE
 from tools.devcluster import programs
-from tools.devcluster.apiserver import free_ports
 
 EVERY_S = 2
 START_S = 30.0
@@ -43,7 +43,7 @@ class Prometheus:
 
     def ever(self, expression: str) -> list[Document]:
         """Return the series of an expression at any moment since this Prometheus began."""
-        found: list[Document] = self._ask("query_range", query=expression, start=self._began, end=time.time(), step=2)["result"]
+        found: list[Document] = self._ask("query_range", query=expression, start=self._began, end=time.time(), step=EVERY_S)["result"]
         return found
 
     def up(self) -> list[str]:
@@ -78,7 +78,7 @@ def prometheus(rig: ClusterRig, folder: Path) -> Iterator[Prometheus]:
 
 @contextmanager
 def _running(folder: Path) -> Iterator[Prometheus]:
-    [port] = free_ports(1)
+    port = unused_port()
     words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"]
     began, url = time.time(), f"http://127.0.0.1:{port}"
     with (folder / "log").open("w") as log, subprocess.Popen([programs.prometheus(), *words], stdout=log, stderr=log) as process:

@@ -34,7 +34,7 @@ def write_adapter(folder: str | Path, linears: dict[str, nn.Linear], *, rank: in
 
 
 def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
-    """One folder for each thing that can be wrong."""
+    """Make a folder for each fault that an adapter can have; return them by the fault's name."""
     changed = ("no-config", "no-weights", "garbage", "other-modules", "other-shapes", "huge-rank", "cut")
     made = {name: folder / name for name in ("empty", *changed, "missing")}
     made["empty"].mkdir()

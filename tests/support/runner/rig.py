@@ -27,7 +27,7 @@ Images = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 class OneRank:
-    """What `Parallel` is at one rank. `before` sees each call first, and may raise.
+    """Stands in for `Parallel` at one rank. `before` sees each call first, and may raise.
 
     It keeps the calls, and the failures too: the runner makes calls that failed again one by one, which would hide them.
     """
