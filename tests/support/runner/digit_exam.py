@@ -15,14 +15,9 @@ from diffusers import StableDiffusion3Pipeline
 from peft import PeftModel
 from PIL import Image
 
-from support.runner.digit_judge import DIGIT_WORDS, HUES, STYLES, Judgement, has_style, judge_all
+from support.runner.digit_judge import DIGIT_WORDS, HUES, STYLES, has_style, judge
 
-DIGITS_FOLDER = Path(__file__).parents[3] / "examples" / "digits"
-MODEL = DIGITS_FOLDER / "model"
-LORAS = DIGITS_FOLDER / "loras"
-STEPS = 12
-GUIDANCE = 4.0
-SEEDS = range(10)
+MODEL, LORAS = (Path(__file__).parents[3] / "examples" / "digits" / name for name in ("model", "loras"))
 # More at once took longer an image on CPUs: 0.36 s of CPU with 50, 0.26 s with 10.
 DRAWN_AT_ONCE = 10
 
@@ -40,28 +35,20 @@ class Question:
         return f"a {self.colour} digit {DIGIT_WORDS[self.digit]}"
 
 
-@dataclass(frozen=True)
 class Answer:
     """An image and what the judge saw in it."""
 
-    question: Question
-    image: Image.Image
-    judgement: Judgement
-    styles: frozenset[str]
-
-    @property
-    def digit_right(self) -> bool:
-        return self.judgement.digit == self.question.digit
-
-    @property
-    def all_right(self) -> bool:
-        return self.judgement.shows(digit=self.question.digit, colour=self.question.colour)
+    def __init__(self, question: Question, image: Image.Image) -> None:
+        self.question, self.image, self.judgement = question, image, judge(image)
+        self.styles = frozenset(name for name in STYLES if has_style(image, name))
+        self.digit_right = self.judgement.digit == question.digit
+        self.all_right = self.judgement == (question.digit, question.colour)
 
 
 def questions() -> list[Question]:
     """Ten digits, ten seeds; the colours go round so that every digit is asked for in every colour."""
     colours = list(HUES)
-    return [Question(digit, colours[(digit + seed) % len(colours)], seed) for seed in SEEDS for digit in range(10)]
+    return [Question(digit, colours[(digit + seed) % len(colours)], seed) for seed in range(10) for digit in range(10)]
 
 
 def load_pipeline(*, adapter: Path | None = None) -> Any:
@@ -80,7 +67,5 @@ def answers(pipeline: Any, asked: Sequence[Question]) -> list[Answer]:
     for start in range(0, len(asked), DRAWN_AT_ONCE):
         part = asked[start : start + DRAWN_AT_ONCE]
         seeds = [torch.Generator().manual_seed(question.seed) for question in part]
-        prompts = [question.prompt for question in part]
-        images += pipeline(prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=seeds).images
-    styles = [frozenset(name for name in STYLES if has_style(image, name)) for image in images]
-    return [Answer(*each) for each in zip(asked, images, judge_all(images), styles, strict=True)]
+        images += pipeline([each.prompt for each in part], num_inference_steps=12, guidance_scale=4.0, generator=seeds).images
+    return list(map(Answer, asked, images))

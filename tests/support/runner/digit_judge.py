@@ -6,8 +6,8 @@ the training of the model. What it looks at is the ink: the saturation of every 
 """
 
 import colorsys
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +26,19 @@ VIEWED_AT = 64
 HELD_OUT_EVERY = 5
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What an image shows; `digit` and `colour` are None where there is no ink to judge, or no colour that we name."""
 
     digit: int | None
     colour: str | None
 
-    def shows(self, *, digit: int, colour: str) -> bool:
-        return self.digit == digit and self.colour == colour
-
 
 def judge(image: Image.Image) -> Judgement:
-    ink = ink_of(image)
+    ink = np.asarray(np.ptp(pixels_of(image), axis=2))
     glyph = normalise(ink)
     if glyph is None:
         return Judgement(digit=None, colour=None)
     return Judgement(digit=int(classifier().predict(glyph.reshape(1, -1))[0]), colour=colour_of(image, ink))
-
-
-def judge_all(images: list[Image.Image]) -> list[Judgement]:
-    return [judge(image) for image in images]
 
 
 def has_style(image: Image.Image, name: str) -> bool:
@@ -62,8 +54,7 @@ def has_stripes(light: Grey) -> bool:
 
 def has_frame(light: Grey) -> bool:
     """A light border around a ground that is dark just inside it."""
-    border = _ring(light, 0, 3)
-    inside = _ring(light, 6, 9)
+    border, inside = _ring(light, 0, 3), _ring(light, 6, 9)
     return bool(border.mean() > 0.6 and border.min() > 0.3 and np.median(inside) < 0.35)
 
 
@@ -87,17 +78,12 @@ def pixels_of(image: Image.Image) -> Grey:
     return np.asarray(resized, dtype=np.float64) / 255.0
 
 
-def ink_of(image: Image.Image) -> Grey:
-    return np.asarray(np.ptp(pixels_of(image), axis=2))
-
-
 def colour_of(image: Image.Image, ink: Grey) -> str | None:
     """The name of the hue of the fullest ink, if it is near one that we name."""
     red, green, blue = pixels_of(image)[ink > 0.7 * ink.max()].mean(axis=0)
     hue = 360.0 * colorsys.rgb_to_hsv(red, green, blue)[0]
-    distances = {name: abs((hue - centre + 180.0) % 360.0 - 180.0) for name, centre in HUES.items()}
-    nearest = min(distances, key=lambda name: distances[name])
-    return nearest if distances[nearest] <= HUE_TOLERANCE else None
+    distance, nearest = min((abs((hue - centre + 180.0) % 360.0 - 180.0), name) for name, centre in HUES.items())
+    return nearest if distance <= HUE_TOLERANCE else None
 
 
 def normalise(ink: Grey) -> Grey | None:

@@ -1,28 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios for the rank processes of the parallel tests, which start once for many families and kinds.
+"""Scenarios for the rank processes that run families: under the parallel kinds, and with step caches beside them.
 
-Real: the ranks, their groups, the model runner and diffusers' models. Not real: the models' sizes and weights, which are tiny and random.
+Real: the ranks and their groups, and the model runner with its fibers, merged calls, rows and kinds, on pipelines of diffusers. Not
+real: the models, which are tiny and have random weights. In float64 what is left of a difference from one rank is no rounding. The
+processes start once for many families and kinds.
 """
 
-import copy
 import os
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from diffusion_worker.messages import Tick
+from diffusion_worker.config import StepCache
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import LoRAUse, Tick
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.faults import RankFault
-from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
-from diffusion_worker.runner.parallel.vae_tiles import VaeTiles
-from support.families.rig.family import randomise_zeros, with_config
-from support.families.rig.family_rig import Asked, FamilyRig
-from support.runner.parallel_families import BY_NAME, REQUESTS, WITH_ADAPTER, calls_of, compare, difference, finish, run
+from diffusion_worker.runner.pipelines.description import denoiser_of
+from diffusion_worker.runner.step_cache import first_block
+from support.families.images import flux, flux2, qwen, stable_diffusion, stable_diffusion_3, worded_images
+from support.families.rig.family import Family, with_config
+from support.families.rig.family_rig import Asked, FamilyRig, apart
+from support.families.videos import ltx, wan
+from support.lora.peft_adapters import write_adapter
 from support.runner.rank_processes import Rank
 from support.runner.rig import OneRank, request
+from support.runner.scenarios import calls_of, tiles
+
+MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images)
+# Latents: decoding has nothing to do with these kinds.
+BY_NAME = {family.name: replace(family, output_type="latent") for module in MODULES for family in module.FAMILIES}
+ADAPTER = LoRAUse(7, 1.0)
+
 
 SEQUENCE_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline")
 # Ways to use them with other arguments: reference images, a time for each token, a second denoiser.
@@ -37,6 +51,80 @@ MORE_SEQUENCE_FAMILIES = (
 TENSOR_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline")
 # Roles of OmniGen's arguments are found by the name of its model's class, which sharding changes.
 SHARDED_FAMILIES = (*SEQUENCE_FAMILIES, "StableDiffusionPipeline", "OmniGenPipeline")
+# Rows of two requests with guidance share calls from the second step on.
+REQUESTS = (Asked(1, 3, 5.0), Asked(2, 2, 3.0))
+WITH_ADAPTER = (replace(REQUESTS[0], loras=[ADAPTER]), *REQUESTS[1:])
+ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
+# So that about half of the few steps is skipped.
+THRESHOLD = 0.3
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of requests, flat, and on this rank the denoiser's tokens of an image (0 in a U-Net) and its weights in bytes.
+
+    `rows` are those that a step cache skipped and all of them, in each tick.
+    """
+
+    results: list[torch.Tensor]
+    rows: list[tuple[int, int]]
+    tokens: int
+    weights_bytes: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A run beside that of one rank: the largest difference in standard deviations, and the parts of tokens and weights here."""
+
+    apart: float
+    tokens: float
+    weights: float
+
+
+def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, dtype: torch.dtype = torch.float64, **config: Any) -> Run:
+    """Run requests together on a family's tiny pipeline; each joins a tick after the one before."""
+    rig = FamilyRig(family, dtype, parallel, **config)
+    denoiser = denoiser_of(rig.pipeline)
+    seen = calls_of(denoiser.proj_out) if hasattr(denoiser, "proj_out") else []
+    if any(asked.loras for asked in requests):
+        assert rig.runner.loras is not None
+        # On every linear layer of the denoiser's blocks, and the same on every rank.
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter(folder, block_linears(denoiser_of(family.build())))
+            rig.runner.loras.add_adapter(LoRARequest("adapter", ADAPTER.lora_int_id, folder))
+    results = finish(rig, requests)
+    local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in denoiser.parameters()]
+    tokens, weights_bytes = max((shape[1] for shape in seen), default=0), sum(each.nbytes for each in local)
+    return Run(results, list(rig.rows), tokens, weights_bytes)
+
+
+def finish(rig: FamilyRig, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
+    """Run requests together to their end, and return each result in float64."""
+    results, errors = rig.finish(requests, range(len(requests)))
+    assert not errors, errors
+    assert not rig.replays, rig.replays
+    return [results[str(number)].double().clone() for number in range(len(requests))]
+
+
+def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUESTS, **sizes: int) -> Difference:
+    """A run under a kind beside that of one rank, which the first rank computes for all of them."""
+    with rank.group(**sizes) as parallel:
+        many = run(family, parallel, requests, ranks=rank.world, **sizes)
+        one = [run(family, OneRank(), requests) if rank.rank == 0 else many]
+        dist.broadcast_object_list(one, 0)
+    return compare(many, one[0])
+
+
+def compare(run: Run, expected: Run) -> Difference:
+    """Measure a run against the one that is expected."""
+    most = max(apart(one, other) for one, other in zip(run.results, expected.results, strict=True))
+    return Difference(most, run.tokens / max(1, expected.tokens), run.weights_bytes / expected.weights_bytes)
+
+
+def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers inside a model's blocks."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in linears.items() if "blocks" in name or "layers" in name}
 
 
 def two(rank: Rank) -> dict[str, Any]:
@@ -137,78 +225,24 @@ def sleep_in_parts(rank: Rank) -> dict[str, Any]:
     return {"same": same, "awake": awake, "emptied": emptied}
 
 
-# Tiles of a VAE
-
-
-def _vae(kind: str) -> Any:
-    torch.manual_seed(5)
-    if kind == "AutoencoderKLQwenImage":
-        sizes = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
-        vae: Any = diffusers.AutoencoderKLQwenImage(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, **sizes)
-        vae.spatial_compression_ratio = 2
-        vae.tile_sample_min_height = vae.tile_sample_min_width = 16
-        vae.tile_sample_stride_height = vae.tile_sample_stride_width = 12
-    else:
-        levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-        vae = getattr(diffusers, kind)(block_out_channels=(4, 4), latent_channels=4, norm_num_groups=2, sample_size=16, **levels)
-    randomise_zeros(vae)
-    return vae
-
-
-def tiles(rank: Rank) -> dict[str, Any]:
-    """Latents of many tiles and of one, of one frame and of two: bit for bit what one rank makes of them."""
-    found: dict[str, Any] = {}
-    with rank.group() as parallel:
-        for kind in ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"):
-            # 5 x 3 tiles, the last ones cut off; one tile; in one dimension.
-            for height, width in ((29, 17), (8, 8), (8, 31)):
-                frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
-                found[f"{kind} {height}x{width}"] = _decoded(parallel, kind, (2, 4, *frames, height, width))
-        found["a copy in float64"] = _decoded(parallel, "AutoencoderKL", (2, 4, 29, 17), copied=True)
-        found["two frames"] = _decoded(parallel, "AutoencoderKLQwenImage", (2, 4, 2, 17, 17))
-        found["a tile fails"] = _failing_tile(parallel)
+def step_caches(rank: Rank) -> dict[str, Any]:
+    """Each kind with its rows spread, and with each layer in two parts: how far from one rank, whether as much is skipped, and how much."""
+    first_block.THRESHOLD = THRESHOLD
+    found = {}
+    cases: list[tuple[str, StepCache, dict[str, int]]] = [
+        ("StableDiffusion3Pipeline", StepCache.FIRST_BLOCK, {}),
+        ("StableDiffusion3Pipeline", StepCache.TAYLOR_SEER, {}),
+        ("FluxPipeline", StepCache.MAG_CACHE, {}),
+        ("FluxPipeline", StepCache.FIRST_BLOCK, {"tensor": 2}),
+        ("FluxPipeline", StepCache.TAYLOR_SEER, {"tensor": 2}),
+    ]
+    for name, kind, sizes in cases:
+        one = run(BY_NAME[name], OneRank(), ACCELERATED, step_cache=kind)
+        with rank.group(**sizes) as parallel:
+            many = run(BY_NAME[name], parallel, ACCELERATED, step_cache=kind, ranks=rank.world, **sizes)
+        skipped, rows = (sum(column) for column in zip(*many.rows, strict=True))
+        found[f"{name} {kind} {sizes}"] = (compare(many, one).apart, many.rows == one.rows, skipped / rows)
     return found
-
-
-@torch.inference_mode()
-def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: bool = False) -> dict[str, Any]:
-    """Whether the image is equal to that of one rank, and how many times the decoder's first layer ran here and there."""
-    z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    one, many = _vae(kind), _vae(kind)
-    one.enable_tiling()
-    parallel.decode_tiles("vae", VaeTiles(many, parallel).decode)
-    if copied:
-        one, many, z = one.double(), copy.deepcopy(many).double(), z.double()
-    ran_one, ran_many = calls_of(one.decoder.conv_in), calls_of(many.decoder.conv_in)
-    expected = one.decode(z).sample
-    output = parallel.run(ModelCall("vae", "decode", {"z": z}, many), lambda call, rows: many.decode(**call.arguments)).sample
-    close = bool((output - expected).abs().max() < 1e-5)
-    return {"equal": torch.equal(output, expected), "close": close, "ran": len(ran_many), "alone": len(ran_one)}
-
-
-@torch.inference_mode()
-def _failing_tile(parallel: Parallel) -> list[str]:
-    """The last rank runs out of memory in a tile; the next image works."""
-    vae = _vae("AutoencoderKL")
-
-    def fail_once(module: torch.nn.Module, inputs: Any) -> None:
-        hook.remove()
-        if parallel.rank == parallel.world - 1:
-            raise RuntimeError("out of memory")
-
-    hook = vae.decoder.conv_in.register_forward_pre_hook(fail_once)
-    parallel.decode_tiles("vae", VaeTiles(vae, parallel).decode)
-    call = ModelCall("vae", "decode", {"z": torch.randn(1, 4, 17, 17)})
-    said = []
-    for _ in range(2):
-        try:
-            said.append(str(tuple(parallel.run(call, lambda call, rows: vae.decode(**call.arguments)).sample.shape)))
-        except CallFailed as error:
-            said.append(str(error))
-    return said
-
-
-# Failures
 
 
 def left_in_a_collective(rank: Rank) -> None:

@@ -2,9 +2,12 @@
 """A model runner in the test's own process, at one rank and without a process group, on the digits model.
 
 Real: the runner and the model. Not real: the process group, which is `OneRank`, and the server's ticks, which `RunnerRig.run` makes.
+After each run everything that the modules of the pipeline have must be what it was.
 """
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING
 from typing import Any
 
 import msgspec
@@ -13,6 +16,7 @@ import torch
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
+from diffusion_worker.lora.layers import LoRALayer
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
@@ -20,9 +24,18 @@ from diffusion_worker.runner.parallel.rows import CallFailed
 from diffusion_worker.runner.pipelines.view import modules_of
 from diffusion_worker.runner.stepping.pixels import pixels_of
 from diffusion_worker.runner.stepping.stepper import report_of
-from support.runner.module_attributes import attributes_of, changes_of
 from support.worker.process import DIGITS_MODEL
 
+# Models keep this of their own calls. VAEs of diffusers begin each call by forgetting it. Models of transformers put hooks on at
+# the first call, by which they return hidden states.
+KEPT_BY_CALLS = {
+    *("_feat_map", "_conv_idx", "_conv_num", "_enc_feat_map", "_enc_conv_idx", "_enc_conv_num"),
+    "_output_capturing_hooks_installed",
+    # Tables of positions, made at the first call of a size.
+    *("_freqs_cache", "inv_freq"),
+}
+CAPTURING = "output_capturing_hook"
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, tuple)
 Images = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
 
@@ -128,3 +141,40 @@ def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.d
 def levels_apart(one: Any, other: Any) -> int:
     """The largest difference of two images in a colour, of 255."""
     return int(np.abs(np.asarray(one, int) - np.asarray(other, int)).max())
+
+
+def attributes_of(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
+    """List by path: plain values as they are, everything else by its identity, and what is in dicts, lists and sets one by one."""
+    found: dict[str, Any] = {}
+    for name, module in modules.items():
+        for path, part in module.named_modules(prefix=name):
+            found |= {f"{path}.{key}": value for key, value in _flat(vars(part).items())}
+    return found
+
+
+def changes_of(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """List what is other than before, but for what calls keep and the layers that the engine gave to adapters."""
+    wrapped = [path for path, value in now.items() if isinstance(value, LoRALayer)]
+    places = tuple(path.replace("._modules.", ".") for path in wrapped)
+    return [
+        f"{path}: {old!r:.80} became {new!r:.80}"
+        for path in sorted(before.keys() | now.keys())
+        if not _same(old := before.get(path, MISSING), new := now.get(path, MISSING))
+        and not (path in wrapped or path.startswith(places) or KEPT_BY_CALLS & set(path.split(".")))
+    ]
+
+
+def _flat(items: Iterable[tuple[Any, Any]]) -> Iterable[tuple[str, Any]]:
+    for key, value in items:
+        if type(value) in (dict, OrderedDict):
+            yield from ((f"{key}.{inner}", item) for inner, item in value.items() if getattr(item, "__name__", "") != CAPTURING)
+        elif type(value) in (list, set):
+            yield key, tuple(value)
+        else:
+            yield key, value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(a is b or (isinstance(a, PLAIN) and a == b) for a, b in zip(one, other, strict=True))
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))

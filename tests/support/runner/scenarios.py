@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios for the processes of the runner's tests with several ranks, but for those of the parallel kinds.
 
-Real: the ranks and their groups, and the runner or the part of it that a scenario is about; for adapters, their manager. Not real: the
-models, of which one is a single layer.
+Real: the ranks and their groups, and the runner or the part of it that a scenario is about; for adapters, their manager; for prompts,
+text encoders. Not real: the sizes and weights of models, of which one is a single layer.
 """
 
+import copy
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,31 +13,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
-from diffusion_worker.config import StepCache
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.runner.loading.adapter_layers import add_on_all_ranks
 from diffusion_worker.runner.model_call.call import ModelCall
-from diffusion_worker.runner.parallel.rows import CallFailed
-from diffusion_worker.runner.step_cache import first_block
+from diffusion_worker.runner.model_runner import DiffusionModelRunner
+from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
+from diffusion_worker.runner.parallel.vae_tiles import VaeTiles
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
-from support.families.rig.family_rig import Asked
+from support.families.images.worded_images import worded_flux
+from support.families.rig.family import build_seeded, randomise_zeros
+from support.families.rig.texts import letters, tiny_umt5
+from support.families.videos import wan
 from support.lora.peft_adapters import write_adapter
-from support.runner.parallel_families import BY_NAME, compare, run
 from support.runner.rank_processes import Rank
-from support.runner.rig import OneRank, request
-from support.runner.wordy_pipelines import WordyFlux, runner_of
+from support.runner.rig import request, runner_with
 from support.worker.extensions import flip
-
-ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
-# So that about half of the few steps is skipped.
-THRESHOLD = 0.3
 
 
 def _call(rows: int) -> ModelCall:
@@ -152,10 +151,24 @@ def one_rank_cannot_load(rank: Rank) -> list[dict[str, Any]]:
     return found
 
 
+def worded_runner(kind: type[Any], parallel: Any, **options: Any) -> DiffusionModelRunner:
+    """A runner that serves a pipeline of Flux or Wan which takes words, with random weights from one seed."""
+
+    def make() -> Any:
+        if issubclass(kind, diffusers.WanPipeline):
+            parts = wan.pipeline("WanPipeline", text_encoder=tiny_umt5(16), tokenizer=letters()).components
+        else:
+            parts = worded_flux("FluxPipeline").components
+            parts["tokenizer"].model_max_length = 24
+        return kind(**parts)
+
+    return runner_with(build_seeded(make)(), parallel, **options)
+
+
 def over_a_sleep(rank: Rank, **kind: int) -> dict[str, Any]:
     """Fingerprints of ranks that make each call together, before and after a sleep, and with a bit of the weights flipped."""
     with rank.group(**kind) as parallel:
-        runner = runner_of(WordyFlux, parallel, ranks=rank.world, **kind)
+        runner = worded_runner(diffusers.FluxPipeline, parallel, ranks=rank.world, **kind)
         before = runner.fingerprint(probe=True)
         runner.release()
         runner.restore()
@@ -164,21 +177,76 @@ def over_a_sleep(rank: Rank, **kind: int) -> dict[str, Any]:
         return {"before": before, "after": after, "spoilt": runner.fingerprint(probe=True)}
 
 
-def step_caches(rank: Rank) -> dict[str, Any]:
-    """Each kind with its rows spread, and with each layer in two parts: how far from one rank, whether as much is skipped, and how much."""
-    first_block.THRESHOLD = THRESHOLD
-    found = {}
-    cases: list[tuple[str, StepCache, dict[str, int]]] = [
-        ("StableDiffusion3Pipeline", StepCache.FIRST_BLOCK, {}),
-        ("StableDiffusion3Pipeline", StepCache.TAYLOR_SEER, {}),
-        ("FluxPipeline", StepCache.MAG_CACHE, {}),
-        ("FluxPipeline", StepCache.FIRST_BLOCK, {"tensor": 2}),
-        ("FluxPipeline", StepCache.TAYLOR_SEER, {"tensor": 2}),
-    ]
-    for name, kind, sizes in cases:
-        one = run(BY_NAME[name], OneRank(), ACCELERATED, step_cache=kind)
-        with rank.group(**sizes) as parallel:
-            many = run(BY_NAME[name], parallel, ACCELERATED, step_cache=kind, ranks=rank.world, **sizes)
-        skipped, rows = (sum(column) for column in zip(*many.rows, strict=True))
-        found[f"{name} {kind} {sizes}"] = (compare(many, one).apart, many.rows == one.rows, skipped / rows)
+def calls_of(module: torch.nn.Module) -> list[torch.Size]:
+    """The shapes of what a module is given from now on, one for each of its calls."""
+    seen: list[torch.Size] = []
+    module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    return seen
+
+
+def _vae(kind: str) -> Any:
+    torch.manual_seed(5)
+    if kind == "AutoencoderKLQwenImage":
+        sizes = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
+        vae: Any = diffusers.AutoencoderKLQwenImage(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, **sizes)
+        vae.spatial_compression_ratio = 2
+        vae.tile_sample_min_height = vae.tile_sample_min_width = 16
+        vae.tile_sample_stride_height = vae.tile_sample_stride_width = 12
+    else:
+        levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+        vae = getattr(diffusers, kind)(block_out_channels=(4, 4), latent_channels=4, norm_num_groups=2, sample_size=16, **levels)
+    randomise_zeros(vae)
+    return vae
+
+
+def tiles(rank: Rank) -> dict[str, Any]:
+    """Latents of many tiles and of one, of one frame and of two: bit for bit what one rank makes of them."""
+    found: dict[str, Any] = {}
+    with rank.group() as parallel:
+        for kind in ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"):
+            # 5 x 3 tiles, the last ones cut off; one tile; in one dimension.
+            for height, width in ((29, 17), (8, 8), (8, 31)):
+                frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
+                found[f"{kind} {height}x{width}"] = _decoded(parallel, kind, (2, 4, *frames, height, width))
+        found["a copy in float64"] = _decoded(parallel, "AutoencoderKL", (2, 4, 29, 17), copied=True)
+        found["two frames"] = _decoded(parallel, "AutoencoderKLQwenImage", (2, 4, 2, 17, 17))
+        found["a tile fails"] = _failing_tile(parallel)
     return found
+
+
+@torch.inference_mode()
+def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: bool = False) -> dict[str, Any]:
+    """Whether the image is equal to that of one rank, and how many times the decoder's first layer ran here and there."""
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    one, many = _vae(kind), _vae(kind)
+    one.enable_tiling()
+    parallel.decode_tiles("vae", VaeTiles(many, parallel).decode)
+    if copied:
+        one, many, z = one.double(), copy.deepcopy(many).double(), z.double()
+    ran_one, ran_many = calls_of(one.decoder.conv_in), calls_of(many.decoder.conv_in)
+    expected = one.decode(z).sample
+    output = parallel.run(ModelCall("vae", "decode", {"z": z}, many), lambda call, rows: many.decode(**call.arguments)).sample
+    close = bool((output - expected).abs().max() < 1e-5)
+    return {"equal": torch.equal(output, expected), "close": close, "ran": len(ran_many), "alone": len(ran_one)}
+
+
+@torch.inference_mode()
+def _failing_tile(parallel: Parallel) -> list[str]:
+    """The last rank runs out of memory in a tile; the next image works."""
+    vae = _vae("AutoencoderKL")
+
+    def fail_once(module: torch.nn.Module, inputs: Any) -> None:
+        hook.remove()
+        if parallel.rank == parallel.world - 1:
+            raise RuntimeError("out of memory")
+
+    hook = vae.decoder.conv_in.register_forward_pre_hook(fail_once)
+    parallel.decode_tiles("vae", VaeTiles(vae, parallel).decode)
+    call = ModelCall("vae", "decode", {"z": torch.randn(1, 4, 17, 17)})
+    said = []
+    for _ in range(2):
+        try:
+            said.append(str(tuple(parallel.run(call, lambda call, rows: vae.decode(**call.arguments)).sample.shape)))
+        except CallFailed as error:
+            said.append(str(error))
+    return said

@@ -57,7 +57,7 @@ def test_high_and_low_quality_in_one_worker_are_both_right_and_the_answer_says_w
     # The two never share a call, so each is as alone.
     np.testing.assert_array_equal(high, plain)
     assert not np.array_equal(low, plain)
-    assert judge(Image.fromarray(low)).shows(digit=7, colour="red")
+    assert judge(Image.fromarray(low)) == (7, "red")
     assert (said_high["quality"], said_low["quality"]) == ("high", "medium")
     np.testing.assert_array_equal(ask(worker, quality="low")[0], low)
     skipped, rows = metric(worker, "model_rows_skipped_total"), metric(worker, "model_rows_total")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
 
 from diffusion_worker.config import Compile, StepCache
 from diffusion_worker.errors import ErrorCode, RequestError
@@ -17,8 +18,8 @@ from diffusion_worker.messages import Fingerprint, LoRAUse, MemoryTag, ModelInfo
 from diffusion_worker.runner.fingerprint import SMALLEST_SIDE, probe_requests
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from support.runner.rig import RunnerRig, request
-from support.runner.wordy_pipelines import LargeFlux, NeverFlux, WordyFlux, WordyFluxEdits, WordyWan, runner_of
+from support.runner.rig import OneRank, RunnerRig, request
+from support.runner.scenarios import worded_runner
 from support.worker.extensions import Corrupting, flip
 from support.worker.process import DIGITS
 
@@ -203,19 +204,39 @@ def test_options_that_change_how_images_are_made_do_not_change_it(loaded: Runner
 # What is asked of a model
 
 
-@pytest.mark.parametrize("kind", [WordyFlux, WordyFluxEdits, WordyWan, LargeFlux])
+class LargeFlux(FluxPipeline):
+    """Makes no small images, and none in a single step."""
+
+    SMALLEST, FEWEST_STEPS = 80, 2
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (kwargs.get("height") or self.SMALLEST) < self.SMALLEST or kwargs["num_inference_steps"] < self.FEWEST_STEPS:
+            raise ValueError("too small")
+        return super().__call__(*args, **{**kwargs, "height": self.SMALLEST, "width": self.SMALLEST})
+
+
+class NeverFlux(LargeFlux):
+    """Makes nothing that is asked of it without being a person."""
+
+    FEWEST_STEPS = 50
+
+
+KINDS = {"WordyFlux": FluxPipeline, "WordyFluxEdits": FluxImg2ImgPipeline, "WordyWan": WanPipeline, "LargeFlux": LargeFlux}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_models_of_images_of_edits_and_of_videos_have_a_probe_that_sees_their_weights(kind: type[Any]) -> None:
-    runner = runner_of(kind)
+    runner = worded_runner(kind, OneRank())
     before = runner.fingerprint(probe=True)
     assert before.probe is not None
-    assert runner.fingerprint(probe=True) == before == runner_of(kind).fingerprint(probe=True)
+    assert runner.fingerprint(probe=True) == before == worded_runner(kind, OneRank()).fingerprint(probe=True)
     with torch.inference_mode():
         runner.pipeline.transformer.proj_out.weight.neg_()
     assert runner.fingerprint(probe=True).probe != before.probe
 
 
 def test_a_model_that_refuses_whatever_is_tried_has_no_probe_and_says_so_and_its_weights_count(caplog: pytest.LogCaptureFixture) -> None:
-    runner = runner_of(NeverFlux)
+    runner = worded_runner(NeverFlux, OneRank())
     with caplog.at_level(logging.WARNING):
         found = runner.fingerprint(probe=True)
     assert found.probe is None and found.weights == runner.fingerprint(probe=False).weights
@@ -223,7 +244,7 @@ def test_a_model_that_refuses_whatever_is_tried_has_no_probe_and_says_so_and_its
 
 
 def test_too_little_memory_for_the_probe_is_an_error_that_may_pass() -> None:
-    runner = runner_of(WordyFlux)
+    runner = worded_runner(FluxPipeline, OneRank())
     before = runner.fingerprint(probe=True)
     parallel: Any = runner._parallel
 

@@ -13,8 +13,7 @@ from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.model_call.call import ModelCall, execute
 from diffusion_worker.runner.pipelines.view import modules_of, view_of
 from support.families.rig.family import Arguments, Family, as_tensor, in_float64
-from support.runner.module_attributes import attributes_of, changes_of
-from support.runner.rig import OneRank, runner_with
+from support.runner.rig import OneRank, attributes_of, changes_of, runner_with
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.loading import quantization
-from support.runner.digit_judge import has_style, judge_all
+from support.runner.digit_judge import has_style, judge
 from support.runner.rig import RunnerRig, request
 from support.worker.process import DIGITS
 
@@ -65,8 +65,8 @@ def test_a_quantized_model_draws_what_it_is_asked_for_and_nearly_the_same_image(
     drawn: list[np.ndarray[Any, Any]], quantized: RunnerRig
 ) -> None:
     made = images(quantized)
-    for (colour, digit, _), verdict in zip(ASKED, judge_all([Image.fromarray(image) for image in made]), strict=True):
-        assert verdict.shows(digit=digit, colour=colour), (colour, digit, verdict)
+    for (colour, digit, _), verdict in zip(ASKED, map(judge, map(Image.fromarray, made)), strict=True):
+        assert verdict == (digit, colour), (colour, digit, verdict)
     kind = str(quantized.config.quantization)
     bound = {"int8": 0.6, "fp8": 2.0, "nf4": 10.0}[kind]
     differences = [float(np.abs(a.astype(int) - b).mean()) for a, b in zip(made, drawn, strict=True)]

@@ -141,7 +141,7 @@ def test_a_text_that_cannot_be_split_is_an_error_of_its_request_alone(two: list[
 
 
 def test_one_rank_decodes_all_tiles() -> None:
-    (found,) = rank_processes.run("support.runner.parallel_scenarios:tiles", world=1)
+    (found,) = rank_processes.run("support.runner.scenarios:tiles", world=1)
     assert found["AutoencoderKL 29x17"] == {"equal": True, "close": True, "ran": 15, "alone": 15}
     assert found["a tile fails"] == ["rank 0: RuntimeError: out of memory", "(1, 3, 34, 34)"]
 

@@ -268,4 +268,4 @@ def test_digits_are_still_recognised_at_the_default_threshold() -> None:
     images = rig.images(*specs)
     assert rig.skipped > 0
     for digit, word in DIGITS:
-        assert judge(Image.fromarray(images[word])).shows(digit=digit, colour=colours[digit]), word
+        assert judge(Image.fromarray(images[word])) == (digit, colours[digit]), word

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_ranks_skip_the_same_and_make_what_one_rank_makes() -> None:
-    first, second = rank_processes.run("support.runner.scenarios:step_caches")
+    first, second = rank_processes.run("support.runner.parallel_scenarios:step_caches")
     assert first == second
     for name, (apart, alike, skipped) in first.items():
         assert apart < 1e-9, name
