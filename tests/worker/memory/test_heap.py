@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is settled before a model is loaded is not looked through again, and goes once the model is given up."""
+"""Freezing passes by objects that were settled before, and they go once the model is given up."""
 
 import gc
 import weakref

@@ -10,8 +10,8 @@ import torch
 def freeze_gc() -> None:
     """What is alive now stays, in a process that serves one model to its end: a collection of all that took a third of a second.
 
-    Without `unfreeze_gc`, what goes and is in a cycle stays too. What the fork server settled stays settled: to look through it
-    took a rank a second, and copied its pages for each rank.
+    Without `unfreeze_gc`, what goes and is in a cycle stays too. It passes by what the fork server settled: to look through that
+    took a rank 0.8 s, and copied the pages for each rank.
     """
     gc.collect()
     gc.freeze()
