@@ -3,6 +3,9 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from diffusion_worker.memory.heap import freeze_gc, unfreeze_gc
 
@@ -12,6 +15,13 @@ class Loop:
 
     def __init__(self) -> None:
         self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def settled_again() -> Iterator[None]:
+    """Let what these tests thaw be settled for those that follow, as the collection of tests left it."""
+    yield
+    gc.freeze()
 
 
 def test_a_freeze_looks_at_nothing_that_was_settled_before_it() -> None:
