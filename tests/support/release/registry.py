@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A registry of a test's own: the program that the development cluster's node has, on a free port and in a folder."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aiohttp.test_utils import unused_port
+
+from tools.devcluster import processes, programs
+
+START_S = 20.0
+
+
+@contextmanager
+def registry(folder: Path) -> Iterator[str]:
+    """Run one for as long as the block lasts; give its address."""
+    address, log = f"127.0.0.1:{unused_port()}", folder / "registry.log"
+    settings = {"version": 0.1, "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}}, "http": {"addr": address}}
+    (folder / "registry.json").write_text(json.dumps(settings))
+    words = [programs.debian() / "usr/bin/docker-registry", "serve", folder / "registry.json"]
+    running = processes.start("registry", words, log=log, dies_with_us=True)
+    try:
+        _wait_ready(address, running, log)
+        yield address
+    finally:
+        running.stop()
+
+
+def _wait_ready(address: str, running: processes.Process, log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and running.alive():
+        try:
+            with urllib.request.urlopen(f"http://{address}/v2/", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError(f"no registry within {START_S:g} s: {log.read_text()[-2000:]}")
