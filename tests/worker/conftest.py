@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources.hub_server import HubServer
+from support.sources.servers import SourceServer
 from support.worker.process import DIGITS, WorkerProcess
 
 
@@ -45,9 +45,9 @@ def worker_of_two(worker: WorkerProcess) -> Iterator[WorkerProcess]:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[SourceServer]:
     """An empty hub on loopback, which the fetches of this process ask."""
-    server = HubServer()
+    server = SourceServer()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     with server.running():
         yield server

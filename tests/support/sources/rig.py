@@ -20,7 +20,7 @@ from diffusion_worker.errors import RequestError
 from diffusion_worker.sources.fetching import Fetched, Fetcher
 from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, Source
-from support.sources.http_sources import Served
+from support.sources.servers import Served
 
 DEADLINE_S = 30.0
 PEFT_CONFIG = b'{"peft_type": "LORA", "r": 1}'
