@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cluster.helm_rig import OLDER_WORDS, HelmRig, older_chart, spec_schema
-from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from support.cluster.rig import ADAPTER_READY, OLDER_WORDS, SERVING, START_S, ClusterRig, HelmRig, older_chart, spec_schema
 from support.release.registry import registry
 from tools.demo.installation import RELEASE
 from tools.demo.kubectl import Document

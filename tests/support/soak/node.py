@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from support.cluster.clients import Clients
 from support.cluster.faults import api_server_stopped, kill_operator, kill_server_in, operator_pods, resident_mib, service_address
-from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, ClusterRig
+from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, Clients, ClusterRig
 from support.soak.frame import Outcome
 from tools.demo.errors import DemoFailed
 from tools.demo.images import Request, ask
