@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of files that count what they are asked for: at plain addresses, as a hub has them, and for cluster tests as a bucket does too.
+"""Servers of files that count what they are asked for: at plain addresses, as a hub, and for cluster tests as a bucket too.
 
 Real: HTTP and its sockets, and TLS in a pod. Not real: the hub, the bucket and the files, each of which is served well, badly or not
 at all, as a test says. A pod runs this file with the worker image's own Python, so it imports the standard library alone.
@@ -20,12 +20,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-ENDINGS_IN_LFS = (".safetensors", ".bin")
 INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
 FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 PORT = 9000
 COMMIT = "c" * 40
-# In a pod a test writes there the commit that every branch is at from then on; nothing in it, and the hub has no repository any more.
+# In a pod a test writes there the commit that every branch is at from then on. Nothing in it, and the hub has no repository any more.
 MAIN = Path("/tmp/main")
 
 
@@ -133,22 +132,17 @@ class SourceServer(ThreadingHTTPServer):
         path = urlsplit(target).path
         self.asked[path] += 1
         self.authorizations.append(authorization)
-        if not self.allows(target, authorization):
+        if self.token is not None and authorization != f"Bearer {self.token}":
             return Served(status=401)
         served = self.find(path) or Served(status=404)
         for _ in range(self.asked[path] - 1):
             served = served.then or served
         return served
 
-    def allows(self, target: str, authorization: str | None) -> bool:
-        """Return whether a client knows the token."""
-        return self.token is None or authorization == f"Bearer {self.token}"
-
     @contextmanager
     def running(self) -> Iterator["SourceServer"]:
         """Serve until the end of the block."""
-        thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield self
         finally:
@@ -156,7 +150,6 @@ class SourceServer(ThreadingHTTPServer):
                 served.gate.set()
             self.shutdown()
             self.server_close()
-            thread.join(5)
 
     def push(self, repo: str, files: dict[str, bytes | Served], *, branch: str = "main") -> str:
         """Make these the files of a branch; returns the commit."""
@@ -195,21 +188,21 @@ class SourceServer(ThreadingHTTPServer):
         for path, file in self.files_at(repo, commit).items():
             blob_id = hashlib.sha1(b"blob %d\0" % len(file.content) + file.content).hexdigest()
             siblings.append({"rfilename": path, "size": len(file.content), "blobId": blob_id})
-            if path.endswith(ENDINGS_IN_LFS):
+            if path.endswith((".safetensors", ".bin")):
                 siblings[-1]["lfs"] = {"sha256": file.sha256, "size": len(file.content), "pointerSize": 130}
         answer = {"id": repo, "modelId": repo, "sha": commit, "private": False, "tags": [], "siblings": siblings}
         return Served(json.dumps(answer).encode(), headers={"Content-Type": "application/json"}) if siblings else None
 
 
 class FolderServer(SourceServer):
-    """One folder as any bucket, by `/BUCKET/KEY`, and as the repositories `OWNER/SUBFOLDER`, with the same files at every commit."""
+    """A folder as any bucket, by `/BUCKET/KEY`, and as the repositories `OWNER/SUBFOLDER`, with the same files at every commit."""
 
-    def __init__(self, folder: Path, access_key: str, port: int = PORT) -> None:
-        super().__init__(("", port))
+    def __init__(self, folder: Path, access_key: str) -> None:
+        super().__init__(("", PORT))
         self._folder, self._access_key = folder, access_key
 
-    def allows(self, target: str, authorization: str | None) -> bool:
-        return self._access_key in target or self._access_key in (authorization or "")
+    def answer(self, target: str, authorization: str | None) -> Served:
+        return super().answer(target, authorization) if self._access_key in f"{target} {authorization}" else Served(status=403)
 
     def find(self, path: str) -> Served | None:
         file = self._folder.joinpath(*path.split("/")[2:])

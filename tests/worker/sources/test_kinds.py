@@ -12,8 +12,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched
 from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretKey, SecretName, Source
-from support.sources.rig import PEFT_CONFIG, SourceRig, adapter_bytes, fetch_processes, until
-from support.sources.s3_server import S3Server, s3_server
+from support.sources.rig import PEFT_CONFIG, S3Server, SourceRig, adapter_bytes, fetch_processes, s3_server, until
 from support.sources.servers import Served, SourceServer
 
 REMOTE = ("hub", "s3", "http")

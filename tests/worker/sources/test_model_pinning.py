@@ -12,8 +12,7 @@ from diffusion_worker.engine.state.state_document import DesiredModel, DesiredSt
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched
 from diffusion_worker.sources.source import HuggingFaceSource, S3Source, Source
-from support.sources.rig import SourceRig, adapter_bytes
-from support.sources.s3_server import S3Server, s3_server
+from support.sources.rig import S3Server, SourceRig, adapter_bytes, s3_server
 from support.sources.servers import SourceServer
 
 SOURCE = Source(hugging_face=HuggingFaceSource("org/x"))
