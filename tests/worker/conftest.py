@@ -15,7 +15,7 @@ from support.worker.process import DIGITS, WorkerProcess
 def bad_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders that are no adapter for the digits model, by what is wrong with them."""
     # It imports torch, which half of the tests do without.
-    from support.lora.peft_adapters import make_bad_adapters
+    from support.lora.adapters import make_bad_adapters
 
     return make_bad_adapters(tmp_path_factory.mktemp("bad-adapters"), like=DIGITS / "loras" / "stripes")
 

@@ -27,7 +27,7 @@ from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from support.families.rig.family_rig import Asked
-from support.lora.peft_adapters import write_adapter
+from support.lora.adapters import write_adapter
 from support.runner.parallel_families import BY_NAME, compare, run
 from support.runner.rank_processes import Rank
 from support.runner.rig import OneRank, request

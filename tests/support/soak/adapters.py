@@ -53,7 +53,7 @@ def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
     # Here, as the tests of how answers are judged need none of it, and it takes seconds.
     from diffusers import SD3Transformer2DModel
 
-    from support.lora.peft_adapters import write_adapter
+    from support.lora.adapters import write_adapter
 
     model = SD3Transformer2DModel.from_pretrained(DIGITS_MODEL, subfolder="transformer")
     wanted = ("to_q", "to_v", "to_out.0", "ff.net.2")
