@@ -5,11 +5,13 @@ Real: requests over HTTP to the worker of a part. Not real: the applications, wh
 """
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from support.worker.process import decode_image
+from support.worker.process import WorkerProcess, decode_image
 
 CLIENTS = 12
 ANSWER_TIMEOUT_S = 180.0
@@ -85,6 +87,15 @@ def total(values: dict[str, float], name: str) -> int:
     return int(sum(value for found, value in values.items() if found.startswith(name)))
 
 
+def signal_rank(worker: WorkerProcess, rank: int, number: signal.Signals) -> bool:
+    """Kill or stop one of the ranks that are there; return whether there was one."""
+    pids = [one["pid"] for one in worker.state()["ranks"] if one["pid"]]
+    with suppress(ProcessLookupError):  # its group is being ended already
+        if pids:
+            os.kill(pids[rank % len(pids)], number)
+    return bool(pids)
+
+
 @dataclass
 class Asked:
     """A request and its answer.
@@ -95,12 +106,13 @@ class Asked:
     body: int | None
     names: list[str]
     begun: float = 0.0
+    sent: dict[str, Any] = field(default_factory=dict)
+    expected: int = 200
+    # Its client goes away before it has an answer; None: never.
+    gone_after_s: float | None = None
     # How many others were without an answer at some time while it was.
     beside: int = 0
-    expected: int = 200
-    sent: dict[str, Any] = field(default_factory=dict)
-    gone: bool = False
-    ended: float = 0.0
+    ended: float = float("inf")
     status: int = 0
     code: str = ""
     document: dict[str, Any] = field(default_factory=dict)
@@ -117,11 +129,10 @@ class Asking:
         self._asked: list[Asked] = []
         self._running: list[Future[None]] = []
 
-    def send(self, asked: Asked, body: dict[str, Any], gone_after_s: float | None = None, *, ends: float = float("inf")) -> None:
-        """Ask as soon as a client is free, but not when the time is over; the client may go away before it has an answer."""
-        asked.sent, asked.gone = body, gone_after_s is not None
+    def send(self, asked: Asked, *, ends: float = float("inf")) -> None:
+        """Ask as soon as a client is free, but not when the time is over."""
         self._asked.append(asked)
-        self._running.append(self._threads.submit(self._ask, asked, gone_after_s, ends))
+        self._running.append(self._threads.submit(self._ask, asked, ends))
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until all have their answer, or the time is over."""
@@ -133,16 +144,11 @@ class Asking:
         found, self._asked, self._running = [asked for asked in self._asked if asked.begun], [], []
         return found
 
-    def close(self) -> None:
-        """End the clients; the worker has ended, so that none waits any more."""
-        self._threads.shutdown(cancel_futures=True)
-        self._http.close()
-
-    def _ask(self, asked: Asked, gone_after_s: float | None, ends: float) -> None:
+    def _ask(self, asked: Asked, ends: float) -> None:
         if time.monotonic() > ends:
             return
         asked.begun = asked.begun or time.monotonic()
-        timeout = httpx2.Timeout(self._timeout_s, read=gone_after_s or self._timeout_s)
+        timeout = httpx2.Timeout(self._timeout_s, read=asked.gone_after_s or self._timeout_s)
         try:
             with self._http.stream("POST", f"{self._url()}/v1/images/generations", json=asked.sent, timeout=timeout) as answer:
                 self._read(asked, answer)

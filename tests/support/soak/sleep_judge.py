@@ -7,10 +7,9 @@ Judging requests is pure; `Times` has what happened. For the memory of ranks the
 
 import enum
 import time
-from dataclasses import dataclass
 from typing import Any
 
-from support.soak.adapters import References
+from support.soak.adapters import References, Spell, held_while_asked
 from support.soak.frame import Asked, those_that_hold
 from support.worker.process import WorkerProcess, resident_bytes
 
@@ -41,56 +40,45 @@ class Times:
     """When each excuse held."""
 
     def __init__(self) -> None:
-        self._spans: dict[Excuse, list[tuple[float, float]]] = {excuse: [] for excuse in Excuse}
+        self.spells: list[Spell] = []
 
     def begin(self, excuse: Excuse) -> None:
         """From now on, unless it holds already."""
         if not self.holds(excuse):
-            self._spans[excuse].append((time.monotonic(), float("inf")))
+            self.spells.append(Spell(excuse, time.monotonic()))
 
-    def end(self, excuse: Excuse) -> None:
+    def end(self, *excuses: Excuse) -> None:
         """No more."""
-        if self.holds(excuse):
-            self._spans[excuse][-1] = (self._spans[excuse][-1][0], time.monotonic())
+        for spell in self.spells:
+            if spell.content in excuses:
+                spell.ends = min(spell.ends, time.monotonic())
 
     def holds(self, excuse: Excuse) -> bool:
         """Tell if it does now."""
-        return bool(self._spans[excuse]) and self._spans[excuse][-1][1] == float("inf")
-
-    def between(self, begun: float, ended: float) -> set[Excuse]:
-        """Those that held at some time of these."""
-        return {excuse for excuse, spans in self._spans.items() if any(since <= ended and until >= begun for since, until in spans)}
+        return any(spell.content is excuse and spell.ends == float("inf") for spell in self.spells)
 
 
-@dataclass
-class Judge:
-    """Has what answers are compared with, and how many requests may be held."""
-
-    references: References
-    max_held: int
-
-    def why_wrong(self, asked: Asked, times: Times) -> str | None:
-        """None where the answer is right, or excused."""
-        if asked.gone and asked.code == "no answer":
+def why_wrong(asked: Asked, times: Times, *, references: References, max_held: int) -> str | None:
+    """Compare an answer with the references; None where it is right, or excused by what happened meanwhile."""
+    if asked.gone_after_s is not None and asked.code == "no answer":
+        return None
+    if asked.status == 200 and asked.body is not None:
+        return references.why_wrong(asked)
+    seconds, excuses = asked.ended - asked.begun, held_while_asked(times.spells, asked)
+    allowed = {ALLOWED[excuse] for excuse in excuses}
+    if asked.body is None:
+        # Refused as it should be, and at once.
+        allowed &= {"no connection"}
+        if asked.status == asked.expected and (seconds < REFUSED_WITHIN_S or excuses & {Excuse.KILLED, Excuse.DOWN}):
             return None
-        ended, seconds = asked.ended or float("inf"), asked.ended - asked.begun
-        if asked.status == 200 and asked.body is not None:
-            return self.references.why_wrong(asked.body, asked.names, asked.document, asked.begun, ended)
-        excuses = times.between(asked.begun, ended)
-        allowed = {ALLOWED[excuse] for excuse in excuses}
-        if asked.body is None:
-            # Refused as it should be, and at once.
-            allowed &= {"no connection"}
-            if asked.status == asked.expected and (seconds < REFUSED_WITHIN_S or excuses & {Excuse.KILLED, Excuse.DOWN}):
-                return None
-        elif asked.beside >= self.max_held:
-            allowed |= {"Overloaded"}
-        if any(None in self.references.could_be(name, asked.begun, ended) for name in asked.names):
-            allowed |= NO_SUCH_ADAPTER
-        if asked.code in allowed:
-            return None
-        found = f"found {asked.status} {asked.code} {asked.document.get('error', {}).get('message', '')} after {seconds:.1f} s"
-        return f"body {asked.body} {asked.names}: expected {asked.expected}, {found}, and what happened meanwhile is {sorted(excuses)}"
+    elif asked.beside >= max_held:
+        allowed |= {"Overloaded"}
+    if any(None in could for could in references.could_be(asked)):
+        allowed |= NO_SUCH_ADAPTER
+    if asked.code in allowed:
+        return None
+    found = f"found {asked.status} {asked.code} {asked.document.get('error', {}).get('message', '')} after {seconds:.1f} s"
+    return f"body {asked.body} {asked.names}: expected {asked.expected}, {found}, and what happened meanwhile is {sorted(excuses)}"
 
 
 def consistent(document: dict[str, Any], *, max_held: int) -> list[str]:
