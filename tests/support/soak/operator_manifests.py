@@ -19,6 +19,7 @@ from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, POD, Kind
 from support.operator.kind_api import object_schema
 from support.operator.manifest_strategies import Case, cases, field_names
 from support.operator.rest_client import RestClient, path_of
+from support.operator.sole_operator import running
 from support.soak.frame import Outcome, those_that_hold
 from support.soak.operator_invariants import CHILDREN, condition, owners, still_found
 from support.soak.operator_process import OperatorProcess
@@ -41,16 +42,12 @@ async def run_manifests(folder: Path, kubeconfig: Path, *, seed: int, count: int
     Real: the API server and the operator's process. Not real: a kubelet and the garbage collector, of which there are none.
     """
     counts = {"manifests": 0, "refused": 0, "reconciled": Counter(), "most_passes": 0, "most_idle_passes_of_one": 0.0}
-    outcome, operator = Outcome(seed, "manifests", **counts, resident_mib=[], slowest_s=0.0), OperatorProcess(folder, kubeconfig)
-    operator.start()
-    try:
-        await asyncio.to_thread(operator.wait_ready)
+    outcome = Outcome(seed, "manifests", **counts, resident_mib=[], slowest_s=0.0)
+    with running(folder, kubeconfig) as operator:
         async with RestClient(kubeconfig) as client:
             for number, done in enumerate(outcome.until(count, limit_s)):
                 batch = cases(seed * 1_000_000 + number, count=min(BATCH, count - done))
                 await _Batch(client, operator, outcome, f"manifests-{number}").run(batch)
-    finally:
-        operator.stop()
     part = len(outcome.resident_mib) // 10
     if part > 1:
         early, late = max(outcome.resident_mib[part : 2 * part + 1]), max(outcome.resident_mib[-part:])

@@ -45,29 +45,24 @@ class OperatorProcess:
         **settings: float,
     ) -> None:
         """`image`: the default for workers; `arguments`: the rest of the command line; `settings`: values that have no option."""
+        self.log, self._key_file, self.key = folder / "operator.log", folder / "key", key
+        self.log.touch()
+        self._key_file.write_text(key)
         self._command = [sys.executable, "-m", program, "run", f"--engine-image={image}", "--log-format=plain"]
-        self._command += [*arguments, f"--operator-key-file={folder / 'key'}"]
-        self._folder = folder
-        self._kubeconfig = kubeconfig
+        self._command += [*arguments, f"--operator-key-file={self._key_file}"]
+        self._environment = os.environ | {"KUBECONFIG": str(kubeconfig), "PYTHONPATH": str(TESTS)}
         self._under_test = {"controlPort": control_port, "settings": settings}
         self._process: subprocess.Popen[bytes] | None = None
         self._metrics_url = self._liveness_url = ""
-        self.log = folder / "operator.log"
-        self.log.touch()
-        self.key = key
-        (folder / "key").write_text(self.key)
 
     def start(self, *, die_at: int | None = None, died_at: Path | None = None) -> None:
-        """Watching every namespace. Does not wait; `wait_ready` does.
-
-        With `died_at`, a file, it dies at each kind of place that is not in it, and lives again.
-        """
+        """Does not wait. With `died_at`, a file, it dies at each kind of place that is not in it, and lives again."""
         metrics_port, liveness_port = unused_port(), unused_port()
         self._metrics_url, self._liveness_url = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{liveness_port}/healthz"
         command = [*self._command, f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
         given = self._under_test | {"dieAt": die_at, "diedAt": str(died_at) if died_at else None}
         document = json.dumps({name: value for name, value in given.items() if value is not None})
-        environment = os.environ | {"KUBECONFIG": str(self._kubeconfig), "PYTHONPATH": str(TESTS), "OPERATOR_UNDER_TEST": document}
+        environment = self._environment | {"OPERATOR_UNDER_TEST": document}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -82,23 +77,21 @@ class OperatorProcess:
         return self._process is not None and self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Until it answers its probe; it must not end meanwhile."""
-        ends = time.monotonic() + READY_WITHIN_S
-        while time.monotonic() < ends:
-            if not self.is_alive():
-                raise AssertionError(f"the operator ended while it was starting:\n{self.log.read_text()[-3000:]}")
+        """Until it answers its probe."""
+
+        def answers() -> bool:
             with contextlib.suppress(httpx2.TransportError):
-                if self.health() == 200:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"the operator was not ready within {READY_WITHIN_S:g} s")
+                return self.health() == 200
+            return False
+
+        self.eventually(answers, within_s=READY_WITHIN_S)
 
     def eventually(self, look: Callable[[], Any], *, within_s: float = 40.0) -> Any:
         """Return the first truthy answer; fail at once when the program ends."""
         ends = time.monotonic() + within_s
         while not (found := look()):
             assert time.monotonic() < ends and self.is_alive(), self.log.read_text()[-4000:]
-            time.sleep(0.2)
+            time.sleep(0.1)
         return found
 
     def health(self) -> int:
@@ -140,7 +133,7 @@ class OperatorProcess:
 
     def rotate(self, key: str) -> None:
         """A new key before the one that it has, and a start again: what the page on security says."""
-        (self._folder / "key").write_text(f"{key}\n{self.key}\n")
+        self._key_file.write_text(f"{key}\n{self.key}\n")
         self.key = key
         self.stop()
         self.start()
