@@ -9,7 +9,6 @@ import hashlib
 import random
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from support.soak.frame import Asked, Asking, Outcome, difference, meanwhile, metric_values, pixels, total
+from support.soak.frame import Asked, Asking, Outcome, difference, metric_values, pixels, total
 from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS_MODEL, WorkerProcess
 
@@ -31,10 +30,9 @@ NAMES, STATIC = 40, 6
 # More contents than names: a name that is replaced may get one that nobody has, or that another name has as well.
 SPARE_CONTENTS = 8
 HOT = 12
-BODIES: tuple[dict[str, Any], ...] = (
-    {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4},
-    {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 3},
-)
+QUICK: dict[str, Any] = {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4}
+QUICKER: dict[str, Any] = {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 3}
+BODIES = (QUICK, QUICKER)
 # Adapters of names that always stand for the same content, together in a request.
 PAIRS = ((0, 1), (1, 2), (3, 4), (5, 0), (2, 5))
 
@@ -76,15 +74,12 @@ class References:
     Real: the worker that makes the images. Without one it only judges.
     """
 
-    def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...]) -> None:
-        self.worker, self.contents, self.bodies = worker, contents, bodies
-        self.digests = {
-            f"sha256:{hashlib.sha256((path / 'adapter_model.safetensors').read_bytes()).hexdigest()}": number
-            for number, path in enumerate(contents)
-        }
+    def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...], outcome: Outcome) -> None:
+        self.worker, self.contents, self.bodies, self.outcome = worker, contents, bodies, outcome
+        weights = [(path / "adapter_model.safetensors").read_bytes() for path in contents]
+        self.digests = {f"sha256:{hashlib.sha256(content).hexdigest()}": number for number, content in enumerate(weights)}
         self.spells: dict[str, list[Spell]] = {}
         self.alone: dict[tuple[int, tuple[int, ...]], Any] = {}
-        self.worst_difference = 0
 
     def make_references(self) -> None:
         """Make every image of one adapter or none alone."""
@@ -140,7 +135,7 @@ class References:
             return f"{asked.names} were {could_be}: made with {contents}"
         found = pixels(asked.document)
         off = difference(found, self.alone[asked.body, tuple(sorted(contents))])
-        self.worst_difference = max(self.worst_difference, off)
+        self.outcome.worst_difference = max(self.outcome.worst_difference, off)
         if off <= TOLERANCE:
             return None
         near = [key for key, alone in self.alone.items() if difference(found, alone) <= TOLERANCE]
@@ -154,10 +149,9 @@ class AdapterSoak(References):
     """
 
     def __init__(self, worker: WorkerProcess | None, contents: list[Path], *, seed: int, names: int = NAMES) -> None:
-        super().__init__(worker, contents, BODIES)
-        counts = {"asked": 0, "images": Counter(), "not_found": 0, "churn": Counter(), "evictions": 0, "loads": 0}
-        # `nearest` is the least difference of two references; memory is in MiB by process.
-        self.outcome = Outcome(seed, "asked", **counts, worst_difference=0, nearest=255, before_mib=[], after_mib=[])
+        # `nearest` is the least difference of two references; `mib` has the memory before and after, by process.
+        outcome = Outcome(seed, counts="not_found evictions loads worst_difference nearest mib", tallies="images churn")
+        super().__init__(worker, contents, BODIES, outcome)
         self._rng = random.Random(seed)
         self._names = [f"style-{number}" for number in range(names)]
         self._asking = Asking(lambda: worker.url)
@@ -175,27 +169,17 @@ class AdapterSoak(References):
 
     def run(self, count: int, *, limit_s: float) -> None:
         """Send the requests from a dozen clients, and change adapters, until all are answered or the time is over."""
-        started = time.monotonic()
-        for _ in range(count):
-            self._asking.send(self._choice(), ends=started + limit_s)
-        with meanwhile(self._change, self.outcome):
-            answered = self._asking.answers()
-        for asked in answered:
+        for asked in self._asking.ask_all([self._choice() for _ in range(count)], self.outcome, limit_s=limit_s, beside=self._change):
             self.judge(asked)
-        self.outcome.asked += len(answered)
-        self.outcome.seconds += time.monotonic() - started
 
     def _choice(self) -> Asked:
         """Choose a body and names: as the model, one or two as adapters, or none."""
         body, kind = self._rng.randrange(len(BODIES)), self._rng.choices(["model", "lora", "pair", "base"], [40, 40, 15, 5])[0]
-        if kind == "base":
-            return Asked(body, [], sent=BODIES[body])
-        if kind == "pair":
-            # In any order, which decides nothing.
-            names = [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
-        else:
-            names = [self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)]
-        more = {"model": names[0]} if kind == "model" else {"lora": [{"name": name} for name in names]}
+        one = self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)
+        # In any order, which decides nothing.
+        pair = [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
+        names = {"pair": pair, "base": []}.get(kind, [one])
+        more = {"model": one} if kind == "model" else {"lora": [{"name": name} for name in names]} if names else {}
         return Asked(body, names, sent=BODIES[body] | more)
 
     def judge(self, asked: Asked) -> None:
@@ -208,7 +192,6 @@ class AdapterSoak(References):
             if why := self.why_wrong(asked):
                 self.outcome.wrong.append(why)
             self.outcome.images["model" if "model" in asked.sent else ("base", "lora", "pair")[len(asked.names)]] += 1
-            self.outcome.worst_difference = self.worst_difference
 
     def _change(self, over: threading.Event) -> None:
         """Add, replace and remove adapters until the requests are over."""
@@ -224,7 +207,7 @@ class AdapterSoak(References):
             self.outcome.churn[what] += 1
 
 
-def run_adapters(folder: Path, *, seed: int, count: int, limit_s: float, names: int = NAMES) -> Outcome:
+def run_adapters(folder: Path, count: int, *, seed: int, limit_s: float, names: int = NAMES) -> Outcome:
     """The soak; `folder` is for adapters and the worker's temporary files."""
     contents = write_contents(folder, names + SPARE_CONTENTS, seed)
     options = (f"--max-loras={SLOTS}", f"--max-cached-loras={CACHED}", "--lora-on-missing=load", "--max-batch-size=8")
@@ -235,8 +218,7 @@ def run_adapters(folder: Path, *, seed: int, count: int, limit_s: float, names: 
         soak.run(max(1, count // 10), limit_s=limit_s / 4)
         before, outcome = footprint(worker), soak.outcome
         soak.run(count - count // 10, limit_s=limit_s)
-        memory = [[resident // 2**20 for resident, _ in found.values()] for found in (before, footprint(worker))]
-        outcome.before_mib, outcome.after_mib = memory
+        outcome.mib = [[resident // 2**20 for resident, _ in found.values()] for found in (before, footprint(worker))]
         metrics = metric_values(worker.get("/metrics").text)
         outcome.evictions = total(metrics, "diffusion_worker_adapter_evictions_total")
         outcome.loads = total(metrics, 'diffusion_worker_adapter_loads_total{code="OK"}')

@@ -7,12 +7,13 @@ Real: requests over HTTP to the worker of a part. Not real: the applications, wh
 import json
 import os
 import signal
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,16 +29,11 @@ NO_STATUS = {httpx2.TimeoutException: "no answer", httpx2.TransportError: "no co
 
 
 class Outcome(SimpleNamespace):
-    """The fields of one run, its seconds, and in words what was wrong. `counted` names the one that grows up to the number asked for."""
+    """The number of those asked for that were done, the seconds, in words what was wrong, and more fields: counts, tallies and others."""
 
-    def __init__(self, seed: int, counted: str = "", **fields: Any) -> None:
-        super().__init__(seed=seed, **fields, seconds=0.0, wrong=[])
-        self._counted = counted
-
-    @property
-    def done(self) -> int:
-        """Return how many of those asked for there were."""
-        return getattr(self, self._counted, 0)
+    def __init__(self, seed: int, *, counts: str = "", tallies: str = "", **others: Any) -> None:
+        fields = dict.fromkeys(counts.split(), 0) | {name: Counter[str]() for name in tallies.split()} | others
+        super().__init__(seed=seed, done=0, **fields, seconds=0.0, wrong=[])
 
     def until(self, count: float, limit_s: float) -> Iterator[int]:
         """Go on until so many are done or the time is over."""
@@ -50,26 +46,12 @@ class Outcome(SimpleNamespace):
 
     def document(self) -> dict[str, Any]:
         """Return its fields, and floats in short."""
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in vars(self).items() if name != "_counted"}
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in vars(self).items()}
 
     def line(self, name: str, wanted: int) -> str:
         """Return all of it, as one line of JSON after its name."""
         cut = "" if self.done >= wanted else f" (the time was over after {self.done} of {wanted})"
         return f"{name}{cut}: {json.dumps(self.document())}"
-
-
-@contextmanager
-def meanwhile(work: Callable[[threading.Event], None], outcome: Outcome) -> Iterator[None]:
-    """Have a thread do something until the block ends, which sets its event. An error of its own is wrong."""
-    over = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        working = thread.submit(work, over)
-        try:
-            yield
-        finally:
-            over.set()
-    if error := working.exception():
-        outcome.wrong.append(f"what went on meanwhile ended: {error!r}")
 
 
 def those_that_hold(wrong: dict[str, Any]) -> list[str]:
@@ -108,7 +90,7 @@ class Asked:
     begun: float = 0.0
     sent: dict[str, Any] = field(default_factory=dict)
     expected: int = 200
-    # Its client goes away before it has an answer; None: never.
+    # Seconds after which the client goes away; None: never.
     gone_after_s: float | None = None
     # How many others were without an answer at some time while it was.
     beside: int = 0
@@ -133,6 +115,23 @@ class Asking:
         """Ask as soon as a client is free, but not when the time is over."""
         self._asked.append(asked)
         self._running.append(self._threads.submit(self._ask, asked, ends))
+
+    def ask_all(self, requests: list[Asked], outcome: Outcome, *, limit_s: float, beside: Callable[[Event], None]) -> list[Asked]:
+        """Ask until all are answered or the time is over, while a thread does something until its event; an error of that is wrong."""
+        started, over = time.monotonic(), Event()
+        for asked in requests:
+            self.send(asked, ends=started + limit_s)
+        with ThreadPoolExecutor(1) as thread:
+            working = thread.submit(beside, over)
+            try:
+                answered = self.answers()
+            finally:
+                over.set()
+        if error := working.exception():
+            outcome.wrong.append(f"what went on beside it ended: {error!r}")
+        outcome.done += len(answered)
+        outcome.seconds += time.monotonic() - started
+        return answered
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until all have their answer, or the time is over."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak of sleep: random sequences of sleep, wake, requests, changes of adapters and policy, and killed ranks and servers.
 
-The same seed chooses the same sequences. All of them share one worker, which each puts back into a known state. What is wrong is
-taken down and not raised, as the sequences after it are wanted too.
+The same seed chooses the same sequences. All of them share one worker, which each puts back into a known state. Faults are taken
+down and not raised, as the sequences after them are wanted too.
 """
 
 import signal
@@ -16,6 +16,7 @@ from typing import Any
 from support.soak.frame import Outcome
 from support.soak.sleep_rig import BODIES, CONTENTS, NAMES, SleepRig
 from support.soak.traffic import BAD
+from support.worker.leftovers import left_at_end
 
 LENGTH = 14
 MOST_WRONG = 20
@@ -62,7 +63,7 @@ def sequence(rng: Random) -> Iterator[tuple[str, dict[str, Any]]]:
             left.remove(name)
 
 
-def run_sleep(folder: Path, *, seed: int, count: int, limit_s: float, ranks: int = 2) -> Outcome:
+def run_sleep(folder: Path, count: int, *, seed: int, limit_s: float, ranks: int = 2) -> Outcome:
     """The soak; `folder` is for the worker's files."""
     rig = SleepRig(folder, ranks=ranks, seed=seed)
     with closing(rig.worker):
@@ -73,5 +74,6 @@ def run_sleep(folder: Path, *, seed: int, count: int, limit_s: float, ranks: int
             rig.settle()
             if len(rig.outcome.wrong) >= MOST_WRONG:
                 break
-        rig.end()
+        rig.outcome.restarts += rig.worker.state()["restarts"]
+        rig.outcome.wrong += left_at_end(rig.worker, folder / "tmp")
     return rig.outcome

@@ -9,7 +9,6 @@ import contextlib
 import signal
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,19 +16,16 @@ from typing import Any
 
 import httpx2
 
-from support.soak.adapters import References, Spell, write_contents
+from support.soak.adapters import QUICK, QUICKER, References, Spell, write_contents
 from support.soak.frame import Asked, Asking, Outcome, signal_rank
 from support.soak.sleep_judge import Excuse, Times, consistent, nothing_resident, why_wrong
-from support.worker.leftovers import ENDED_WITHIN_S, footprint, left_at_end, left_over
+from support.worker.leftovers import ENDED_WITHIN_S, footprint, left_over
 from support.worker.process import START_TIMEOUT_S, WorkerProcess, descendants, process_exists
 from support.worker.sleep_rig import write_desired
 
 CONTENTS = 4
 NAMES = ("style-0", "style-1", "style-2")
-BODIES: tuple[dict[str, Any], ...] = (
-    {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4},
-    {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 9},
-)
+BODIES = (QUICK, QUICKER | {"num_inference_steps": 9})
 MAX_HELD, HOLD_S = 12, 40.0
 # A sleep, a wake and a restart of ranks take two seconds at most on two idle cores.
 SETTLED_WITHIN_S = 60.0
@@ -44,7 +40,7 @@ LEFT_OVER_EVERY = 20
 class SleepRig(References):
     """A worker of several ranks, with its desired file and its record of sleep in `folder`.
 
-    Real: the server and its ranks, their memory, and the adapters. Not real: the kubelet, which is `_write_policy` and `kill_server`.
+    Real: the server and its ranks, their memory, and the adapters. Not real: the kubelet, which is `declare` and `kill_server`.
     """
 
     def __init__(self, folder: Path, *, ranks: int, seed: int) -> None:
@@ -52,10 +48,9 @@ class SleepRig(References):
         (folder / "tmp").mkdir()
         options = (f"--desired={folder / 'desired.json'}", f"--state-dir={folder / 'state'}", "--max-restarts=100000", "--max-batch-size=4")
         worker = WorkerProcess(ranks=ranks, options=options, env={"TMPDIR": str(folder / "tmp")})
-        super().__init__(worker, write_contents(folder, CONTENTS, seed), BODIES)
-        tallies = {name: Counter() for name in ("steps", "refused", "calls", "operations", "states")}
-        counts = dict.fromkeys(("sequences", "asked", "images", "while_cold", "restarts", "server_kills", "worst_difference"), 0)
-        self.outcome = Outcome(seed, "sequences", **counts, **tallies, slowest_s=0.0)
+        counts = "asked images while_cold restarts server_kills worst_difference slowest_s"
+        outcome = Outcome(seed, counts=counts, tallies="steps refused calls operations states")
+        super().__init__(worker, write_contents(folder, CONTENTS, seed), BODIES, outcome)
         self._asking, self._changing = Asking(lambda: worker.url, clients=40, timeout_s=ANSWERED_WITHIN_S), ThreadPoolExecutor(1)
         self._trace: list[str] = []
         self._last_sleep: dict[str, Any] = {}
@@ -64,8 +59,8 @@ class SleepRig(References):
     def start(self) -> None:
         """Start the worker, and make every image that may be asked for alone if there are none yet."""
         self._times, self._broken = Times(), False
-        self._write_policy("AlwaysAwake")
         self._policy = self._declared = "AlwaysAwake"
+        self.declare("AlwaysAwake")
         # What must not wake by itself: asleep, under a policy that says so, and nobody has asked since.
         self._stays_asleep = False
         self.worker.start()
@@ -75,13 +70,8 @@ class SleepRig(References):
         self.put_all(NAMES)
         self._before = footprint(self.worker)
 
-    def end(self) -> None:
-        """End the worker: with 0, and nothing of it stays."""
-        self.outcome.restarts += self.worker.state()["restarts"]
-        self.outcome.wrong += left_at_end(self.worker, self.folder / "tmp")
-
     def do(self, step: str, *, company: int = 0, **given: Any) -> None:
-        """One step, together with so many requests: done, taken down, and looked at, unless the worker has to be replaced first."""
+        """Do a step together with so many requests, take it down, and look at the worker, unless that has to be replaced first."""
         if not self._broken:
             self._trace.append(f"{step} {given} (+{company})")
             self.outcome.steps[step] += 1
@@ -116,8 +106,6 @@ class SleepRig(References):
         if state == "ready" and resting and not self._times.holds(Excuse.DOWN):
             self._times.end(Excuse.KILLED)
 
-    # The steps
-
     def ask(self, body: int, names: list[str], *, count: int = 1, stream: bool = False, gone_after_s: float | None = None) -> None:
         """Ask for images in threads, with adapters; the client may go away before its image is there."""
         sent = {**BODIES[body], "lora": [{"name": name} for name in names], "stream": stream}
@@ -147,11 +135,8 @@ class SleepRig(References):
         return code, document
 
     def sleep(self, *, patient: bool = False, **body: Any) -> None:
-        """Ask for a sleep; under a policy other than OnIdle requests may be refused until it is awake again. The patient let it end,
-        or the steps after it would find it draining, and never asleep."""
-        if (body.get("policy") or self._policy) != "OnIdle":
-            self._times.begin(Excuse.ASKED)
-        self._times.begin(Excuse.ENDED)
+        """Ask for a sleep. The patient let it end, or the steps after it would find it draining, and never asleep."""
+        self._times.begin(Excuse.ASKED)
         self._last_sleep = {"operationId": uuid.uuid4().hex, **body}
         if self.call("/v1/sleep", self._last_sleep):
             self._policy_is(body.get("policy"))
@@ -172,21 +157,15 @@ class SleepRig(References):
     def two_at_once(self, first: str, level: str) -> None:
         """A sleep, and beside it another or a wake."""
         with ThreadPoolExecutor(2) as threads:
-            both = [threads.submit(getattr(self, first)), threads.submit(self.sleep, level=level)]
-        for one in both:
-            one.result()
+            list(threads.map(lambda step: step(), (getattr(self, first), lambda: self.sleep(level=level))))
 
     def declare(self, policy: str) -> None:
-        """A policy in the desired file. It counts where it is another than the file had, or else what a call said last does."""
-        self._write_policy(policy)
+        """Put a policy in the desired file. It counts where the file had another; or else what a call said last does."""
+        cold = {"mode": "Hold", "maxHeld": MAX_HELD, "holdTimeoutSeconds": HOLD_S}
+        write_desired(self.folder, policy, coldRequests=cold, adapters=[])
         if policy != self._declared:
             self._declared = policy
             self._policy_is(policy)
-
-    def _write_policy(self, policy: str) -> None:
-        """The desired file, put in place at once as a mounted ConfigMap is."""
-        cold = {"mode": "Hold", "maxHeld": MAX_HELD, "holdTimeoutSeconds": HOLD_S}
-        write_desired(self.folder, policy, coldRequests=cold, adapters=[])
 
     def _policy_is(self, policy: str | None) -> None:
         if policy is not None:
@@ -212,9 +191,6 @@ class SleepRig(References):
         if answer.status_code != 200 and not document.get("retryable") and code != "NotFound":
             self._wrong(f"{what} {name}: {answer.status_code} {document}")
 
-    def _changes_done(self) -> None:
-        self._changing.submit(lambda: None).result(ANSWERED_WITHIN_S)
-
     def lose_rank(self, rank: int, number: signal.Signals) -> None:
         """Kill or stop one."""
         self._times.begin(Excuse.KILLED)
@@ -227,7 +203,7 @@ class SleepRig(References):
         self._times.begin(Excuse.DOWN)
         self._kill()
         self.worker.wait_until(lambda: not any(map(process_exists, pids)), what="gone with all of it", timeout_s=ENDED_WITHIN_S)
-        self._changes_done()
+        self._changing.submit(lambda: None).result(ANSWERED_WITHIN_S)
         self._asking.wait(10)
         for spells in self.spells.values():
             spells.append(Spell(None, time.monotonic()))
@@ -252,17 +228,13 @@ class SleepRig(References):
         self.worker.wait_exit(10)
 
     def wait(self, seconds: float) -> None:
-        """Do nothing."""
         time.sleep(seconds)
 
-    # The end of a sequence
-
     def settle(self) -> None:
-        """Awake, every request answered and judged, adapters as they were, nothing left; or a new worker."""
-        self.outcome.sequences += 1
-        if not self._broken:
-            with self._trying():
-                self._settle()
+        """The end of a sequence: awake, every request answered and judged, adapters as they were, nothing left; or a new worker."""
+        self.outcome.done += 1
+        with self._trying():
+            self._settle()
         if self._broken:
             self._kill()
             self._asking.answers(ANSWERED_WITHIN_S)
@@ -272,17 +244,19 @@ class SleepRig(References):
         self._trace, self._last_sleep = [], {}
 
     def _settle(self) -> None:
-        self._changes_done()
+        if self._broken:
+            return
+        self._changing.submit(lambda: None).result(ANSWERED_WITHIN_S)
         self._stays_asleep = False
         self.declare("AlwaysAwake")
         self.call("/v1/resume")
         self.worker.wait_for(self._is_awake, what="awake again", timeout_s=SETTLED_WITHIN_S)
         self._judge()
-        self._times.end(Excuse.ASKED, Excuse.ENDED, Excuse.KILLED)
+        self._times.end(Excuse.ASKED, Excuse.KILLED)
         self.put_all(NAMES)
-        own, pid = len(self._before) - 1, self.worker.pid
-        self.worker.wait_for(lambda: len(descendants(pid)) == own, what="left with its own processes only", timeout_s=10)
-        if self.outcome.sequences % LEFT_OVER_EVERY == 0:
+        own = len(self._before) - 1
+        self.worker.wait_for(lambda: len(descendants(self.worker.pid)) == own, what="left with its own processes only", timeout_s=10)
+        if self.outcome.done % LEFT_OVER_EVERY == 0:
             self._wrong(*left_over(self.worker, self._before))
 
     def _is_awake(self) -> bool:
@@ -306,7 +280,6 @@ class SleepRig(References):
                 outcome.slowest_s = max(outcome.slowest_s, asked.ended - asked.begun)
             else:
                 outcome.refused[asked.code if asked.gone_after_s is None else "gone"] += 1
-        outcome.worst_difference = self.worst_difference
 
     def _wrong(self, *found: str) -> None:
-        self.outcome.wrong += [f"sequence {self.outcome.sequences} after {self._trace}: {what}" for what in found]
+        self.outcome.wrong += [f"sequence {self.outcome.done} after {self._trace}: {what}" for what in found]

@@ -8,13 +8,11 @@ that are wrong, that ask for what is not there, and whose client goes away. The 
 import random
 import signal
 import threading
-import time
-from collections import Counter
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.soak.frame import Asked, Asking, Outcome, difference, meanwhile, metric_values, pixels, signal_rank, total
+from support.soak.frame import Asked, Asking, Outcome, difference, metric_values, pixels, signal_rank, total
 from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS, WorkerProcess
 
@@ -27,8 +25,7 @@ LORAS = {name: DIGITS / "loras" / name for name in ("stripes", "frame")}
 RANKS = 2
 IMAGES = 60
 MOST_STEPS = 12
-# One level of 255: a batch of another size rounds its sums in another order.
-TOLERANCE = 1
+TOLERANCE = 1  # level of 255: a batch of another size rounds its sums in another order
 
 # What a wrong request is answered with.
 BAD: tuple[tuple[dict[str, Any], int], ...] = (
@@ -86,21 +83,15 @@ class TrafficSoak:
 
     def run(self, seed: int, count: int, *, bad: float, aborted: float, limit_s: float, kill_every_s: float | None = None) -> Outcome:
         """Send the requests until all are answered or the time is over. Failures are wrong, but `RankFailed` where ranks are killed."""
-        counts = dict.fromkeys(("asked", "answered", "given_up", "refused_as_they_should", "replayed", "restarts", "worst_difference"), 0)
-        outcome = Outcome(seed, "asked", **counts, failed=Counter(), losses=Counter())
-        started, before = time.monotonic(), self._lost()
-        killing = meanwhile(lambda over: self._kill_ranks(over, outcome, kill_every_s), outcome) if kill_every_s else nullcontext()
-        with killing:
-            for asked in traffic(seed, count, self._bodies, bad=bad, aborted=aborted):
-                self._asking.send(asked, ends=started + limit_s)
-            for asked in self._asking.answers():
-                self._judge(outcome, asked, excused="RankFailed" if kill_every_s else None)
+        counts = "answered given_up refused_as_they_should replayed restarts worst_difference"
+        outcome = Outcome(seed, counts=counts, tallies="failed losses")
+        before, requests = self._lost(), traffic(seed, count, self._bodies, bad=bad, aborted=aborted)
+        for asked in self._asking.ask_all(requests, outcome, limit_s=limit_s, beside=partial(self._kill_ranks, outcome, kill_every_s)):
+            self._judge(outcome, asked, excused="RankFailed" if kill_every_s else None)
         outcome.restarts, outcome.replayed = (now - was for now, was in zip(self._lost(), before, strict=True))
-        outcome.seconds = time.monotonic() - started
         return outcome
 
     def _judge(self, outcome: Outcome, asked: Asked, excused: str | None) -> None:
-        outcome.asked += 1
         if asked.code == "no answer" and asked.gone_after_s is not None:
             outcome.given_up += 1
         elif not asked.status:
@@ -118,10 +109,10 @@ class TrafficSoak:
             if asked.code != excused:
                 outcome.wrong.append(f"expected {asked.expected}, found {asked.status} {asked.document}")
 
-    def _kill_ranks(self, over: threading.Event, outcome: Outcome, every_s: float) -> None:
+    def _kill_ranks(self, outcome: Outcome, every_s: float | None, over: threading.Event) -> None:
         """Lose a random rank at a random moment of every interval; one in four is stopped, not killed."""
         rng = random.Random(outcome.seed)
-        while not over.wait(at := rng.uniform(0.0, every_s)):
+        while every_s and not over.wait(at := rng.uniform(0.0, every_s)):
             number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL
             outcome.losses[number.name] += signal_rank(self._worker, rng.randrange(RANKS), number)
             over.wait(every_s - at)
@@ -132,7 +123,7 @@ class TrafficSoak:
 
 
 def run_both(
-    folder: Path, *, seed: int, requests: int, kill_requests: int, kill_every_s: float, limit_s: float, images: int = IMAGES
+    folder: Path, requests: int, kill_requests: int, kill_every_s: float, *, seed: int, limit_s: float, images: int = IMAGES
 ) -> list[Outcome]:
     """The soak, then the same worker with its ranks being killed; `folder` is for the worker's temporary files."""
     with WorkerProcess(ranks=RANKS, loras=LORAS, options=("--max-restarts=100000",), env={"TMPDIR": str(folder)}) as worker:
@@ -141,7 +132,7 @@ def run_both(
         warm = soak.run(seed, max(1, requests // 10), bad=0.1, aborted=0.1, limit_s=limit_s / 20)
         before = footprint(worker)
         peaceful = soak.run(seed + 1, requests - requests // 10, bad=0.1, aborted=0.1, limit_s=limit_s / 2)
-        peaceful.asked += warm.asked
+        peaceful.done += warm.done
         peaceful.wrong += warm.wrong + left_over(worker, before)
         killed = soak.run(seed + 2, kill_requests, bad=0.05, aborted=0.0, limit_s=limit_s / 2, kill_every_s=kill_every_s)
         killed.wrong += left_over(worker, before) + left_at_end(worker, folder)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from support.soak.adapters import AdapterSoak, References, Spell, run_adapters
 from support.soak.edge import NO_HUB, EdgeSoak
-from support.soak.frame import Asked
+from support.soak.frame import Asked, Outcome
 from support.soak.sleep import run_sleep
 from support.soak.sleep_judge import Excuse, Times, why_wrong
 from support.soak.traffic import BAD, pool, run_both, traffic
@@ -46,7 +46,7 @@ def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothin
         worker.wait_ready()
         worker.request_images(prompt="p")
         before = footprint(worker)
-        soak = EdgeSoak(worker, tmp_path, seed=1, examples=12, phases="fuzzing")
+        soak = EdgeSoak(worker, tmp_path, seed=1, examples=12, options=["--phases=fuzzing"])
         soak.run_round(rude=40)
         outcome = soak.outcome
         outcome.wrong += left_over(worker, before)
@@ -67,7 +67,7 @@ def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Pa
 def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(short_path: Path) -> None:
     outcome = run_sleep(short_path, seed=1, count=8, limit_s=120)
     assert outcome.wrong == []
-    assert outcome.sequences == 8
+    assert outcome.done == 8
     assert outcome.images > 40 and outcome.states["ready"] > 3
     # Named by kind and level, and by the code where they failed.
     assert "sleep" in {operation.partition(" ")[0] for operation in outcome.operations}
@@ -141,7 +141,7 @@ def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wron
 
 def _judge_of_sleep() -> tuple[Callable[[Asked, Times], str | None], Times]:
     """`style-0` stands for content 0, whose image of body 0 is all 10."""
-    references = References(None, [], ())
+    references = References(None, [], (), Outcome(1, counts="worst_difference"))
     references.alone[0, (0,)] = np.full((8, 8, 3), 10)
     references.digests["sha256:0"], references.spells["style-0"] = 0, [Spell(0, 0.0)]
     return partial(why_wrong, references=references, max_held=4), Times()
