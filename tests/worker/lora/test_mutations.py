@@ -18,7 +18,7 @@ def test_a_mutated_file_is_used_whole_or_refused_by_name_and_leaves_nothing(tmp_
     """RA6."""
     outcome = run_files(tmp_path, seed=SEED, count=250, limit_s=100.0, picked=picked)
     assert outcome.wrong == []
-    assert outcome.files == 250
+    assert outcome.done == 250
     assert outcome.refused["InvalidAdapter"] > 150
     assert outcome.refused["UnsupportedFormat"]
     assert outcome.kinds.keys() == KINDS
