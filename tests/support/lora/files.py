@@ -17,7 +17,7 @@ from torch import nn
 
 from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.naming import AdaptedModel
-from support.families.images import flux2, qwen, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, z_image
+from support.families.images import flux2, qwen, stable_diffusion, stable_diffusion_3, z_image
 from support.families.rig.family import build_seeded
 from support.families.rig.tables import assemble
 from support.families.videos import wan
@@ -163,7 +163,7 @@ def flux_of_real_width() -> Any:
 
 
 SD15 = build_seeded(lambda: with_clips(stable_diffusion.pipeline(diffusers.StableDiffusionPipeline), False))
-SDXL = build_seeded(lambda: with_clips(stable_diffusion_xl._pipeline(diffusers.StableDiffusionXLPipeline), False, True))
+SDXL = build_seeded(lambda: with_clips(stable_diffusion.xl_pipeline(diffusers.StableDiffusionXLPipeline), False, True))
 SD3 = build_seeded(lambda: with_clips(stable_diffusion_3._pipeline(diffusers.StableDiffusion3Pipeline), True, True))
 SD35, FLUX = build_seeded(sd35), flux_of_real_width
 FLUX2, QWEN, Z_IMAGE = (family.FAMILIES[0].build for family in (flux2, qwen, z_image))
