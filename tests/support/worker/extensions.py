@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker extensions, which tests load into ranks by `support.worker.extensions:Polite` and the like.
 
-Real: the ranks that they are mixed into. Not real: the faults of a memory, a device or a process, which they make themselves.
+Real: the ranks that they are mixed into, whose `_rank`, `_config` and `model_runner` they use. Not real: the faults of a memory, a
+device or a process, which they make themselves.
 """
 
 import hashlib
@@ -23,20 +24,14 @@ LONGEST_S = 60.0
 class Polite:
     """Answers with things that a rank knows, as a user's own extension would, and misbehaves when asked to."""
 
-    _rank: int
-    model_runner: Any
-
     def greet(self, name: str) -> str:
-        """The rank's number in a sentence."""
         return f"hello {name} from rank {self._rank}"
 
     def nap(self, seconds: float, only_rank: int) -> None:
-        """Do nothing for a while, on one rank."""
         if self._rank == only_rank:
             time.sleep(seconds)
 
     def trip(self, only_rank: int) -> None:
-        """Fail, on one rank."""
         if self._rank == only_rank:
             raise ValueError("tripped")
 
@@ -45,7 +40,6 @@ class Polite:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def leave(self, code: int) -> None:
-        """End the process."""
         os._exit(code)
 
     def make(self, prompt: str) -> str:
@@ -54,29 +48,22 @@ class Polite:
         return hashlib.sha256(self.generate(spec).tobytes()).hexdigest()  # type: ignore[attr-defined]
 
     def pipeline_name(self) -> str:
-        """The class of the pipeline that is served."""
         return type(self.model_runner.pipeline).__name__
 
 
 class EarlyDeath:
-    """Ends the process of rank 1 before it has loaded."""
-
-    _rank: int
+    """Ends the process of rank 1 before it has loaded; the others hang until their server gives them up."""
 
     def load_model(self, report: Any, *, asleep: bool = False) -> Any:
-        """Never returns on rank 1, and on the others only when their server gives them up."""
         if self._rank == 1:
             os._exit(9)
         time.sleep(600)
 
 
 class Stuck:
-    """Hangs in every step, on rank 1."""
-
-    _rank: int
+    """Hangs in every step, on rank 1; the others wait for it where they need its rows."""
 
     def execute_stepwise(self, tick: Any, frames: Any) -> Any:
-        """Never returns on rank 1; the others wait for it where they need its rows."""
         if self._rank == 1:
             time.sleep(600)
         return super().execute_stepwise(tick, frames)  # type: ignore[misc]
@@ -84,8 +71,6 @@ class Stuck:
 
 class Corrupting:
     """Spoils one bit at a time, on the ranks that are called; the fingerprint has to see each change. Or leaves a rank no memory."""
-
-    model_runner: Any
 
     def flip_weight(self) -> None:
         """In the first tensor on the device."""
@@ -108,21 +93,15 @@ class Gated:
     """Stops real ranks in the middle of a sleep, a wake or an adapter's load, until a test lets them go on.
 
     A gate is a file in the folder of `GATES`: while `wake` is there, every rank but the first waits before it wakes; the first has
-    done its part by then. With one rank, that one waits.
+    done its part by then. With one rank, that one waits. Where `spoil` is there, the next wake brings back weights of which one bit
+    is another, and where `spoil-adapters` is, so are the copies of adapters in host memory.
     """
 
-    _rank: int
-    _config: Any
-    model_runner: Any
-
     def handle_sleep_task(self, **arguments: Any) -> Any:
-        """A sleep, after the gate `sleep`."""
         self._pass("sleep")
         return super().handle_sleep_task(**arguments)  # type: ignore[misc]
 
     def handle_wake_task(self, **arguments: Any) -> Any:
-        """A wake, after the gate `wake`; where `spoil` is closed, once, it brings back weights of which one bit
-        is another, and where `spoil-adapters` is, so are the copies of adapters in host memory."""
         self._pass("wake")
         answer = super().handle_wake_task(**arguments)  # type: ignore[misc]
         if self._spoils("spoil"):
@@ -133,7 +112,6 @@ class Gated:
         return answer
 
     def add_lora(self, **arguments: Any) -> Any:
-        """An adapter's load, after the gate `adapter`."""
         self._pass("adapter")
         return super().add_lora(**arguments)  # type: ignore[misc]
 
@@ -158,15 +136,14 @@ class Gates(NamedTuple):
 
     @property
     def env(self) -> dict[str, str]:
-        """For the worker's process."""
         return {GATES: str(self.folder)}
 
     def close(self, name: str) -> None:
-        """Who comes to it waits from now on."""
+        """Have the ranks that come to it wait from now on."""
         (self.folder / name).touch()
 
     def open(self, name: str) -> None:
-        """Who waits goes on."""
+        """Let those that wait go on."""
         (self.folder / name).unlink(missing_ok=True)
 
 
@@ -183,12 +160,3 @@ def flip(tensor: torch.Tensor) -> None:
     assert tensor.is_contiguous()
     with torch.inference_mode():
         tensor.detach().view(-1).view(torch.uint8)[-1] ^= 1
-
-
-def flip_in_file(path: Path) -> None:
-    """The lowest bit of a file's last byte; its times are put back: by them it was never written to."""
-    before, last = path.stat(), path.read_bytes()[-1]
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -18,8 +18,7 @@ from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import ErrorReport, LoadedLoRA, ModelInfo, Recipe, RpcReply, SleepLevel, SleepTask, Tick, WakeTask, pack
-from support.worker.fake_rank import WEIGHTS_BYTES, FakeRank, fake_digest
-from support.worker.fake_requests import CHANGE, FAKE_STAGES, FakeRequests, fake_pixels, fake_preview
+from support.worker.fake_rank import CHANGE, FAKE_STAGES, WEIGHTS_BYTES, FakeRank, FakeRequests, fake_digest, fake_pixels, fake_preview
 
 __all__ = ["CHANGE", "FAKE_STAGES", "WEIGHTS_BYTES", "FakeRankGroup", "fake_digest", "fake_pixels", "fake_preview"]
 
@@ -31,11 +30,10 @@ class FakeRankGroup(FakeRequests):
         self.loading, self.stepping, self.calling = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for gate in (self.loading, self.stepping, self.calling):
             gate.set()
-        # Errors that a load of the adapter in this folder, or a method, answers with.
+        # Errors that a load of the adapter in this folder answers with on all ranks, or on the last one alone, and a method on all.
         self.adapter_errors: dict[str, ErrorReport] = {}
-        self.method_errors: dict[str, ErrorReport] = {}
-        # The same, of the last rank alone.
         self.adapter_errors_of_one: dict[str, ErrorReport] = {}
+        self.method_errors: dict[str, ErrorReport] = {}
         # What a load of the adapter in this folder says beside its digest.
         self.adapter_recipes: dict[str, Recipe] = {}
         # Copies that the ranks keep of adapters; one more while one replaces another.
@@ -62,9 +60,7 @@ class FakeRankGroup(FakeRequests):
         self.restart_errors: list[Exception | None] = []
         self.generation = 1
         self.dropped_frames = (0, 0)
-        self._config_error = config_error
-        self._step_s = step_s
-        self._count = ranks
+        self._count, self._config_error, self._step_s = ranks, config_error, step_s
         super().__init__()
 
     def _forget(self) -> None:
@@ -109,7 +105,6 @@ class FakeRankGroup(FakeRequests):
         return await self.start(asleep=asleep)
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue one tick."""
         self._check()
         self._ticks.put_nowait((tick, list(frames)))
 
@@ -170,25 +165,24 @@ class FakeRankGroup(FakeRequests):
             case "fingerprint":
                 return self._each([rank.fingerprint(self.registered, self.weights_checksum, self.probe) for rank in self.members])
             case "synchronize":
-                return self._replies(None)
+                return self._replies()
             case "profile":
                 return self._replies(decode(raw["is_start"]) or f"/traces/{self.generation}.json")
         raise AssertionError(f"the worker has no method {method}")
 
     def _acked(self, task: SleepTask | WakeTask, errors: list[ErrorReport | None]) -> list[RpcReply]:
-        """What the ranks acknowledge; the last one fails where the next of the errors is one."""
+        """Have the task done; the last rank fails where the next of the errors is one."""
         error = errors.pop(0) if errors else None
         return self._each([rank.act(task, error if rank is self.members[-1] else None) for rank in self.members])
 
     def _add_lora(self, request: LoRARequest, options: LoadOptions) -> list[RpcReply]:
-        found = fake_digest(request.lora_path)
-        if request.lora_path in self.adapter_errors:
-            return self._replies(error=self.adapter_errors[request.lora_path])
+        path, found, evicted = request.lora_path, fake_digest(request.lora_path), []
+        if path in self.adapter_errors:
+            return self._replies(error=self.adapter_errors[path])
         if options.digest not in (None, found):
             message = f"adapter {request.lora_name!r}: expected {options.digest}, found {found}"
             return self._replies(error=ErrorReport(ErrorCode.DIGEST_MISMATCH, message))
-        kept = self.registered | {request.lora_int_id: request.lora_path}
-        evicted = []
+        kept = self.registered | {request.lora_int_id: path}
         for lora_int_id in options.evict or []:
             if len(set(kept.values())) > self.max_cached:
                 evicted.append(lora_int_id)
@@ -198,10 +192,10 @@ class FakeRankGroup(FakeRequests):
         self.registered = kept
         for rank in self.members:
             rank.load_adapter(request.lora_int_id)
-        recipe = self.adapter_recipes.get(request.lora_path)
-        replies = self._replies(LoadedLoRA(found, 8, 24, 4096, recipe=recipe, evicted=evicted, checksum="kept"))
-        if request.lora_path in self.adapter_errors_of_one:
-            replies[-1] = RpcReply(1, replies[-1].rank, None, self.adapter_errors_of_one[request.lora_path])
+        loaded = LoadedLoRA(found, 8, 24, 4096, recipe=self.adapter_recipes.get(path), evicted=evicted, checksum="kept")
+        replies = self._replies(loaded)
+        if path in self.adapter_errors_of_one:
+            replies[-1] = RpcReply(1, replies[-1].rank, None, self.adapter_errors_of_one[path])
         return replies
 
     def _replies(self, result: object = None, *, error: ErrorReport | None = None) -> list[RpcReply]:
@@ -210,7 +204,6 @@ class FakeRankGroup(FakeRequests):
         return self._each([result] * len(self.members))
 
     def _each(self, results: Sequence[object]) -> list[RpcReply]:
-        """A result of each rank."""
         return [RpcReply(1, rank.number, encode(result), None, rank.memory()) for rank, result in zip(self.members, results, strict=True)]
 
     async def failed(self) -> Loss:
@@ -223,13 +216,10 @@ class FakeRankGroup(FakeRequests):
         return [RankDocument(rank.number, os.getpid(), states[rank.number], 0.0, rank.memory()) for rank in self.members]
 
     def load_progress(self) -> tuple[int, int]:
-        """All or nothing."""
         return (0 if self._state is RankState.STARTING else WEIGHTS_BYTES), WEIGHTS_BYTES
 
     async def stop(self) -> None:
-        """End the group."""
-        self.stopped = True
-        self._state = RankState.DEAD
+        self.stopped, self._state = True, RankState.DEAD
 
     def _check(self) -> None:
         if self._failure.done():

@@ -30,7 +30,6 @@ REFUSED = {
     "elsewhere": (ErrorCode.MODULES_OUTSIDE_ENVELOPE, "changes norm_out.linear"),
     "crowded": (ErrorCode.INSUFFICIENT_MEMORY, "no room"),
 }
-
 # What says how long a method takes.
 SECONDS = {"handle_sleep_task": "sleepSeconds", "handle_wake_task": "wakeSeconds"}
 
@@ -44,14 +43,12 @@ class ScriptedRankGroup(FakeRankGroup):
         self.wake_errors += [ErrorReport(ErrorCode(code), f"told to fail with {code}") for code in BEHAVIOUR.get("wakeErrors", [])]
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """Load, slowly if told so."""
         if "dieAfterSeconds" in BEHAVIOUR:
             asyncio.get_running_loop().call_later(BEHAVIOUR["dieAfterSeconds"], self.lose, "rank 0 was ended by SIGKILL")
         await asyncio.sleep(BEHAVIOUR.get("loadSeconds", 0.0))
         return await super().start(asleep=asleep)
 
     async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> list[RpcReply]:
-        """Run a method; the folder of an adapter decides how its load goes."""
         await asyncio.sleep(BEHAVIOUR.get(SECONDS.get(method, ""), 0.0))
         path = kwargs.get("request", {}).get("lora_path", "")
         if (name := Path(path).name) in REFUSED:
@@ -61,9 +58,8 @@ class ScriptedRankGroup(FakeRankGroup):
         return await super().call(method, timeout_s=timeout_s, **kwargs)
 
     async def stop(self) -> None:
-        """End; or block the whole event loop, as a fault of ours could."""
         if BEHAVIOUR.get("hangAtStop"):
-            time.sleep(600)  # noqa: ASYNC251 (that is the fault)
+            time.sleep(600)  # noqa: ASYNC251 (the fault: the whole event loop is blocked)
         await super().stop()
 
 

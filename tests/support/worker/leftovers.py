@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory, descriptors, processes, requests and folders that a worker should not have more of after much work than before.
 
-Real: all of it, as /proc and the worker itself show it.
+Real: all of it, as the kernel and the worker itself show it.
 """
 
-import os
 import time
 from pathlib import Path
 
-from support.worker.process import WorkerProcess, descendants, process_exists
+import psutil
+
+from support.worker.process import WorkerProcess, process_exists
 
 # What a process may grow by after its first requests: arenas, caches of compiled patterns, log buffers.
 GROWTH_BYTES = 96 * 2**20
@@ -22,8 +23,7 @@ Footprint = dict[int, tuple[int, int]]
 
 def footprint(worker: WorkerProcess) -> Footprint:
     """Of every process of the worker."""
-    pids = [worker.pid, *descendants(worker.pid)]
-    return {pid: (_resident_bytes(pid), len(list(Path(f"/proc/{pid}/fd").iterdir()))) for pid in pids}
+    return {process.pid: (process.memory_info().rss, process.num_fds()) for process in _processes(worker)}
 
 
 def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
@@ -45,11 +45,10 @@ def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
 
 def left_at_end(worker: WorkerProcess, folder: Path) -> list[str]:
     """Ends the worker: it should end with 0, all its processes with it, and leave nothing in its temporary folder."""
-    pids = [worker.pid, *descendants(worker.pid)]
-    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200] for pid in pids}
+    names = {process.pid: process.as_dict(["cmdline"])["cmdline"] for process in _processes(worker)}
     code = worker.terminate()
     deadline = time.monotonic() + ENDED_WITHIN_S
-    while (left := [pid for pid in pids if process_exists(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in names if process_exists(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)  # the fork server ends when it notices
     # Not what torch keeps for itself there.
     folders = sorted(path.name for path in folder.iterdir() if path.name.startswith(("diffusion-worker", "pymp")))
@@ -57,5 +56,6 @@ def left_at_end(worker: WorkerProcess, folder: Path) -> list[str]:
     return [f"end: exit code {code}, processes {processes}, folders {folders}"] if code or left or folders else []
 
 
-def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _processes(worker: WorkerProcess) -> list[psutil.Process]:
+    server = psutil.Process(worker.pid)
+    return [server, *server.children(recursive=True)]

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real `diffusion-worker serve` in a process of its own, for tests: started on free ports, waited for, read, ended.
 
-    with WorkerProcess(model, ranks=2) as worker:
-        worker.wait_ready()
-        image = worker.image(prompt="a red digit seven", seed=1)
-
-Every wait has a deadline and fails with the worker's output. Leaving the block ends the worker and its ranks.
+Real: all of it, but for the ranks and the model where the program is `FAKE_PROGRAM`. Every wait has a deadline and fails with the
+worker's output. Leaving the block of a `WorkerProcess` ends the worker and its ranks.
 """
 
 import base64
 import contextlib
 import io
-import json
 import os
 import re
 import signal
@@ -25,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 from openai import OpenAI
 from PIL import Image
 
@@ -72,15 +69,12 @@ class WorkerProcess(contextlib.ExitStack):
             command.append(f"--control-token-file={self._token_path}")
         self.command = [*command, *options]
         self._env = {**os.environ, "PYTHONUNBUFFERED": "1", "DIFFUSION_TERMINATION_LOG": str(self.termination_log), **(env or {})}
-        self._env["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(REPOSITORY / "worker" / "src"), str(REPOSITORY / "tests"), self._env.get("PYTHONPATH")])
-        )
-        self._process: subprocess.Popen[bytes] | None = None
+        paths = [str(REPOSITORY / "worker" / "src"), str(REPOSITORY / "tests"), self._env.get("PYTHONPATH")]
+        self._env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        # There since `launch`.
+        self._process: subprocess.Popen[bytes]
         self._http = self.enter_context(httpx2.Client(timeout=120))
-        self.started_at = 0.0
-        self.boot_id = ""
-        self.url = ""
-        self.control_url = ""
+        self.boot_id = self.url = self.control_url = ""
 
     def __enter__(self) -> "WorkerProcess":
         self.start()
@@ -92,12 +86,12 @@ class WorkerProcess(contextlib.ExitStack):
         replacement.write_text(token + "\n")
         replacement.rename(self._token_path)
 
-    # Its life
-
     def start(self) -> None:
         """Start it and wait until both ports answer; fails if it ends before."""
         self.launch()
-        self.wait_listening()
+        found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=30)
+        self.url, self.control_url = (f"http://127.0.0.1:{port}" for port in found.group(1, 2))
+        self.boot_id = found[3]
 
     def launch(self) -> None:
         """Start the process and wait for nothing."""
@@ -109,29 +103,20 @@ class WorkerProcess(contextlib.ExitStack):
     @property
     def pid(self) -> int:
         """The server process."""
-        assert self._process is not None
         return self._process.pid
-
-    def wait_listening(self, timeout_s: float = 30.0) -> None:
-        """Wait until it says where it listens."""
-        found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=timeout_s)
-        self.url = f"http://127.0.0.1:{found[1]}"
-        self.control_url = f"http://127.0.0.1:{found[2]}"
-        self.boot_id = found[3]
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until `/readyz` answers 200."""
-        self.wait_for(self._is_ready, what="ready", timeout_s=timeout_s)
 
-    def _is_ready(self) -> bool:
-        try:
-            return self.get("/readyz").status_code == 200
-        except httpx2.TransportError:
-            return False  # it ended: `wait_for` says how
+        def is_ready() -> bool:
+            with contextlib.suppress(httpx2.TransportError):  # it ended: `wait_for` says how
+                return self.get("/readyz").status_code == 200
+            return False
+
+        self.wait_for(is_ready, what="ready", timeout_s=timeout_s)
 
     def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Its exit code, once it ends."""
-        assert self._process is not None
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -139,27 +124,19 @@ class WorkerProcess(contextlib.ExitStack):
 
     def wait_for(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
         """Poll until `check` gives something true; fails at once when the worker ends."""
+        return self.wait_until(check, what=what, timeout_s=timeout_s, lives=True)
 
-        def check_while_it_lives() -> Any:
-            assert self._process is not None
-            if not (result := check()) and self._process.poll() is not None:
-                raise AssertionError(f"the worker ended with {self._process.returncode} before it was {what}\n{self.output}")
-            return result
-
-        return self.wait_until(check_while_it_lives, what=what, timeout_s=timeout_s)
-
-    def wait_until(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
-        """Poll until `check` gives something true, whether the worker lives or not."""
+    def wait_until(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0, lives: bool = False) -> Any:
+        """Poll until `check` gives something true, whether the worker lives or not unless it has to."""
         deadline = time.monotonic() + timeout_s
         while not (result := check()):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"the worker was not {what} within {timeout_s:g} s\n{self.output}")
+            ended = self._process.poll()
+            if (lives and ended is not None) or time.monotonic() > deadline:
+                raise AssertionError(f"the worker was not {what} within {timeout_s:g} s, its exit code is {ended}\n{self.output}")
             time.sleep(0.02)
         return result
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal the server process."""
-        assert self._process is not None
         self._process.send_signal(number)
 
     def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
@@ -182,14 +159,10 @@ class WorkerProcess(contextlib.ExitStack):
         """What it and its ranks printed so far."""
         return self._output_path.read_text(errors="replace")
 
-    # The data port
-
     def openai(self) -> OpenAI:
-        """The OpenAI SDK on this worker, without retries."""
         return client_for(self.url)
 
     def get(self, path: str) -> httpx2.Response:
-        """A GET on the data port."""
         return self._http.get(self.url + path)
 
     def request_images(self, **body: Any) -> httpx2.Response:
@@ -197,16 +170,10 @@ class WorkerProcess(contextlib.ExitStack):
         return self._http.post(f"{self.url}/v1/images/generations", json=body)
 
     def image(self, **body: Any) -> Image.Image:
-        """One image; fails on any other answer."""
-        return self.images(**body)[0]
-
-    def images(self, **body: Any) -> list[Image.Image]:
-        """All images of one request."""
+        """The first image of a request; fails on any other answer."""
         answer = self.request_images(**body)
         assert answer.status_code == 200, answer.text
-        return [decode_image(item["b64_json"]) for item in answer.json()["data"]]
-
-    # The control port
+        return decode_image(answer.json()["data"][0]["b64_json"])
 
     def control(self, method: str, path: str, *, token: str | None = None, **options: Any) -> httpx2.Response:
         """A call on the control port, with the worker's own token unless another is given."""
@@ -218,8 +185,7 @@ class WorkerProcess(contextlib.ExitStack):
         """The state document."""
         answer = self.control("GET", "/v1/state")
         assert answer.status_code == 200, answer.text
-        document: dict[str, Any] = json.loads(answer.text)
-        return document
+        return dict(answer.json())
 
     def wait_state(self, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """The state document, once it has that state."""
@@ -235,21 +201,18 @@ class WorkerProcess(contextlib.ExitStack):
         return self._operate("/v1/wake", "ready", timeout_s, body)
 
     def _operate(self, path: str, goal: str, timeout_s: float, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self.control("POST", path, json={"operationId": uuid.uuid4().hex, "bootId": self.boot_id, **body})
+        answer = self.control("POST", path, json=self._call(body))
         assert answer.status_code in (200, 202), answer.text
         return self.wait_state(goal, timeout_s)
 
     def put_adapter(self, name: str, path: Path, **body: Any) -> httpx2.Response:
-        """Load an adapter."""
-        call = {"operationId": uuid.uuid4().hex, "bootId": self.boot_id, "source": {"path": str(path)}, **body}
-        return self.control("PUT", f"/v1/adapters/{name}", json=call)
+        return self.control("PUT", f"/v1/adapters/{name}", json=self._call({"source": {"path": str(path)}, **body}))
 
     def delete_adapter(self, name: str, **query: Any) -> httpx2.Response:
-        """Unload an adapter."""
-        call = {"operationId": uuid.uuid4().hex, "bootId": self.boot_id, "drainSeconds": 10, **query}
-        return self.control("DELETE", f"/v1/adapters/{name}", params=call)
+        return self.control("DELETE", f"/v1/adapters/{name}", params=self._call({"drainSeconds": 10, **query}))
 
-    # Its processes
+    def _call(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"operationId": uuid.uuid4().hex, "bootId": self.boot_id, **fields}
 
     def rank_pids(self) -> list[int]:
         """The rank processes, in rank order."""
@@ -257,33 +220,21 @@ class WorkerProcess(contextlib.ExitStack):
 
 
 def decode_image(b64_json: str) -> Image.Image:
-    """An image of an answer."""
     image = Image.open(io.BytesIO(base64.b64decode(b64_json)))
     image.load()
     return image
 
 
 def process_exists(pid: int) -> bool:
-    """Whether a process lives; a zombie that nobody has collected does not."""
-    return _stat(pid)[0] not in ("Z", "X")
+    """Return whether a process lives; a zombie that nobody has collected does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below one, as /proc shows them now."""
-    parents = {int(folder.name): int(_stat(folder.name)[1]) for folder in Path("/proc").glob("[0-9]*")}
-    found: list[int] = []
-    level = {pid}
-    while level := {child for child, parent in parents.items() if parent in level}:
-        found += sorted(level)
-    return found
-
-
-def _stat(pid: int | str) -> list[str]:
-    """Read the state of a process, its parent and what follows; a dead one of no parent where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between the opening of the file and the reading
-        return ["X", "0"]
+    """List the processes below one."""
+    return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
 def resident_bytes(pid: int, mappings: list[str]) -> int:

@@ -67,9 +67,8 @@ class MemoryCgroup:
 
     @property
     def anonymous_bytes(self) -> int:
-        """What is used but for pages of files."""
-        lines = (self._folder / "memory.stat").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("total_rss "))
+        """Memory that is used but for pages of files."""
+        return int(dict(map(str.split, (self._folder / "memory.stat").open()))["total_rss"])
 
     def limit(self, bytes_: int | None) -> None:
         """Allow so much from now on; None: any."""

@@ -42,26 +42,23 @@ async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) 
                 pids = pids_of(executor)
                 yield executor
                 pids += pids_of(executor)
-                # What a killed process has there stays there.
-                assert shared_memory_of(pids_of(executor)) == []
+                # What a killed process has in shared memory stays there.
+                assert not any(map(has_shared_memory, pids_of(executor)))
         finally:
             await executor.stop()
         assert [pid for pid in pids if process_exists(pid)] == []
         assert socket_folders(folder) == []
 
 
-def shared_memory_of(pids: list[int]) -> list[int]:
-    """Those of the processes that have a name in /dev/shm."""
-    return [pid for pid in pids if "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()]
+def has_shared_memory(pid: int) -> bool:
+    return "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def socket_folders(place: str) -> list[Path]:
-    """What a server has not removed there."""
     return list(Path(place).glob("diffusion-worker-*"))
 
 
 def pids_of(executor: RankExecutor) -> list[int]:
-    """The processes of the ranks."""
     return [document.pid for document in executor.documents() if document.pid is not None]
 
 
@@ -78,17 +75,14 @@ async def call(executor: RankExecutor, method: str, kind: type[Any] | None = Non
 
 
 async def sleep(executor: RankExecutor, task_id: str = "sleep", level: SleepLevel = SleepLevel.HOST_MEMORY) -> list[TaskAck]:
-    """The answers of the ranks."""
     return await call(executor, "handle_sleep_task", TaskAck, task=SleepTask(task_id, level))
 
 
 async def wake(executor: RankExecutor, task_id: str = "wake") -> list[TaskAck]:
-    """The answers of the ranks."""
     return await call(executor, "handle_wake_task", TaskAck, task=WakeTask(task_id))
 
 
 async def fingerprints(executor: RankExecutor) -> list[Fingerprint]:
-    """That of each rank."""
     return await call(executor, "fingerprint", Fingerprint, probe=True)
 
 

@@ -43,19 +43,16 @@ async def be_rude(port: int, *, seed: int, count: int, at_once: int = 4) -> None
     async def client() -> None:
         for sent, read in waiting:
             async with asyncio.timeout(DEADLINE_S):
-                await _come_and_go(port, sent, read, abort=rng.random() < 0.5)
+                abort = rng.random() < 0.5
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                with contextlib.suppress(ConnectionError):
+                    writer.write(sent)
+                    await writer.drain()
+                    if read:
+                        await reader.read(read)
+                    if abort:
+                        writer.transport.abort()
+                    writer.close()
+                    await writer.wait_closed()
 
     await asyncio.gather(*(client() for _ in range(at_once)))
-
-
-async def _come_and_go(port: int, sent: bytes, read: int, *, abort: bool) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    with contextlib.suppress(ConnectionError):
-        writer.write(sent)
-        await writer.drain()
-        if read:
-            await reader.read(read)
-        if abort:
-            writer.transport.abort()
-        writer.close()
-        await writer.wait_closed()

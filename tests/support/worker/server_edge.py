@@ -32,27 +32,22 @@ class Edge(SleepRig):
         self.control = _client(control_app(self.engine, token_path))
 
     async def request_images(self, **body: Any) -> httpx2.Response:
-        """The answer to an image request."""
         return await self.data.post("/v1/images/generations", json=body)
 
     async def operate(self, kind: str, **body: Any) -> httpx2.Response:
-        """The answer to a sleep or wake."""
         return await self.control.post(f"/v1/{kind}", json=_call(**body))
 
     async def put_adapter(self, name: str, path: str, **body: Any) -> httpx2.Response:
-        """The answer to a put of an adapter."""
         return await self.control.put(f"/v1/adapters/{name}", json=_call(**{"source": {"path": path}, **body}))
 
     async def delete_adapter(self, name: str, **query: Any) -> httpx2.Response:
-        """The answer to a delete of an adapter."""
         return await self.control.delete(f"/v1/adapters/{name}", params=_call(**{"drainSeconds": 5, **query}))
 
     async def state(self) -> dict[str, Any]:
         """The state document."""
         answer = await self.control.get("/v1/state")
         assert answer.status_code == 200, answer.text
-        document: dict[str, Any] = answer.json()
-        return document
+        return dict(answer.json())
 
     async def wait_state(self, **wanted: Any) -> dict[str, Any]:
         """The state document, once these fields have these values."""
@@ -123,56 +118,60 @@ def _call(**fields: Any) -> dict[str, Any]:
     return {"operationId": uuid.uuid4().hex, "bootId": "boot-1", **fields}
 
 
-def image_scope() -> dict[str, Any]:
-    """What an ASGI server says of an image request."""
-    path = "/v1/images/generations"
-    return {
-        "type": "http", "http_version": "1.1", "scheme": "http", "server": ("worker", 80),
-        "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
-
-
 class Client:
-    """A request for a stream whose messages are read one by one."""
+    """A request for images whose ASGI messages are read one by one. It has a JSON body of these fields, or `parts` of one that stops.
 
-    def __init__(self, edge: Edge) -> None:
-        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._content = [json.dumps({"prompt": "p", "stream": True, "num_inference_steps": 2}).encode()]
-        self.gone = asyncio.Event()
-        self._answering = asyncio.create_task(edge.data_application(image_scope(), self._receive, self._send))
+    The client leaves when `gone` is set, and takes nothing more while `reading` is cleared.
+    """
+
+    def __init__(self, application: Any, *parts: bytes, request_id: str | None = None, **body: Any) -> None:
+        self._unread = list(parts) or [json.dumps({"prompt": "p", **body}).encode()]
+        self._stops = bool(parts)
+        self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.gone, self.reading = asyncio.Event(), asyncio.Event()
+        self.reading.set()
+        path, headers = "/v1/images/generations", {"content-type": "application/json"}
+        if request_id:
+            headers["x-request-id"] = request_id
+        scope = {
+            "type": "http", "http_version": "1.1", "scheme": "http", "server": ("worker", 80),
+            "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }  # fmt: skip
+        self._answering = asyncio.create_task(application(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
-        if self._content:
-            return {"type": "http.request", "body": self._content.pop(), "more_body": False}
+        if self._unread:
+            return {"type": "http.request", "body": self._unread.pop(0), "more_body": self._stops}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: dict[str, Any]) -> None:
-        self._sent.put_nowait(message)
+        await self.reading.wait()
+        self.sent.put_nowait(message)
 
-    async def status(self) -> int:
-        """Return the status of the answer when it begins."""
+    async def message(self) -> dict[str, Any]:
+        """The next message of the answer."""
         async with asyncio.timeout(DEADLINE_S):
-            return int((await self._sent.get())["status"])
+            return await self.sent.get()
+
+    async def body(self) -> str:
+        """The next part of the answer's body."""
+        return bytes((await self.message())["body"]).decode()
 
     async def event(self) -> dict[str, Any]:
         """The next event, past signs of life."""
         text = ""
         while not (text.startswith("event: ") and text.endswith("\n\n")):
-            async with asyncio.timeout(DEADLINE_S):
-                text += (await self._sent.get())["body"].decode()
-            text = text.removeprefix(": keep-alive\n\n")
-        found: dict[str, Any] = json.loads(text.partition("data: ")[2])
-        return found
-
-    async def sign_of_life(self) -> None:
-        """Returns when one comes."""
-        async with asyncio.timeout(DEADLINE_S):
-            while (await self._sent.get())["body"] != b": keep-alive\n\n":
-                pass
+            text = (text + await self.body()).removeprefix(": keep-alive\n\n")
+        return dict(json.loads(text.partition("data: ")[2]))
 
     async def end(self) -> None:
         """Returns when the application is through with the request."""
         async with asyncio.timeout(DEADLINE_S):
             await self._answering
+
+    async def leave(self) -> None:
+        """Go, and return when the application has noticed."""
+        self.gone.set()
+        await self.end()

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine over fake ranks, called without HTTP, mostly by a clock that turns by itself.
 
-Real: the engine. Not real: its ranks, which are a `FakeRankGroup`, and its `FakeFetcher`.
+Real: the engine, and the calls of `Fetcher` and how they end. Not real: its ranks, which are a `FakeRankGroup`, and the files that
+its `FakeFetcher` fetches, none of which is there.
 """
 
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.engine.state.request_events import Generation
 from diffusion_worker.engine.state.state_document import AdapterCall, EngineState, OperationResult, SleepCall, StateDocument, WakeCall
+from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import MemoryTag
+from diffusion_worker.sources.fetching import Fetched, Fetcher, Report
 from diffusion_worker.sources.source import Source
-from support.worker.fake_fetcher import FakeFetcher
-from support.worker.fake_rank_group import FakeRankGroup
+from support.worker.fake_rank_group import FakeRankGroup, fake_digest
 
+REMOTE_BYTES = 4096
 KILLED = "rank 1 (pid 7) was ended by SIGKILL"
 
 
@@ -32,6 +35,48 @@ def write_desired(folder: Path, policy: str, **fields: Any) -> str:
     replacement.write_text(json.dumps({"sleep": {"policy": policy, **fields.pop("sleep", {})}, **fields}))
     replacement.rename(path)
     return str(path)
+
+
+class FakeFetcher(Fetcher):
+    """Takes paths as they are. Other sources wait for `arriving` halfway. `errors` are raised for a path or repository instead."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
+        self.arriving = asyncio.Event()
+        self.arriving.set()
+        self.errors: dict[str, RequestError] = {}
+        # What is wrong with the adapter at a path, as far as that can be told without the ranks.
+        self.unread_errors: dict[str, RequestError] = {}
+        self.fetches: list[str] = []
+        self.cancelled: list[str] = []
+        self.released: list[str] = []
+
+    async def fetch_adapter(self, source: Source, *, digest: str | None, deadline_s: float, report: Report, name: str) -> Fetched:
+        remote = source.hugging_face.repo if source.hugging_face else None
+        place = remote or str(source.path)
+        self.fetches.append(place)
+        if place in self.errors:
+            raise self.errors[place]
+        if remote is None:
+            return Fetched(place)
+        report(REMOTE_BYTES // 2, REMOTE_BYTES)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.arriving.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(place)
+            raise
+        report(REMOTE_BYTES, REMOTE_BYTES)
+        path = f"/cache/{place}"
+        return Fetched(path, fake_digest(path), revision="c0ffee", size_bytes=REMOTE_BYTES)
+
+    async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
+        if fetched.path in self.unread_errors:
+            raise self.unread_errors[fetched.path]
+        return fetched
+
+    def release(self, fetched: Fetched) -> None:
+        self.released.append(fetched.path)
 
 
 class SleepRig:
@@ -59,30 +104,27 @@ class SleepRig:
 
     @property
     def document(self) -> StateDocument:
-        """Of now."""
         return self.engine.state_document()
 
     @property
     def asleep(self) -> list[list[MemoryTag]]:
-        """What each rank lacks."""
         return [rank.memory.asleep for rank in self.ranks.documents()]
 
     async def until(self, state: EngineState | str) -> None:
-        """Returns when a state is shown."""
         while self.engine.state != state:
             await self.engine.life.wait_for_change()
 
     def begin_sleep(self, **fields: Any) -> str:
-        """Begin an operation; returns its id."""
-        call = SleepCall(**{"operation_id": f"op-{next(self._ids)}", **fields})
-        self.engine.sleep(call)
-        return call.operation_id
+        """Begin a sleep; returns the operation's id."""
+        return self._begin(SleepCall, self.engine.sleep, fields)
 
     def begin_wake(self, **fields: Any) -> str:
-        """Begin an operation; returns its id."""
-        call = WakeCall(**{"operation_id": f"op-{next(self._ids)}", **fields})
-        self.engine.wake(call)
-        return call.operation_id
+        return self._begin(WakeCall, self.engine.wake, fields)
+
+    def _begin(self, kind: type[Any], begin: Callable[[Any], object], fields: dict[str, Any]) -> str:
+        call = kind(**{"operation_id": f"op-{next(self._ids)}", **fields})
+        begin(call)
+        return str(call.operation_id)
 
     async def over(self, operation_id: str) -> OperationResult:
         """How an operation ended."""
@@ -91,15 +133,12 @@ class SleepRig:
         return result
 
     async def sleep(self, **fields: Any) -> OperationResult:
-        """A whole sleep."""
         return await self.over(self.begin_sleep(**fields))
 
     async def wake(self, **fields: Any) -> OperationResult:
-        """A whole wake."""
         return await self.over(self.begin_wake(**fields))
 
     async def image(self, seed: int = 0, **fields: Any) -> Generation:
-        """A request."""
         return await self.engine.generate(GenerationParams(prompt="p", seed=seed, **fields))
 
     async def running(self, seed: int = 0, **fields: Any) -> "asyncio.Task[Generation]":
@@ -112,7 +151,6 @@ class SleepRig:
         return task
 
     async def put(self, name: str) -> None:
-        """Load an adapter."""
         await self.engine.put_adapter(name, AdapterCall(operation_id=f"put-{name}", source=Source(path=f"/loras/{name}")))
 
     def adapters(self) -> dict[str, str]:

@@ -55,7 +55,6 @@ def with_words(name: str, make: Callable[[], Any], encoder: Callable[[], Any], r
 
 
 def cases() -> list[Case]:
-    """List a case for each encoder."""
     stable = partial(stable_diffusion.pipeline, "StableDiffusionPipeline")
     lumina2 = partial(masked_prompts.lumina2, "Lumina2Pipeline")
     clip = transformers.CLIPTextConfig(**SIZES, max_position_embeddings=64, eos_token_id=1)

@@ -18,7 +18,7 @@ from diffusion_worker.messages import MemoryTag, SleepLevel, TaskAck, TaskStatus
 from diffusion_worker.ranks.executor import RankExecutor
 from support.runner.rank_processes import run
 from support.runner.rig import request
-from support.worker.extensions import flip_in_file, write_limit
+from support.worker.extensions import write_limit
 from support.worker.process import DIGITS, DIGITS_MODEL, process_exists, resident_bytes
 from support.worker.real_ranks import call, fingerprints, image, pids_of, ranks, sleep, wake
 
@@ -212,4 +212,10 @@ def weights_file(model: Path) -> Path:
 
 
 def spoil(model: Path) -> None:
-    flip_in_file(weights_file(model))
+    """Flip the lowest bit of the last byte of its largest file; its times are put back: by them it was never written to."""
+    path = weights_file(model)
+    before, last = path.stat(), path.read_bytes()[-1]
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

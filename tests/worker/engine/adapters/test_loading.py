@@ -28,9 +28,9 @@ from diffusion_worker.engine.state.state_document import (
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, Recipe
 from diffusion_worker.sources.source import HuggingFaceSource, Source
-from support.worker.fake_fetcher import REMOTE_BYTES
 from support.worker.fake_rank_group import FakeRankGroup, fake_digest
 from support.worker.server_edge import DEADLINE_S, Edge, serving_edge
+from support.worker.sleep_rig import REMOTE_BYTES
 
 NO_FILE = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json in /a")
 

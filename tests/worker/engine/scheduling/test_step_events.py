@@ -13,8 +13,7 @@ from diffusion_worker.engine.scheduling.step_loop import MAX_REPLAYS, StepLoop
 from diffusion_worker.engine.state.request_events import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec, Task
-from support.worker.fake_rank_group import CHANGE, FakeRankGroup, fake_preview
-from support.worker.fake_requests import fake_pixels
+from support.worker.fake_rank_group import CHANGE, FakeRankGroup, fake_pixels, fake_preview
 
 DEADLINE_S = 5.0
 

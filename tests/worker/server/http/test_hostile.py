@@ -22,7 +22,7 @@ from diffusion_worker.server.http.body_limit import SLOWEST_BYTES_PER_S, BodyLim
 from diffusion_worker.server.http.connection import BoundedConnection
 from support.worker.fake_rank_group import FakeRankGroup
 from support.worker.process import FAKE_PROGRAM, WorkerProcess
-from support.worker.server_edge import DEADLINE_S, Edge, image_scope, serving_edge
+from support.worker.server_edge import DEADLINE_S, Client, Edge, serving_edge
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"prompt": "p"}).encode()
@@ -197,37 +197,23 @@ async def _answers_to_slow_body(parts: list[bytes], *, grace_s: float) -> list[d
     for middleware in application.user_middleware:
         if middleware.cls is BodyLimit:
             middleware.kwargs["grace_s"] = grace_s
-    messages = iter([{"type": "http.request", "body": part, "more_body": True} for part in parts])
-    never = asyncio.Event()
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if (message := next(messages, None)) is not None:
-            return message
-        await never.wait()
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async with asyncio.timeout(DEADLINE_S):
-        await application(image_scope(), receive, send)
-    return sent
+    client = Client(application, *parts)
+    await client.end()
+    return [client.sent.get_nowait() for _ in range(client.sent.qsize())]
 
 
 # Clients that leave
 
 
 async def test_a_client_that_leaves_in_its_body_is_no_error_of_anybody(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
-    messages = iter([{"type": "http.request", "body": b'{"prompt": ', "more_body": True}, {"type": "http.disconnect"}])
-    await _leave(edge.data_application, lambda: next(messages))
+    await Client(edge.data_application, b'{"prompt": ').leave()
     assert 'code="ClientGone"' in (await edge.data.get("/metrics")).text
     assert "Traceback" not in caplog.text
 
 
 async def test_a_client_that_leaves_while_queued_or_stepping_frees_its_place(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    running, queued = Leaving(edge, n=2), Leaving(edge, n=2)
+    running, queued = (Client(edge.data_application, n=2) for _ in range(2))
     await edge.wait_state(inFlight=2, queued=2)
     await queued.leave()
     await edge.wait_state(inFlight=2, queued=0)
@@ -245,18 +231,18 @@ async def test_a_client_that_leaves_while_its_image_is_encoded_gets_none(edge: E
         await asyncio.Event().wait()
 
     monkeypatch.setattr(EncodingThreads, "run", never)
-    leaving = Leaving(edge)
+    leaving = Client(edge.data_application)
     async with asyncio.timeout(DEADLINE_S):
         await encoding.wait()
     await leaving.leave()
     await edge.wait_state(inFlight=0, queued=0)
-    assert [message["status"] for message in leaving.sent if "status" in message] == [499]
+    assert (await leaving.message())["status"] == 499
 
 
 async def test_nothing_is_left_of_clients_that_left(edge: Edge) -> None:
     before = asyncio.all_tasks()
     edge.ranks.stepping.clear()
-    clients = [Leaving(edge, stream=stream) for stream in (False, True) for _ in range(10)]
+    clients = [Client(edge.data_application, stream=stream) for stream in (False, True) for _ in range(10)]
     await edge.wait_state(inFlight=2, queued=18)
     for client in clients:
         await client.leave()
@@ -264,40 +250,3 @@ async def test_nothing_is_left_of_clients_that_left(edge: Edge) -> None:
     await edge.wait_state(inFlight=0, queued=0)
     await edge.wait_tasks(before)
     assert edge.data_application.state.running._cancelled == {}
-
-
-class Leaving:
-    """A client that asks for images and goes away when told."""
-
-    def __init__(self, edge: Edge, **body: Any) -> None:
-        self.sent: list[dict[str, Any]] = []
-        self._gone = asyncio.Event()
-        self._content = json.dumps({"prompt": "p", **body}).encode()
-        self._asking = asyncio.create_task(edge.data_application(image_scope(), self._receive, self._send))
-
-    async def _receive(self) -> dict[str, Any]:
-        if self._content:
-            content, self._content = self._content, b""
-            return {"type": "http.request", "body": content, "more_body": False}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        self.sent.append(message)
-
-    async def leave(self) -> None:
-        """Returns when the application noticed."""
-        self._gone.set()
-        async with asyncio.timeout(DEADLINE_S):
-            await self._asking
-
-
-async def _leave(application: ASGIApp, next_message: Any) -> None:
-    async def receive() -> Any:
-        return next_message()
-
-    async def send(message: Any) -> None:
-        pass
-
-    async with asyncio.timeout(DEADLINE_S):
-        await application(image_scope(), receive, send)

@@ -191,7 +191,7 @@ async def test_a_sleep_that_somebody_asked_for_is_not_ended_by_a_request(tmp_pat
 
 async def test_a_client_that_goes_away_frees_its_place_at_once(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path, maxHeld=1) as edge:
-        leaving = Client(edge)
+        leaving = Client(edge.data_application, stream=True)
         await edge.wait_held(1)
         leaving.gone.set()
         await edge.wait_held(0)

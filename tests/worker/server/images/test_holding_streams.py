@@ -11,7 +11,7 @@ from diffusion_worker.engine.sleep import calls as sleep_calls
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport
 from diffusion_worker.server.images import streaming
-from support.worker.server_edge import Client, code, serving_edge, sleeping_edge
+from support.worker.server_edge import Client, Edge, code, serving_edge, sleeping_edge
 from support.worker.sleep_rig import write_desired
 
 
@@ -23,11 +23,12 @@ async def test_a_held_stream_begins_at_once_and_tells_where_it_stands_until_it_i
     async with sleeping_edge(tmp_path) as edge:
         before = asyncio.create_task(edge.request_images(prompt="before"))
         await edge.wait_held(1)
-        client = Client(edge)
-        assert await client.status() == 200
+        client = _stream(edge)
+        assert (await client.message())["status"] == 200
         held = {"type": "image_generation.held", "state": "waking", "ahead": 1}
         assert await client.event() == held
-        await client.sign_of_life()
+        while await client.body() != ": keep-alive\n\n":
+            pass
         before.cancel()
         assert await client.event() == held | {"ahead": 0}
         edge.ranks.calling.set()
@@ -44,8 +45,8 @@ async def test_a_stream_tells_of_every_state_that_it_waits_through(tmp_path: Pat
         edge.ranks.calling.clear()
         await edge.operate("sleep")
         await edge.wait_state(state="sleeping")
-        client = Client(edge)
-        assert await client.status() == 200
+        client = _stream(edge)
+        assert (await client.message())["status"] == 200
         assert (await client.event())["state"] == "sleeping"
         edge.ranks.calling.set()
         states = []
@@ -57,8 +58,8 @@ async def test_a_stream_tells_of_every_state_that_it_waits_through(tmp_path: Pat
 
 async def test_a_held_stream_that_waits_too_long_ends_with_an_error_event(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path, holdTimeoutSeconds=0.05) as edge:
-        client = Client(edge)
-        assert await client.status() == 200
+        client = _stream(edge)
+        assert (await client.message())["status"] == 200
         while (event := await client.event())["type"] != "error":
             assert event["type"] == "image_generation.held"
         assert (event["error"]["code"], event["error"]["retryable"]) == ("Busy", True)
@@ -80,11 +81,15 @@ async def test_a_model_without_the_memory_to_wake_keeps_its_requests_until_it_ha
     async with sleeping_edge(tmp_path) as edge:
         edge.ranks.wake_errors += [ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "too little")] * 2
         edge.ranks.calling.set()
-        client = Client(edge)
+        client = _stream(edge)
         answers = await asyncio.gather(*(edge.request_images(prompt="p") for _ in range(3)))
         assert [answer.status_code for answer in answers] == [200] * 3
         states = []
-        assert await client.status() == 200
+        assert (await client.message())["status"] == 200
         while (event := await client.event())["type"] == "image_generation.held":
             states.append(event["state"])
         assert {"asleep", "waking"} <= set(states) and event["type"] == "image_generation.progress"
+
+
+def _stream(edge: Edge) -> Client:
+    return Client(edge.data_application, stream=True, num_inference_steps=2)

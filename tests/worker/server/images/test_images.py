@@ -2,7 +2,6 @@
 """The data port over a fake rank group: images, refusals, and what is never said."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.server.app import MAX_BODY_BYTES
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 from support.worker.process import decode_image
-from support.worker.server_edge import DEADLINE_S, Edge, image_scope, serving_edge
+from support.worker.server_edge import Client, Edge, serving_edge
 
 SECRET = "a prompt that nobody else may read"
 
@@ -217,26 +216,11 @@ async def test_a_group_that_is_lost_for_good_fails_the_requests_that_wait_for_it
 
 async def test_a_client_that_goes_away_frees_its_place_in_the_batch(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    gone = asyncio.Event()
-    body = json.dumps({"prompt": "p", "n": 2}).encode()
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> dict[str, Any]:
-        if (message := next(messages, None)) is not None:
-            return message
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        pass
-
-    leaving = asyncio.create_task(edge.data_application(image_scope(), receive, send))
+    leaving = Client(edge.data_application, n=2)
     await edge.wait_state(inFlight=2)
     staying = asyncio.create_task(edge.request_images(prompt="p"))
     await edge.wait_state(queued=1)
-    gone.set()
-    async with asyncio.timeout(DEADLINE_S):
-        await leaving
+    await leaving.leave()
     edge.ranks.stepping.set()
     assert (await staying).status_code == 200
     await edge.wait_state(inFlight=0, queued=0)

@@ -13,7 +13,7 @@ from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.server.images import streaming
 from support.worker.fake_rank_group import fake_pixels, fake_preview
 from support.worker.process import decode_image
-from support.worker.server_edge import DEADLINE_S, Edge, serving_edge
+from support.worker.server_edge import Client, Edge, serving_edge
 
 SECRET = "a prompt that nobody else may read"
 
@@ -24,54 +24,9 @@ async def edge() -> AsyncIterator[Edge]:
         yield edge
 
 
-class Asking:
-    """A request for a stream as a server hands it to the application; its messages are read one by one."""
-
-    def __init__(self, edge: Edge, **body: Any) -> None:
-        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._content = json.dumps({"prompt": SECRET, "stream": True, **body}).encode()
-        self._read = False
-        self.gone = asyncio.Event()
-        self.reading = asyncio.Event()
-        self.reading.set()
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/images/generations",
-            "raw_path": b"/v1/images/generations",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"x-request-id", b"mine")],
-            "http_version": "1.1",
-            "scheme": "http",
-            "server": ("worker", 80),
-        }
-        self.answering = asyncio.create_task(edge.data_application(scope, self._receive, self._send))
-
-    async def _receive(self) -> dict[str, Any]:
-        if not self._read:
-            self._read = True
-            return {"type": "http.request", "body": self._content, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        await self.reading.wait()
-        self._sent.put_nowait(message)
-
-    async def message(self) -> dict[str, Any]:
-        """The next one."""
-        async with asyncio.timeout(DEADLINE_S):
-            return await self._sent.get()
-
-    async def body(self) -> str:
-        """The next part of the body."""
-        content: bytes = (await self.message())["body"]
-        return content.decode()
-
-    async def end(self) -> None:
-        """Returns when the application is through with the request."""
-        async with asyncio.timeout(DEADLINE_S):
-            await self.answering
+def asking_for(edge: Edge, **body: Any) -> Client:
+    """A request for a stream whose messages are read one by one."""
+    return Client(edge.data_application, request_id="mine", **{"prompt": SECRET, "stream": True, **body})
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -148,7 +103,7 @@ async def test_a_request_that_is_refused_is_answered_with_its_status_and_no_stre
 
 async def test_an_error_in_a_stream_is_its_last_event_with_the_body_of_all_errors(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    asking = Asking(edge)
+    asking = asking_for(edge)
     await edge.wait_state(inFlight=1)
     edge.ranks.stepping.set()
     assert (await asking.message())["status"] == 200
@@ -177,7 +132,7 @@ async def test_ranks_that_are_lost_for_good_end_a_stream_with_an_error(monkeypat
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
     async with serving_edge(max_restarts=0) as edge:
         edge.ranks.stepping.clear()
-        asking = Asking(edge)
+        asking = asking_for(edge)
         assert (await asking.message())["status"] == 200
         edge.ranks.lose("rank 0 was ended by SIGKILL")
         text = ""
@@ -209,7 +164,7 @@ async def test_a_request_in_the_queue_has_its_stream_soon_and_signs_of_life(edge
     edge.ranks.stepping.clear()
     running = asyncio.create_task(edge.request_images(prompt="p", n=2))
     await edge.wait_state(inFlight=2)
-    asking = Asking(edge)
+    asking = asking_for(edge)
     assert (await asking.message())["status"] == 200
     assert [await asking.body() for _ in range(3)] == [": keep-alive\n\n"] * 3
     assert (await edge.state())["queued"] == 1
@@ -236,7 +191,7 @@ async def test_a_request_whose_adapter_is_being_fetched_has_its_stream_soon_and_
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
     await a_rare_adapter(edge)
-    asking = Asking(edge, model="rare")
+    asking = asking_for(edge, model="rare")
     assert (await asking.message())["status"] == 200
     assert [await asking.body() for _ in range(3)] == [": keep-alive\n\n"] * 3
     [adapter] = (await edge.wait_state(queued=1))["adapters"]
@@ -254,7 +209,7 @@ async def test_a_request_whose_adapter_is_being_fetched_has_its_stream_soon_and_
 async def test_a_client_that_leaves_while_its_adapter_is_fetched_frees_its_place(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
     await a_rare_adapter(edge)
-    asking = Asking(edge, model="rare")
+    asking = asking_for(edge, model="rare")
     assert (await asking.message())["status"] == 200
     await edge.wait_state(queued=1)
     asking.gone.set()
@@ -269,7 +224,7 @@ async def test_an_adapter_that_cannot_be_had_ends_the_stream_that_waits_for_it_w
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
     await a_rare_adapter(edge)
     edge.ranks.adapter_errors["/cache/org/rare"] = ErrorReport(ErrorCode.NO_MATCHING_MODULES, "made for another model")
-    asking = Asking(edge, model="rare")
+    asking = asking_for(edge, model="rare")
     assert (await asking.message())["status"] == 200
     edge.fetcher.arriving.set()
     text = ""
@@ -285,7 +240,7 @@ async def test_an_adapter_that_cannot_be_had_ends_the_stream_that_waits_for_it_w
 async def test_a_client_that_leaves_its_stream_frees_its_place(edge: Edge, steps_taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
     edge.ranks.stepping.clear()
-    asking = Asking(edge, n=2)
+    asking = asking_for(edge, n=2)
     await edge.wait_state(inFlight=2)
     assert (await asking.message())["status"] == 200
     if steps_taken:
@@ -302,7 +257,7 @@ async def test_a_client_that_leaves_its_stream_frees_its_place(edge: Edge, steps
 
 async def test_a_client_that_reads_nothing_is_gone_after_a_time(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.02)
-    asking = Asking(edge)
+    asking = asking_for(edge)
     asking.reading.clear()
     await asking.end()
     await edge.wait_state(inFlight=0, queued=0)
@@ -313,7 +268,7 @@ async def test_an_error_that_nobody_reads_ends_the_stream_all_the_same(edge: Edg
     monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.02)
     edge.ranks.stepping.clear()
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
-    asking = Asking(edge)
+    asking = asking_for(edge)
     assert (await asking.message())["status"] == 200
     asking.reading.clear()
     edge.engine._steps.end(RequestError(ErrorCode.RANK_FAILED, "rank 0 is gone"))
@@ -326,7 +281,7 @@ async def test_no_task_is_left_of_a_stream_however_it_ended(edge: Edge) -> None:
     before = asyncio.all_tasks()
     await edge.request_images(prompt="p", stream=True)
     await edge.request_images(prompt="", stream=True)
-    asking = Asking(edge)
+    asking = asking_for(edge)
     await asking.message()
     asking.gone.set()
     await asking.end()
