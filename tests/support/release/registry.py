@@ -3,11 +3,11 @@
 
 import json
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx2
 from aiohttp.test_utils import unused_port
 
 from tools.devcluster import processes, programs
@@ -24,18 +24,16 @@ def registry(folder: Path) -> Iterator[str]:
     words = [programs.debian() / "usr/bin/docker-registry", "serve", folder / "registry.json"]
     running = processes.start("registry", words, log=log, dies_with_us=True)
     try:
-        _wait_ready(address, running, log)
+        end = time.monotonic() + START_S
+        while not _answers(address):
+            assert time.monotonic() < end and running.alive(), log.read_text()[-2000:]
+            time.sleep(0.05)
         yield address
     finally:
         running.stop()
 
 
-def _wait_ready(address: str, running: processes.Process, log: Path) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and running.alive():
-        try:
-            with urllib.request.urlopen(f"http://{address}/v2/", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.05)
-    raise AssertionError(f"no registry within {START_S:g} s: {log.read_text()[-2000:]}")
+def _answers(address: str) -> bool:
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"http://{address}/v2/", timeout=2).is_success
+    return False
