@@ -14,8 +14,10 @@ import pytest
 
 from diffusion_operator.settings import read_operator_keys
 from support.operator.chart_rendering import CHART, ROOT
+from support.release.registry import registry
 from tools.devcluster import programs
 from tools.devcluster.apiserver import apiserver
+from tools.release.chart import publish
 
 pytestmark = pytest.mark.apiserver
 
@@ -87,6 +89,20 @@ def test_a_second_release_leaves_the_crds_to_the_first(helm: Command, kubectl: C
         install(helm, "two")
     install(helm, "two", "--set", "crds.enabled=false")
     assert read(kubectl, "two", "role/diffusion-operator-two")["rules"] == read(kubectl, "one", "role/diffusion-operator-one")["rules"]
+
+
+def test_a_released_chart_is_installed_by_the_line_of_the_page(helm: Command, kubectl: Command, tmp_path: Path) -> None:
+    (line,) = re.findall(r"^helm (upgrade .* oci://.*)$", (ROOT / "docs" / "install.md").read_text(), flags=re.MULTILINE)
+    operator, worker = (f"registry.example/{name}@sha256:{'0123456789abcdef' * 4}" for name in ("operator", "worker"))
+    with registry(tmp_path) as address:
+        name, digest = publish(address, "1.2.3", operator=operator, worker=worker)
+        words = line.replace("REGISTRY", address).replace("sha256:DIGEST", digest).split()
+        assert f"oci://{name}@{digest}" in words
+        # The CRDs are those of the release before, in the same API server.
+        helm(*words, "--plain-http", "--set", "crds.enabled=false")
+    (container,) = read(kubectl, "diffusion", "deployment/diffusion-operator")["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == operator and worker in container["args"]
+    assert json.loads(helm("list", "--namespace", "diffusion", "--output", "json"))[0]["chart"] == "diffusion-operator-1.2.3"
 
 
 def test_the_key_is_rotated_by_the_steps_of_the_page(helm: Command, kubectl: Command, kubeconfig: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from support.cluster.store import (
     worker_environment,
 )
 from support.runner import digit_judge
-from support.sources import store_server
+from support.sources import servers
 from tools.demo.kubectl import Wanted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -138,6 +138,6 @@ def test_an_adapter_from_a_hub_says_which_commit_it_was(rig_with_sources: Cluste
     rig.apply("LoRAAdapter", "paper", {"deploymentRef": {"name": NAME}, "source": {"huggingFace": source}})
     rig.wait("lora/paper", ADAPTER_READY, deadline_s=60)
     found = resolved(rig, "lora/paper")
-    assert (found["revision"], found["source"]) == (store_server.COMMIT, "hf://styles/paper@main/adapter_model.safetensors")
+    assert (found["revision"], found["source"]) == (servers.COMMIT, "hf://styles/paper@main/adapter_model.safetensors")
     assert found["components"] == ["Transformer"]
     assert digit_judge.has_style(style_of(rig, "paper"), "paper")

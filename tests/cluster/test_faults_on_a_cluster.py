@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.cluster.clients import Clients
 from support.cluster.faults import api_server_stopped, control_port_cut_off, kill_operator, kill_server_in, operator_pods, service_address
-from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
+from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, Clients, ClusterRig
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted
 

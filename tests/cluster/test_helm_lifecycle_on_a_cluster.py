@@ -6,14 +6,17 @@ A namespace of its own, with its own release. Tests run in their order; each say
 
 import threading
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from support.cluster.helm_rig import OLDER_WORDS, HelmRig, older_chart, spec_schema
-from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
+from support.cluster.rig import ADAPTER_READY, OLDER_WORDS, SERVING, START_S, ClusterRig, HelmRig, older_chart, spec_schema
+from support.release.registry import registry
 from tools.demo.installation import RELEASE
 from tools.demo.kubectl import Document
 from tools.demo.stage import stage
+from tools.release.chart import publish
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -64,6 +67,12 @@ def begin(rig: ClusterRig) -> None:
     rig.deploy(NAME)
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
     rig.eventually("its pod", lambda: rig.pods(NAME))
+
+
+def by_digest(rig: ClusterRig, image: str) -> str | None:
+    """Return the name by digest that a node has for an image; None while none has one."""
+    names = (node_image["names"] for node in rig.kubectl.get("nodes")["items"] for node_image in node["status"]["images"])
+    return next((name for known in names if image in known for name in known if "@sha256:" in name), None)
 
 
 def no_child_is_left(rig: ClusterRig) -> bool:
@@ -124,6 +133,24 @@ def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig,
     threading.Event().wait(QUIET_S)
     assert lives(rig) == before
     rig.image(NAME)
+
+
+def test_a_released_chart_brings_its_images_by_digest(release: tuple[ClusterRig, HelmRig], tmp_path: Path) -> None:
+    """From a registry, by the chart's own digest and with no value named. Leaves the operator of that chart."""
+    rig, helm = release
+    before = lives(rig)
+    operator, worker = (
+        rig.eventually("its digest", partial(by_digest, rig, image)) for image in (helm.images.operator, helm.images.worker)
+    )
+    with registry(tmp_path) as address:
+        name, digest = publish(address, "1.2.3", operator=operator, worker=worker)
+        helm("upgrade", RELEASE, f"oci://{name}@{digest}", "--plain-http", "--reset-values", "--wait", "--timeout", "60s")
+    (container,) = rig.kubectl.get(f"deployment/{RELEASE}")["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == operator and worker in container["args"]
+    rig.serve("released")
+    assert rig.pods("released")[0]["spec"]["containers"][0]["image"] == worker
+    delete_at_once(rig, "dd/released")
+    assert lives(rig) == before
 
 
 @pytest.mark.parametrize("operator", ["up", "down", "uninstalled"])

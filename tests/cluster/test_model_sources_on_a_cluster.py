@@ -10,7 +10,7 @@ import pytest
 
 from support.cluster.rig import SERVING, ClusterRig
 from support.cluster.store import ACCESS_KEY, STORE, TRUST, apply, claim_on_the_node, remove_store, secret, start_store, worker_environment
-from support.sources import store_server
+from support.sources import servers
 from tools.demo.kubectl import Document, Wanted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -23,7 +23,7 @@ SOURCE = {"huggingFace": {"repo": "org/digits", "tokenSecretRef": {"name": TOKEN
 
 def move_branch(rig: ClusterRig, commit: str) -> None:
     """The branch is at this commit from now on; at none, and the repository is gone."""
-    rig.kubectl.text("exec", STORE, "--", "sh", "-c", f"echo {commit} > {store_server.MAIN}")
+    rig.kubectl.text("exec", STORE, "--", "sh", "-c", f"echo {commit} > {servers.MAIN}")
 
 
 def model_of(rig: ClusterRig, pod: str) -> Document:
@@ -62,15 +62,15 @@ def test_the_commit_is_pinned_and_the_second_replica_has_it_though_the_branch_mo
     rig = fetched
     rig.wait(DD, Wanted("ModelResolved", "True", ["Resolved"]), deadline_s=30)
     model = rig.kubectl.get(DD)["status"]["model"]
-    assert (model["revision"], model["source"]) == (store_server.COMMIT, "hf://org/digits@main")
+    assert (model["revision"], model["source"]) == (servers.COMMIT, "hf://org/digits@main")
     [told] = rig.events(NAME, "ModelResolved")
-    assert told.startswith(f"hf://org/digits@main is {store_server.COMMIT}")
-    assert store_server.COMMIT in rig.kubectl.text("get", DD, "-o", "wide")
+    assert told.startswith(f"hf://org/digits@main is {servers.COMMIT}")
+    assert servers.COMMIT in rig.kubectl.text("get", DD, "-o", "wide")
 
     move_branch(rig, "d" * 40)
     rig.kubectl.patch(DD, {"spec": {"replicas": 2}})
     rig.eventually("two serve", lambda: rig.kubectl.get(DD)["status"].get("availableReplicas") == 2, deadline_s=120)
-    assert {model_of(rig, pod["metadata"]["name"])["revision"] for pod in rig.pods(NAME)} == {store_server.COMMIT}
+    assert {model_of(rig, pod["metadata"]["name"])["revision"] for pod in rig.pods(NAME)} == {servers.COMMIT}
     rig.wait(DD, Wanted("ModelResolved", "True", ["Resolved"]), deadline_s=30)
 
 
@@ -84,6 +84,6 @@ def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(
     rig.kubectl.text("delete", "pod", before["metadata"]["name"], "--wait=false", deadline_s=10)
     rig.eventually("another pod", lambda: [pod for pod in rig.pods(NAME) if pod["metadata"]["uid"] != before["metadata"]["uid"]])
     rig.wait(DD, SERVING)
-    assert model_of(rig, rig.pod(NAME))["revision"] == store_server.COMMIT
+    assert model_of(rig, rig.pod(NAME))["revision"] == servers.COMMIT
     assert f"pod {before['metadata']['name']} was deleted by another client" in rig.events(NAME, "Repaired")
     assert rig.image(NAME).png

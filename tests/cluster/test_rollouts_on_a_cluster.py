@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from support.cluster.clients import Clients
 from support.cluster.faults import service_address
-from support.cluster.rig import PROMPT, SERVING, START_S, ClusterRig
+from support.cluster.rig import PROMPT, SERVING, START_S, Clients, ClusterRig
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted, condition
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.cluster.clients import Clients
 from support.cluster.faults import need_own_node, service_address
-from support.cluster.rig import PROMPT, SERVING, START_S, ClusterRig
+from support.cluster.rig import PROMPT, SERVING, START_S, Clients, ClusterRig
 from tools.demo.images import Request
 from tools.demo.kubectl import Document, condition
 from tools.devcluster.node import joined

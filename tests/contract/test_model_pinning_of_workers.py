@@ -21,7 +21,7 @@ from diffusion_operator.worker_client import HttpWorkerClient
 from diffusion_worker.engine.startup.model_digest import digest_of
 from support.operator.reconcile_story import write_desired
 from support.operator.rig import Rig, deployment
-from support.sources.hub_server import HubServer
+from support.sources.servers import SourceServer
 from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ SECOND = {**FIRST, "scheduler/scheduler_config.json": FIRST["scheduler/scheduler
 class Pods:
     """Worker processes as the pods of a rig: each with a cache of its own, all with the same mounted file."""
 
-    def __init__(self, rig: Rig, hub: HubServer, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, rig: Rig, hub: SourceServer, folder: Path, stack: ExitStack) -> None:
         self.rig, self._hub, self._folder, self._stack = rig, hub, folder, stack
         self._clients: dict[str, HttpWorkerClient] = {}
         rig.workers = rig.runtime.workers = self  # type: ignore[assignment]
@@ -73,12 +73,12 @@ class Pods:
 
 
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer().running() as server:
-        yield server  # type: ignore[misc]
+def hub() -> Iterator[SourceServer]:
+    with SourceServer().running() as server:
+        yield server
 
 
-async def test_a_second_replica_serves_the_commit_of_the_first_and_a_restart_needs_no_hub(hub: HubServer, tmp_path: Path) -> None:
+async def test_a_second_replica_serves_the_commit_of_the_first_and_a_restart_needs_no_hub(hub: SourceServer, tmp_path: Path) -> None:
     """RF12"""
     commit = hub.push("org/digits", FIRST)
     rig = Rig()

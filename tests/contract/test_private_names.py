@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from support.private_names import ROOT, used_names
+from support.syntax import ROOT, used_names
 
 LISTED: dict[str, dict[str, dict[str, Any]]] = tomllib.loads((Path(__file__).parent / "private_names.toml").read_text())
 # These have no releases of their own.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools.devcluster import images, scratch_image
-from tools.devcluster.errors import DevclusterError
+from tools.devcluster.errors import CommandFailed, DevclusterError
 from tools.devcluster.paths import REPOSITORY
 
 
@@ -91,6 +91,29 @@ def test_docker_builds_with_its_own_base_image() -> None:
     assert images.docker_build_command("worker", "localhost/diffusion-worker:0123") == [
         *("docker", "build", "--file", "Dockerfile.worker", "--tag", "localhost/diffusion-worker:0123", "."),
     ]
+
+
+@pytest.mark.parametrize(
+    ("target", "tls"),
+    [
+        *(("ghcr.io/me/image:1", True), ("localhost.example.com/me", True), ("198.18.0.1:5000", True)),
+        *(("127.0.0.1:5000/me/image:1", False), ("localhost/me", False), ("localhost:5000", False)),
+    ],
+)
+def test_only_a_registry_on_this_machine_has_no_tls(target: str, tls: bool) -> None:
+    assert images.has_tls(target) is tls
+
+
+@pytest.mark.parametrize(
+    "printed", ["5f70bf18a086: Pushed\n1.2.3: digest: {} size: 1990\n", "Pushed: ghcr.io/me/chart:1.2.3\nDigest: {}\n"]
+)
+def test_the_digest_is_the_one_that_docker_or_helm_printed(printed: str, tmp_path: Path) -> None:
+    digest = f"sha256:{'0123456789abcdef' * 4}"
+    (tmp_path / "log").write_text(printed.format(digest))
+    assert images.pushed_digest(tmp_path / "log") == digest
+    (tmp_path / "log").write_text("retrying\n")
+    with pytest.raises(CommandFailed, match="expected a digest in what the push printed, found 'retrying"):
+        images.pushed_digest(tmp_path / "log")
 
 
 def test_buildah_builds_in_a_chroot_on_a_base_of_ours_and_keeps_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

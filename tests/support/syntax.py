@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python sources as syntax trees."""
+"""Python sources as syntax trees, and the private names of libraries in our own: imports, attributes and strings with one underscore.
+
+An attribute of an object counts as a library's where nothing in our own sources is called so. A library's name
+that our sources use for something else is missed.
+"""
 
 import ast
+import re
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
-TRIES = 10
+ROOT = Path(__file__).parents[2]
+SOURCES = (ROOT / "worker" / "src", ROOT / "operator" / "src")
+OURS = ("diffusion_worker", "diffusion_operator")
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+NAMES = re.compile(r"\w+(\.\w+)*")
 
 
 def parse(source: str) -> ast.Module:
@@ -12,7 +23,53 @@ def parse(source: str) -> ast.Module:
 
     The parser keeps one depth for the whole process. Formatting a traceback parses too, and a finalizer may do that meanwhile.
     """
-    for _ in range(TRIES - 1):
+    for _ in range(9):
         with suppress(SystemError):
             return ast.parse(source)
     return ast.parse(source)
+
+
+def used_names() -> dict[str, set[str]]:
+    """List by name the files that use it: `torch._C._nn._parse_to` where the library is known, else `._blocks`."""
+    trees = {path: parse(path.read_text()) for folder in SOURCES for path in sorted(folder.rglob("*.py"))}
+    ours = {name for tree in trees.values() for name in _defined(tree)}
+    found: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        for name in _used(tree, ours):
+            found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
+
+
+def _used(tree: ast.AST, ours: set[str]) -> Iterator[str]:
+    roots: dict[str, str] = {}
+    for node in ast.walk(tree):
+        imported: list[tuple[str, str | None]] = []
+        if isinstance(node, ast.Import):
+            imported = [(item.name, item.asname) for item in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(OURS):
+            imported = [(f"{node.module}.{item.name}", item.asname or item.name) for item in node.names]
+        for full, name in imported:
+            root = full.partition(".")[0]
+            roots[name or root] = full if name else root
+            if any(map(PRIVATE.fullmatch, full.split("."))):
+                yield full
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in roots and NAMES.fullmatch(rest):
+                yield f"{roots[root]}.{rest}"
+            elif node.attr not in ours:
+                yield f".{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE.fullmatch(node.value) and node.value not in ours:
+            yield f".{node.value}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources.hub_server import HubServer
+from support.sources.servers import SourceServer
 from support.worker.process import DIGITS, WorkerProcess
 
 
@@ -15,7 +15,7 @@ from support.worker.process import DIGITS, WorkerProcess
 def bad_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders that are no adapter for the digits model, by what is wrong with them."""
     # It imports torch, which half of the tests do without.
-    from support.lora.peft_adapters import make_bad_adapters
+    from support.lora.adapters import make_bad_adapters
 
     return make_bad_adapters(tmp_path_factory.mktemp("bad-adapters"), like=DIGITS / "loras" / "stripes")
 
@@ -45,9 +45,9 @@ def worker_of_two(worker: WorkerProcess) -> Iterator[WorkerProcess]:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[SourceServer]:
     """An empty hub on loopback, which the fetches of this process ask."""
-    server = HubServer()
+    server = SourceServer()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     with server.running():
         yield server

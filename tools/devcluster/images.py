@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from . import programs
 from .cache import cached, content_hash, locked
-from .errors import DevclusterError
+from .errors import CommandFailed, DevclusterError
 from .paths import IMAGES_RUN, REPOSITORY, cache_dir, log_dir
 from .progress import run_logged, run_quiet, say
 
@@ -88,22 +89,39 @@ def clear_unfinished() -> None:
             run_quiet(["umount", mounted])
 
 
-def publish(name: str, target: str) -> None:
-    """Sends an image to a registry that the engine's user may push to."""
-    if docker_answers():
-        run_logged(["docker", "tag", name, target], what=f"name {target}", log=log_dir() / "tag.log")
-        run_logged(["docker", "push", target], what=f"push {target}", log=log_dir() / "push.log", deadline_s=3600)
-    else:
-        push(name, f"docker://{target}")
-
-
-def push(name: str, destination: str, *, tls: bool = True) -> None:
-    """Moves the layers that the destination lacks."""
-    # zstd, lightly: half of gzip's time to pack and two thirds to unpack. Only the node's registry, which is ours, has no TLS.
-    how = [] if tls else ["--tls-verify=false", "--compression-format", "zstd", "--compression-level", "1"]
-    words = [*buildah(), "push", "--format", "oci", *how, name, destination]
+def publish(name: str, target: str) -> str:
+    """Sends an image to a registry that the engine's user may push to; gives its digest there."""
+    if not docker_answers():
+        return push(name, f"docker://{target}", tls=has_tls(target))
+    log = log_dir() / "push.log"
+    run_logged(["docker", "tag", name, target], what=f"name {target}", log=log_dir() / "tag.log")
     with locked("images"):
+        run_logged(["docker", "push", target], what=f"push {target}", log=log, deadline_s=3600)
+        return pushed_digest(log)
+
+
+def has_tls(target: str) -> bool:
+    """Return whether a registry is asked by TLS: all are but those on this machine, by Docker's own rule."""
+    return re.match(r"(localhost|127\.0\.0\.1)(:\d+)?(/|$)", target) is None
+
+
+def pushed_digest(log: Path) -> str:
+    """Return the digest that `docker push` or `helm push` printed."""
+    printed = log.read_text()
+    found = re.search(r"[Dd]igest: (sha256:[0-9a-f]{64})", printed)
+    if found is None:
+        raise CommandFailed(f"expected a digest in what the push printed, found {printed!r}")
+    return found[1]
+
+
+def push(name: str, destination: str, *, tls: bool = True) -> str:
+    """Moves the layers that the destination lacks; gives the image's digest there."""
+    # zstd, lightly: half of gzip's time to pack and two thirds to unpack. Only registries on this machine have no TLS.
+    how = [] if tls else ["--tls-verify=false", "--compression-format", "zstd", "--compression-level", "1"]
+    with locked("images"), tempfile.NamedTemporaryFile("r") as digest:
+        words = [*buildah(), "push", "--format", "oci", *how, "--digestfile", digest.name, name, destination]
         run_logged(words, what=f"push {name}", log=log_dir() / "push.log", deadline_s=1800)
+        return digest.read().strip()
 
 
 def _build_arguments() -> list[str]:

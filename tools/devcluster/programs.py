@@ -15,6 +15,7 @@ from .progress import run_logged
 KUBERNETES = "1.36.2"
 HELM = "v3.22.0"
 KIND = "v0.33.0"
+SYFT = "v1.57.0"
 
 KUBE_NAMES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl", "cri-pull")
 _VERSION = "k8s.io/component-base/version"
@@ -73,6 +74,12 @@ def helm() -> Path:
 def kind() -> Path:
     """kind, the machine's own or one built from its Go module."""
     return _found_or_installed("kind", f"sigs.k8s.io/kind@{KIND}", what=f"kind {KIND} (about 30 s, once)")
+
+
+def syft() -> Path:
+    """Syft, which lists what a container image is made of: the machine's own or one built from its Go module. A release alone needs it."""
+    module, its_version = f"github.com/anchore/syft/cmd/syft@{SYFT}", f"-X main.version={SYFT.removeprefix('v')}"
+    return _found_or_installed("syft", module, what=f"syft {SYFT} (about 4 minutes, once)", ldflags=its_version)
 
 
 def debian() -> Path:
@@ -134,14 +141,14 @@ def _own_program(name: str, *, what: str) -> Path:
     return folder / name
 
 
-def _found_or_installed(name: str, module: str, *, what: str) -> Path:
+def _found_or_installed(name: str, module: str, *, what: str, ldflags: str = "") -> Path:
     found = shutil.which(name)
     if found:
         return Path(found)
 
     def make(draft: Path) -> None:
         environment = {**_go_environment(), "GOBIN": str(draft)}
-        argv = [checks.go(), "install", "-trimpath", "-ldflags", "-s -w", module]
+        argv = [checks.go(), "install", "-trimpath", "-ldflags", f"-s -w {ldflags}", module]
         run_logged(argv, what=what, log=log_dir() / f"{name}.log", env=environment)
 
     return cached(name, content_hash([module], relative_to=HERE), make) / name

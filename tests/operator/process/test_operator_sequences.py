@@ -15,8 +15,7 @@ from diffusion_operator.reconcile.keyed_queue import JOIN_S
 from support.operator.fake_kubelet import FakeKubelet
 from support.operator.rest_client import RestClient, path_of
 from support.operator.sole_operator import adapter, complaints, deployment, eventually_nothing, running, status_writes
-from support.soak.operator_invariants import untrue
-from support.soak.operator_sequences import run_sequences
+from support.soak.operator_sequences import run_sequences, untrue
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 EDITS, EDITS_WITHIN_S = 2000, 60.0

@@ -38,68 +38,66 @@ class Prometheus:
 
     def now(self, expression: str) -> list[Document]:
         """Return the series of an expression, each with its labels and its value at this moment."""
-        found: list[Document] = self._ask("query", query=expression)["result"]
-        return found
+        return self._series("query", query=expression)
 
     def ever(self, expression: str) -> list[Document]:
         """Return the series of an expression at any moment since this Prometheus began."""
-        found: list[Document] = self._ask("query_range", query=expression, start=self._began, end=time.time(), step=EVERY_S)["result"]
-        return found
+        return self._series("query_range", query=expression, start=self._began, end=time.time(), step=EVERY_S)
 
     def up(self) -> list[str]:
         """List the pods whose metrics it gets."""
         return [str(one["metric"]["pod"]) for one in self.now("up == 1")]
 
-    def _ask(self, what: str, **words: Any) -> Document:
+    def _series(self, what: str, **words: Any) -> list[Document]:
         with urllib.request.urlopen(f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(words)}", timeout=10) as answer:
-            data: Document = json.load(answer)["data"]
-        return data
+            found: list[Document] = json.load(answer)["data"]["result"]
+        return found
 
 
 @contextmanager
 def prometheus(rig: ClusterRig, folder: Path) -> Iterator[Prometheus]:
     """Run one for as long as the block lasts; its data are in the folder."""
-    monitors = of_kind(_rendered(rig.kubectl.namespace), "PodMonitor")
-    with subprocess.Popen(
-        [*rig.kubectl.command, "proxy", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as proxy:
-        try:
-            assert proxy.stdout is not None
-            server = proxy.stdout.readline().split()[-1]
-            (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration(monitors, folder / "pods.json", server)))
-            with (
-                _pods_found(f"http://{server}/api/v1/namespaces/{rig.kubectl.namespace}/pods", folder / "pods.json"),
-                _running(folder) as found,
-            ):
-                yield found
-        finally:
-            proxy.terminate()
+    targets, began, url = folder / "targets.json", time.time(), f"http://127.0.0.1:{unused_port()}"
+    scraped = {"job_name": "pods", "file_sd_configs": [{"files": [str(targets)]}]}
+    every = {"scrape_interval": f"{EVERY_S}s", "scrape_timeout": f"{EVERY_S}s"}
+    (folder / "prometheus.yml").write_text(yaml.safe_dump({"global": every, "scrape_configs": [scraped]}))
+    words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={url[7:]}"]
+    with _running([*rig.kubectl.command, "proxy", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as proxy:
+        assert proxy.stdout is not None
+        server = proxy.stdout.readline().split()[-1]
+        with (
+            _targets_kept(_monitors(rig.kubectl.namespace), server, rig.kubectl.namespace, targets),
+            (folder / "log").open("w") as log,
+            _running([str(programs.prometheus()), *words], stdout=log, stderr=log) as process,
+        ):
+            _wait_ready(url, process, folder / "log")
+            yield Prometheus(url, began)
 
 
 @contextmanager
-def _running(folder: Path) -> Iterator[Prometheus]:
-    port = unused_port()
-    words = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"]
-    began, url = time.time(), f"http://127.0.0.1:{port}"
-    with (folder / "log").open("w") as log, subprocess.Popen([programs.prometheus(), *words], stdout=log, stderr=log) as process:
+def _running(command: list[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen(command, text=True, **options) as process:
         try:
-            _wait_ready(url, process, folder / "log")
-            yield Prometheus(url, began)
+            yield process
         finally:
             process.terminate()
 
 
 @contextmanager
-def _pods_found(url: str, file: Path) -> Iterator[None]:
-    """Keep the file of targets: each port of each running pod, with the labels that Prometheus' own search gives it."""
+def _targets_kept(monitors: list[Document], server: str, namespace: str, file: Path) -> Iterator[None]:
+    """Keep the file of targets: each endpoint of each PodMonitor in each running pod that the API server finds by its selector."""
     ended = threading.Event()
 
     def keep() -> None:
         while True:
-            with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
-                running = [pod for pod in json.load(answer)["items"] if pod["status"]["phase"] == "Running"]
+            with suppress(OSError):
+                found: list[Document] = []
+                for monitor in monitors:
+                    words = urllib.parse.urlencode({"labelSelector": selector(monitor), "fieldSelector": "status.phase=Running"})
+                    with urllib.request.urlopen(f"http://{server}/api/v1/namespaces/{namespace}/pods?{words}", timeout=10) as answer:
+                        found += [target for pod in json.load(answer)["items"] for target in targets_in(pod, monitor, server)]
                 draft = file.with_suffix(".new")
-                draft.write_text(json.dumps([target for pod in running for target in _targets(pod)]))
+                draft.write_text(json.dumps(found))
                 draft.rename(file)
             if ended.wait(EVERY_S / 2):
                 return
@@ -113,76 +111,35 @@ def _pods_found(url: str, file: Path) -> Iterator[None]:
         thread.join()
 
 
-def _targets(pod: Document) -> Iterator[Document]:
-    about = pod["metadata"]
-    labels = {"namespace": about["namespace"], "pod_name": about["name"]}
-    for label, value in about.get("labels", {}).items():
-        labels |= {f"pod_label_{_name(label)}": value, f"pod_labelpresent_{_name(label)}": "true"}
-    for container in pod["spec"]["containers"]:
-        for port in container.get("ports", []):
-            number = str(port["containerPort"])
-            own = labels | {"pod_container_port_name": port.get("name", ""), "pod_container_port_number": number}
-            yield {
-                "targets": [f"{pod['status'].get('podIP')}:{number}"],
-                "labels": {f"__meta_kubernetes_{key}": value for key, value in own.items()},
-            }
+def selector(monitor: Document) -> str:
+    """Write a PodMonitor's selector as a request has it."""
+    wanted = monitor["spec"]["selector"]
+    rules = wanted.get("matchExpressions", [])
+    assert all(rule["operator"] == "Exists" for rule in rules), rules
+    return ",".join([*(f"{label}={value}" for label, value in wanted.get("matchLabels", {}).items()), *(rule["key"] for rule in rules)])
 
 
-def configuration(monitors: list[Document], pods: Path, server: str) -> Document:
-    """Translate PodMonitors into the configuration of a Prometheus that finds pods in a file and reads them through a server."""
-    jobs = [
-        {
-            "job_name": f"{monitor['metadata']['name']}/{number}",
-            "file_sd_configs": [{"files": [str(pods)]}],
-            "relabel_configs": [*_chosen(monitor["spec"]["selector"]), *_read(monitor["spec"], endpoint, server)],
-        }
-        for monitor in monitors
-        for number, endpoint in enumerate(monitor["spec"]["podMetricsEndpoints"])
-    ]
-    return {"global": {"scrape_interval": f"{EVERY_S}s", "scrape_timeout": f"{EVERY_S}s"}, "scrape_configs": jobs}
+def targets_in(pod: Document, monitor: Document, server: str) -> Iterator[Document]:
+    """Yield the endpoints of a PodMonitor that are ports of a pod, read through a server, with the labels that the monitor asks for."""
+    about, spec = pod["metadata"], monitor["spec"]
+    labels = {"namespace": about["namespace"], "pod": about["name"]}
+    labels |= {re.sub(r"\W", "_", label): about["labels"].get(label, "") for label in spec.get("podTargetLabels", [])}
+    ports = {port.get("name"): port["containerPort"] for container in pod["spec"]["containers"] for port in container.get("ports", [])}
+    for number, endpoint in enumerate(spec["podMetricsEndpoints"]):
+        if endpoint["port"] in ports:
+            way = f"/api/v1/namespaces/{about['namespace']}/pods/{about['name']}:{ports[endpoint['port']]}/proxy"
+            own = {"job": f"{monitor['metadata']['name']}/{number}", "__metrics_path__": way + endpoint.get("path", "/metrics")}
+            yield {"targets": [server], "labels": labels | own}
 
 
-def _chosen(selector: Document) -> Iterator[Document]:
-    for label, value in selector.get("matchLabels", {}).items():
-        yield {"action": "keep", "source_labels": [f"__meta_kubernetes_pod_label_{_name(label)}"], "regex": re.escape(value)}
-    for rule in selector.get("matchExpressions", []):
-        assert rule["operator"] == "Exists", rule
-        yield {"action": "keep", "source_labels": [f"__meta_kubernetes_pod_labelpresent_{_name(rule['key'])}"], "regex": "true"}
+def _monitors(namespace: str) -> list[Document]:
+    words = f"--namespace {namespace} --kube-version {KUBERNETES} --show-only templates/podmonitor.yaml"
+    values = ["--values", str(CHART / "ci" / "default-values.yaml"), "--set", "metrics.podMonitor=true,metrics.workerPodMonitor=true"]
+    text = Chart(programs.helm()).run("template", RELEASE, str(CHART), *words.split(), *values)
+    return of_kind([document for document in yaml.safe_load_all(text) if document], "PodMonitor")
 
 
-def _read(spec: Document, endpoint: Document, server: str) -> Iterator[Document]:
-    pod = ["__meta_kubernetes_namespace", "__meta_kubernetes_pod_name", "__meta_kubernetes_pod_container_port_number"]
-    path = f"/api/v1/namespaces/$1/pods/$2:$3/proxy{endpoint.get('path', '/metrics')}"
-    yield {"action": "keep", "source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": endpoint["port"]}
-    yield {"source_labels": pod, "separator": ";", "regex": "(.+);(.+);(.+)", "target_label": "__metrics_path__", "replacement": path}
-    yield {"target_label": "__address__", "replacement": server}
-    yield {"source_labels": pod[:1], "target_label": "namespace"}
-    yield {"source_labels": pod[1:2], "target_label": "pod"}
-    for label in spec.get("podTargetLabels", []):
-        yield {"source_labels": [f"__meta_kubernetes_pod_label_{_name(label)}"], "target_label": _name(label)}
-
-
-def _name(label: str) -> str:
-    return re.sub(r"\W", "_", label)
-
-
-def _rendered(namespace: str) -> list[Document]:
-    chosen = [word for name in ("podMonitor", "workerPodMonitor") for word in ("--set", f"metrics.{name}=true")]
-    words = [
-        "--namespace",
-        namespace,
-        "--values",
-        str(CHART / "ci" / "default-values.yaml"),
-        "--kube-version",
-        KUBERNETES,
-        "--show-only",
-        "templates/podmonitor.yaml",
-    ]
-    text = Chart(programs.helm()).run("template", RELEASE, str(CHART), *words, *chosen)
-    return [document for document in yaml.safe_load_all(text) if document]
-
-
-def _wait_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _wait_ready(url: str, process: "subprocess.Popen[str]", log: Path) -> None:
     end = time.monotonic() + START_S
     while time.monotonic() < end and process.poll() is None:
         try:

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec.
+"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec; and an application that asks.
 
-Real: the cluster, the operator and the workers. Not real: GPUs, for workers compute on the CPU.
+Real: the cluster, the operator, the workers, and the application's OpenAI SDK. Not real: GPUs, for workers compute on the CPU, and the
+application, which asks for the same image always. The chart that is older than ours is this one with two changes.
 """
 
 import json
+import shutil
 import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
+import yaml
 
 from tools.demo.cluster import address_of
 from tools.demo.errors import DemoFailed
-from tools.demo.images import DemoImage, Refusal, Request, ask, ask_and_be_refused, client_for
+from tools.demo.images import DemoImage, Refusal, Request, ask, ask_and_be_refused, ask_once, client_for, mean_difference
+from tools.demo.installation import CHART, RELEASE, Images, helm_install, run_helm
 from tools.demo.kubectl import Document, Kubectl, Wanted, condition, wait_for
 from tools.demo.weights_memory import read_state
+from tools.devcluster import cluster, programs
 
 T = TypeVar("T")
 
@@ -25,6 +33,15 @@ SERVING = Wanted("Ready", "True", ["Serving"])
 ADAPTER_READY = Wanted("Ready", "True", ["LoadedEverywhere"])
 START_S = 240.0
 PROMPT = "a red digit seven"
+# Of 255: a batch of another size rounds its sums in another order.
+TOLERANCE = 1.0
+ANSWER_S = 120.0
+# The SDK's own patience with a connection.
+PATIENCE = openai.Timeout(ANSWER_S, connect=5.0)
+PAUSE_S = 0.3
+HELM_S = 120
+# A description that the older chart's CRD has, so that one sees which of the two is in the cluster.
+OLDER_WORDS = "How many replicas it had in version 0.0.9."
 
 
 class ClusterRig:
@@ -124,3 +141,100 @@ class ClusterRig:
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             time.sleep(0.3)
         return found
+
+
+class Clients:
+    """An application in a thread of its own, for as long as the block lasts. The SDK's own retries are all its patience.
+
+    A request is lost that gets neither the right image in the end, nor an error that allows another try (`retryable` in its body).
+    `address` is asked again for every request, because a Service that was made again has another one. `allowed` are codes of answers
+    that are right at that time although nobody may try again, such as those about an adapter that comes and goes.
+    """
+
+    def __init__(self, address: Callable[[], str], right: DemoImage, request: Request, *, allowed: frozenset[str] = frozenset()) -> None:
+        self._address, self._right, self._request, self._allowed = address, right, request, allowed
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_asking, daemon=True)
+        self.sent = self.answered = 0
+        self.refused: Counter[str] = Counter()
+        self.lost: list[str] = []
+        self.slowest_s = 0.0
+
+    def __enter__(self) -> "Clients":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(ANSWER_S)
+
+    def told(self) -> str:
+        """All of it in one line."""
+        return f"{self.sent} sent, {self.answered} answered, refused {dict(self.refused)}, slowest {self.slowest_s:.1f} s, lost {self.lost}"
+
+    def _keep_asking(self) -> None:
+        while not self._ended.is_set():
+            began, address = time.monotonic(), self._address()
+            self.sent += 1
+            with openai.OpenAI(base_url=f"{address}/v1", api_key="not-needed", timeout=PATIENCE) as client:
+                if wrong := self._ask(client):
+                    self.lost.append(f"{time.strftime('%H:%M:%S')} {wrong}")
+            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+            self._ended.wait(PAUSE_S)
+
+    def _ask(self, client: openai.OpenAI) -> str:
+        """Return what went wrong; empty for an image and for an error that may be tried again."""
+        try:
+            difference = mean_difference(ask_once(client, self._request), self._right)
+        except openai.APIStatusError as error:
+            body = error.body if isinstance(error.body, dict) else {}
+            code = str(body.get("code"))
+            if body.get("retryable") or code in self._allowed:
+                self.refused[code] += 1
+                return ""
+            return f"{error.status_code} {error.body}"
+        except openai.APIConnectionError as error:
+            return f"{type(error).__name__}: {error.__cause__ or error}"
+        if difference > TOLERANCE:
+            return f"an image {difference:.1f} levels away from the right one"
+        self.answered += 1
+        return ""
+
+
+class HelmRig:
+    """Helm as a platform engineer runs it, on the operator's release in one namespace."""
+
+    def __init__(self, namespace: str, images: Images) -> None:
+        self.namespace, self.images = namespace, images
+        self._program = programs.helm(), cluster.provider().kubeconfig()
+
+    def __call__(self, *words: str) -> str:
+        return run_helm(*self._program, *words, "--namespace", self.namespace, deadline_s=HELM_S)
+
+    def upgrade(self, chart: Path = CHART, **settings: str) -> str:
+        """`helm upgrade --install`, with the operator's pod ready at its end; `engine_image` is the value `engine.image`."""
+        own = {name.replace("_", "."): value for name, value in settings.items()}
+        return helm_install(*self._program, namespace=self.namespace, images=self.images, deadline_s=HELM_S, settings=own, chart=chart)
+
+    def uninstall(self) -> None:
+        self("uninstall", RELEASE, "--wait", "--timeout", f"{HELM_S}s")
+
+
+def older_chart(folder: Path) -> Path:
+    """Ours as an older version of it could have been: without a field of the spec, and with another description in its CRD."""
+    chart = folder / "older"
+    shutil.copytree(CHART, chart)  # symbolic links become files
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump(about | dict.fromkeys(("version", "appVersion"), "0.0.9")))
+    file = chart / "files" / "crds" / "diffusiondeployments.yaml"
+    crd = yaml.safe_load(file.read_text())
+    spec = spec_schema(crd)
+    spec["replicas"]["description"] = OLDER_WORDS
+    del spec["podDisruptionBudget"]
+    file.write_text(yaml.safe_dump(crd))
+    return chart
+
+
+def spec_schema(crd: Document) -> Any:
+    """The properties of the spec."""
+    return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket and a hub in a pod of a test's namespace, with a certificate of its own authority, and claims that lie in the node's /tmp.
 
-Real: the pod, its Service, its TLS and the claims. Not real: S3 and the Hugging Face hub, in whose place `store_server` answers.
+Real: the pod, its Service, its TLS and the claims. Not real: S3 and the Hugging Face hub, in whose place `servers` answers.
 """
 
 import base64
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from support.cluster.rig import ClusterRig
-from support.sources import store_server
+from support.sources import servers
 from tools.demo.kubectl import Document
 from tools.devcluster.certs import Authority
 
@@ -42,15 +42,30 @@ def start_store(rig: ClusterRig, folder: Path, *, served: str, claim: str, first
     authority = Authority(folder)
     authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host_of(rig)}",))
     trusted, certificate, key = (authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
-    script = {"store_server.py": Path(store_server.__file__).read_text()}
-    ports = [{"port": 443, "targetPort": store_server.PORT}]
+    script = {"servers.py": Path(servers.__file__).read_text()}
+    container = {
+        "name": STORE,
+        "image": rig.worker_image,
+        "command": ["sh", "-c", f"{first} && exec python3 /script/servers.py {served} /tls/tls.crt /tls/tls.key {ACCESS_KEY}"],
+        "readinessProbe": {"tcpSocket": {"port": servers.PORT}, "periodSeconds": 1},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("script", "tls", "claim")],
+    }
+    volumes: list[Document] = [
+        {"name": "script", "configMap": {"name": STORE}},
+        {"name": "tls", "secret": {"secretName": TLS, "defaultMode": 0o440}},
+        {"name": "claim", "persistentVolumeClaim": {"claimName": claim}},
+    ]
+    security = {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {"containers": [container], "volumes": volumes, "securityContext": security, "terminationGracePeriodSeconds": 0}
+    ports = [{"port": 443, "targetPort": servers.PORT}]
     apply(
         rig,
         secret(TRUST, ca_crt=trusted),
         secret(TLS, tls_crt=certificate, tls_key=key),
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": STORE}, "data": script},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": STORE}, "spec": {"selector": {"app": STORE}, "ports": ports}},
-        _pod(rig.worker_image, served=served, claim=claim, first=first),
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": STORE, "labels": {"app": STORE}}, "spec": spec},
     )
     rig.kubectl.text("wait", f"pod/{STORE}", "--for=condition=Ready", "--timeout=60s", deadline_s=70)
 
@@ -72,23 +87,3 @@ def claim_on_the_node(namespace: str, name: str, path: str = "/tmp") -> list[Doc
         {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": volume},
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": claim},
     ]
-
-
-def _pod(image: str, *, served: str, claim: str, first: str) -> Document:
-    serve = f"exec python3 /script/store_server.py {served} /tls/tls.crt /tls/tls.key {ACCESS_KEY}"
-    container = {
-        "name": STORE,
-        "image": image,
-        "command": ["sh", "-c", f"{first} && {serve}"],
-        "readinessProbe": {"tcpSocket": {"port": store_server.PORT}, "periodSeconds": 1},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("script", "tls", "claim")],
-    }
-    volumes: list[Document] = [
-        {"name": "script", "configMap": {"name": STORE}},
-        {"name": "tls", "secret": {"secretName": TLS, "defaultMode": 0o440}},
-        {"name": "claim", "persistentVolumeClaim": {"claimName": claim}},
-    ]
-    security = {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
-    spec = {"containers": [container], "volumes": volumes, "securityContext": security, "terminationGracePeriodSeconds": 0}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": STORE, "labels": {"app": STORE}}, "spec": spec}

@@ -7,7 +7,7 @@ Real: the pipelines' classes, the namings and the files. Not real: all weights a
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.naming import AdaptedModel
-from support.families.images import flux2, qwen, stable_diffusion, stable_diffusion_3, stable_diffusion_xl, z_image
+from support.families.images import flux2, qwen, stable_diffusion, stable_diffusion_3, z_image
 from support.families.rig.family import build_seeded
 from support.families.rig.tables import assemble
 from support.families.videos import wan
@@ -25,8 +25,7 @@ from support.lora import namings
 from support.lora.namings import SWAPPED, Table, both, clip, flat, old_attention, original, own, sgm
 
 
-@dataclass(frozen=True)
-class Style:
+class Style(NamedTuple):
     """How a naming ends: the names of the two factors, and whether each module has an alpha."""
 
     a: str
@@ -35,7 +34,7 @@ class Style:
 
 
 PEFT = Style(".lora_A.weight", ".lora_B.weight")
-PEFT_ALPHA = Style(".lora_A.weight", ".lora_B.weight", alpha=True)
+PEFT_ALPHA = PEFT._replace(alpha=True)
 PEFT_DEFAULT = Style(".lora_A.default.weight", ".lora_B.default.weight")
 KOHYA = Style(".lora_down.weight", ".lora_up.weight", alpha=True)
 DOTS = Style(".lora.down.weight", ".lora.up.weight")
@@ -94,7 +93,8 @@ def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = Fals
     generator = torch.Generator().manual_seed(1)
     made = MadeFile(folder / "adapter.safetensors", {})
     for number, (written, targets) in enumerate(case.table(pipeline).items()):
-        shapes = [_weight(pipeline, target).shape for target in targets]
+        paths = [target.removesuffix(SWAPPED).partition(".") for target in targets]
+        shapes = [pipeline.components[component].get_submodule(path).weight.shape for component, _, path in paths]
         rows, alpha = sum(shape[0] for shape in shapes), 1.0 + (0 if one_alpha else number % 3)
         a = torch.randn(rank, *shapes[0][1:], generator=generator)
         b = torch.randn(rows, rank, generator=generator)
@@ -108,12 +108,6 @@ def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = Fals
             made.updates[target.removesuffix(SWAPPED)] = Update(a.flatten(1), part, scaling)
     save_file({name: tensor.contiguous() for name, tensor in made.tensors.items()}, made.path)
     return made
-
-
-def _weight(pipeline: Any, target: str) -> torch.Tensor:
-    component, _, path = target.removesuffix(SWAPPED).partition(".")
-    weight: torch.Tensor = pipeline.components[component].get_submodule(path).weight
-    return weight
 
 
 def model_of(pipeline: Any) -> AdaptedModel:
@@ -134,9 +128,6 @@ def of_diffusers(pipeline: Any) -> dict[str, Update]:
     return found
 
 
-# --- pipelines ------------------------------------------------------------------------------------------------------------
-
-
 def tiny_clip(*, projection: bool = False) -> Any:
     """A CLIP text encoder of two layers, 32 wide."""
     config = transformers.CLIPTextConfig(
@@ -148,8 +139,8 @@ def tiny_clip(*, projection: bool = False) -> Any:
 
 def with_clips(pipeline: Any, *projections: bool) -> Any:
     """The pipeline with CLIP text encoders, with or without projections."""
-    names = ("text_encoder", "text_encoder_2")[: len(projections)]
-    pipeline.register_modules(**{name: tiny_clip(projection=each) for name, each in zip(names, projections, strict=True)})
+    names = zip(("text_encoder", "text_encoder_2"), projections, strict=False)
+    pipeline.register_modules(**{name: tiny_clip(projection=each) for name, each in names})
     return pipeline
 
 
@@ -167,12 +158,12 @@ def flux_of_real_width() -> Any:
         transformer = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
     # Memory that nobody touches is no memory.
     transformer.to_empty(device="cpu")
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    return assemble("FluxPipeline", transformer=transformer, scheduler=scheduler, text_encoder=tiny_clip())
+    parts = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "text_encoder": tiny_clip()}
+    return assemble("FluxPipeline", transformer=transformer, **parts)
 
 
 SD15 = build_seeded(lambda: with_clips(stable_diffusion.pipeline(diffusers.StableDiffusionPipeline), False))
-SDXL = build_seeded(lambda: with_clips(stable_diffusion_xl._pipeline(diffusers.StableDiffusionXLPipeline), False, True))
+SDXL = build_seeded(lambda: with_clips(stable_diffusion.xl_pipeline(diffusers.StableDiffusionXLPipeline), False, True))
 SD3 = build_seeded(lambda: with_clips(stable_diffusion_3._pipeline(diffusers.StableDiffusion3Pipeline), True, True))
 SD35, FLUX = build_seeded(sd35), flux_of_real_width
 FLUX2, QWEN, Z_IMAGE = (family.FAMILIES[0].build for family in (flux2, qwen, z_image))
@@ -180,16 +171,8 @@ TO_IMAGE, WAN = (family.build for family in wan.FAMILIES[:2])
 XL_CLIPS = (clip("text_encoder", "lora_te1_"), clip("text_encoder_2", "lora_te2_"))
 IN_PEFT = own("transformer", prefix="base_model.model.")
 IN_OTHERS = own("transformer", prefix="diffusion_model.")
-
-
-def _no_embedding(path: str) -> bool:
-    return "add_embedding" not in path
-
-
-# Diffusers does not find what its conversion names without a component.
-def _outside_of_blocks(module: str) -> bool:
-    return "_blocks." not in module and module.startswith("transformer.")
-
+SD3_NAMES, FLUX2_NAMES = (namings.SD3_BLOCKS, namings.SD3_OTHERS), (namings.FLUX2, namings.FLUX2_OTHERS)
+FLUX2_ORIGINAL = original("diffusion_model.", *FLUX2_NAMES)
 
 CASES = [
     Case("SD 1.5", "diffusers", SD15, own("unet", "text_encoder"), PEFT, "diffusers"),
@@ -200,26 +183,25 @@ CASES = [
     Case("SDXL", "diffusers, lora.down", SDXL, own("unet"), DOTS, "diffusers"),
     Case("SDXL", "peft", SDXL, own("unet", prefix="base_model.model."), PEFT, "peft", diffusers_refuses="loads nothing"),
     Case("SDXL", "Kohya", SDXL, both(sgm, *XL_CLIPS), KOHYA, "kohya", one_alpha=True),
-    Case("SDXL", "Kohya, names of diffusers", SDXL, flat("unet", "lora_unet_", picks=_no_embedding), KOHYA, "kohya", one_alpha=True),
+    Case("SDXL", "Kohya, names of diffusers", SDXL, flat("unet", "lora_unet_", picks=lambda path: "add_embedding" not in path), KOHYA,
+         "kohya", one_alpha=True),
     Case("SD3", "diffusers", SD3, own("transformer", "text_encoder", "text_encoder_2"), PEFT, "diffusers"),
     Case("SD3", "peft", SD3, IN_PEFT, PEFT, "peft", diffusers_refuses="loads nothing"),
-    Case("SD3", "Kohya", SD3, both(original("lora_unet_", namings.SD3_BLOCKS, namings.SD3_OTHERS), *XL_CLIPS), KOHYA, "kohya",
-         diffusers_refuses="no conversion"),
-    Case("SD3", "original, 3.5", SD35, original("diffusion_model.", namings.SD3_BLOCKS, namings.SD3_OTHERS), PEFT, "kohya",
-         diffusers_refuses="no conversion"),
+    Case("SD3", "Kohya", SD3, both(original("lora_unet_", *SD3_NAMES), *XL_CLIPS), KOHYA, "kohya", diffusers_refuses="no conversion"),
+    Case("SD3", "original, 3.5", SD35, original("diffusion_model.", *SD3_NAMES), PEFT, "kohya", diffusers_refuses="no conversion"),
     Case("Flux", "diffusers", FLUX, own("transformer"), PEFT, "diffusers"),
     Case("Flux", "diffusers with alphas", FLUX, own("transformer"), PEFT_ALPHA, "diffusers", one_alpha=True),
     Case("Flux", "peft", FLUX, IN_PEFT, PEFT, "peft", diffusers_refuses="other names"),
     Case("Flux", "Kohya", FLUX, both(original("lora_unet_", namings.FLUX, namings.FLUX_OTHERS), XL_CLIPS[0]), KOHYA, "kohya",
-         lost=_outside_of_blocks),
+         # Diffusers does not find what its conversion names without a component.
+         lost=lambda module: module.startswith("transformer.") and "_blocks." not in module),
     Case("Flux", "original", FLUX, original("diffusion_model.", namings.FLUX), KOHYA, "kohya"),
     Case("Flux", "XLabs", FLUX, original("", namings.XLABS_BLOCKS), XLABS, "kohya"),
     Case("Flux 2", "diffusers", FLUX2, own("transformer"), PEFT, "diffusers"),
     Case("Flux 2", "peft", FLUX2, IN_PEFT, PEFT, "peft", diffusers_refuses="original names only"),
-    Case("Flux 2", "peft, original names", FLUX2, original("base_model.model.", namings.FLUX2, namings.FLUX2_OTHERS), PEFT, "peft"),
-    Case("Flux 2", "original", FLUX2, original("diffusion_model.", namings.FLUX2, namings.FLUX2_OTHERS), PEFT, "kohya"),
-    Case("Flux 2", "original with alphas", FLUX2, original("diffusion_model.", namings.FLUX2, namings.FLUX2_OTHERS), PEFT_ALPHA, "kohya",
-         diffusers_refuses="alphas"),
+    Case("Flux 2", "peft, original names", FLUX2, original("base_model.model.", *FLUX2_NAMES), PEFT, "peft"),
+    Case("Flux 2", "original", FLUX2, FLUX2_ORIGINAL, PEFT, "kohya"),
+    Case("Flux 2", "original with alphas", FLUX2, FLUX2_ORIGINAL, PEFT_ALPHA, "kohya", diffusers_refuses="alphas"),
     Case("Flux 2", "Kohya", FLUX2, original("lora_unet_", namings.FLUX2, namings.FLUX2_KOHYA_OTHERS), KOHYA, "kohya"),
     Case("Qwen-Image", "diffusers", QWEN, own("transformer"), PEFT, "diffusers"),
     Case("Qwen-Image", "peft", QWEN, IN_PEFT, PEFT, "peft", diffusers_refuses="loads nothing"),

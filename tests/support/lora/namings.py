@@ -6,6 +6,7 @@ diffusers, whose rows of B follow each other.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,9 +34,9 @@ def own(
     return table
 
 
-def flat(component: str, prefix: str, *, picks: Callable[[str], bool] = bool) -> Callable[[Any], Table]:
-    """Diffusers' own names with every dot an underscore."""
-    return own(component, prefix=prefix, picks=picks, rename=lambda path: path.replace(".", "_"))
+def flat(component: str, prefix: str, *, picks: Callable[[str], bool] = bool, drops: str = "") -> Callable[[Any], Table]:
+    """Diffusers' own names with every dot an underscore, without what they may begin with."""
+    return own(component, prefix=prefix, picks=picks, rename=lambda path: path.removeprefix(drops).replace(".", "_"))
 
 
 def both(*tables: Callable[[Any], Table]) -> Callable[[Any], Table]:
@@ -45,20 +46,12 @@ def both(*tables: Callable[[Any], Table]) -> Callable[[Any], Table]:
 
 def clip(component: str, prefix: str) -> Callable[[Any], Table]:
     """A CLIP text encoder as Kohya names it: always with the inner module that newer ones of transformers lack."""
-
-    def rename(path: str) -> str:
-        return "text_model_" + path.removeprefix("text_model.").replace(".", "_")
-
-    return own(component, prefix=prefix, picks=lambda path: "layers" in path, rename=rename)
+    return flat(component, f"{prefix}text_model_", picks=lambda path: "layers" in path, drops="text_model.")
 
 
 def old_attention(component: str) -> Callable[[Any], Table]:
     """The first naming of diffusers: the projections of attention only, as parts of a processor."""
-
-    def rename(path: str) -> str:
-        return path.replace(".to_out.0", ".to_out").replace(".to_", ".processor.to_")
-
-    return own(component, picks=lambda path: ".attn" in path, rename=rename)
+    return own(component, picks=lambda path: ".attn" in path, rename=lambda path: re.sub(r"\.(to_\w+)(\.0)?", r".processor.\1", path))
 
 
 def original(prefix: str, blocks: dict[str, list[str]], others: Iterable[str] = ()) -> Callable[[Any], Table]:
@@ -87,58 +80,53 @@ def original(prefix: str, blocks: dict[str, list[str]], others: Iterable[str] = 
 
 def _table(pairs: Iterable[str], theirs: str = "", ours: str = "") -> Table:
     """The pairs as a table; a plus is between the targets of a fused module."""
-    split = [pair.split("=") for pair in pairs]
+    split = [each.split("=") for pair in pairs for each in _expanded(pair)]
     return {theirs + written: tuple(ours + target for target in targets.split("+")) for written, targets in split}
 
 
-def _embedders(prefix: str, **names: str) -> list[str]:
-    """The two layers of each embedder."""
-    both_ways = itertools.product(names.items(), ((1, "in"), (2, "out")))
-    return [f"{theirs}.{way}_layer={prefix}.{ours}.linear_{number}" for (theirs, ours), (number, way) in both_ways]
+def _expanded(pair: str) -> list[str]:
+    """List the pairs that one with alternatives is: `a.{q,k}=b.{0,1}` is `a.q=b.0` and `a.k=b.1`."""
+    alternatives = [group.split(",") for group in re.findall("{(.*?)}", pair)]
+    return [re.sub("{.*?}", "{}", pair).format(*chosen) for chosen in zip(*alternatives, strict=True)] or [pair]
 
 
 QKV = "attn.to_q+attn.to_k+attn.to_v"
 ADDED_QKV = "attn.add_q_proj+attn.add_k_proj+attn.add_v_proj"
-STREAMS = [f"img_attn.qkv={QKV}", f"txt_attn.qkv={ADDED_QKV}", "img_attn.proj=attn.to_out.0", "txt_attn.proj=attn.to_add_out"]
-ENDS = ["img_in=x_embedder", "txt_in=context_embedder", "final_layer.linear=proj_out"]
+STREAMS = [f"img_attn.qkv={QKV}", f"txt_attn.qkv={ADDED_QKV}", "{img,txt}_attn.proj=attn.to_{out.0,add_out}"]
+ENDS = ["{img,txt}_in={x,context}_embedder", "final_layer.linear=proj_out"]
 FLUX = {
     "double_blocks=transformer_blocks": [
-        *STREAMS, "img_mlp.0=ff.net.0.proj", "img_mlp.2=ff.net.2", "txt_mlp.0=ff_context.net.0.proj", "txt_mlp.2=ff_context.net.2",
-        "img_mod.lin=norm1.linear", "txt_mod.lin=norm1_context.linear",
+        *STREAMS, "img_mlp.{0,2}=ff.net.{0.proj,2}", "txt_mlp.{0,2}=ff_context.net.{0.proj,2}", "{img,txt}_mod.lin=norm1{,_context}.linear",
     ],
     "single_blocks=single_transformer_blocks": [f"linear1={QKV}+proj_mlp", "linear2=proj_out", "modulation.lin=norm.linear"],
 }  # fmt: skip
 FLUX_OTHERS = [
     *ENDS, f"final_layer.adaLN_modulation.1=norm_out.linear{SWAPPED}",
-    *_embedders("time_text_embed", time_in="timestep_embedder", vector_in="text_embedder", guidance_in="guidance_embedder"),
+    "{time,vector,guidance}_in.in_layer=time_text_embed.{timestep,text,guidance}_embedder.linear_1",
+    "{time,vector,guidance}_in.out_layer=time_text_embed.{timestep,text,guidance}_embedder.linear_2",
 ]  # fmt: skip
 XLABS_BLOCKS = {
     "double_blocks=transformer_blocks": [
-        f"processor.qkv_lora1={QKV}", f"processor.qkv_lora2={ADDED_QKV}",
-        "processor.proj_lora1=attn.to_out.0", "processor.proj_lora2=attn.to_add_out",
+        f"processor.qkv_lora1={QKV}", f"processor.qkv_lora2={ADDED_QKV}", "processor.proj_lora{1,2}=attn.to_{out.0,add_out}",
     ],
     "single_blocks=single_transformer_blocks": [f"processor.qkv_lora={QKV}", "processor.proj_lora=proj_out"],
 }  # fmt: skip
 FLUX2 = {
-    "double_blocks=transformer_blocks": [
-        *STREAMS, "img_mlp.0=ff.linear_in", "img_mlp.2=ff.linear_out", "txt_mlp.0=ff_context.linear_in", "txt_mlp.2=ff_context.linear_out",
-    ],
-    "single_blocks=single_transformer_blocks": ["linear1=attn.to_qkv_mlp_proj", "linear2=attn.to_out"],
-}  # fmt: skip
-FLUX2_KOHYA_OTHERS = ENDS + _embedders("time_guidance_embed", time_in="timestep_embedder")
+    "double_blocks=transformer_blocks": [*STREAMS, "img_mlp.{0,2}=ff.linear_{in,out}", "txt_mlp.{0,2}=ff_context.linear_{in,out}"],
+    "single_blocks=single_transformer_blocks": ["linear{1,2}=attn.to_{qkv_mlp_proj,out}"],
+}
+FLUX2_KOHYA_OTHERS = [*ENDS, "time_in.{in,out}_layer=time_guidance_embed.timestep_embedder.linear_{1,2}"]
 FLUX2_OTHERS = [
-    *FLUX2_KOHYA_OTHERS, *_embedders("time_guidance_embed", guidance_in="guidance_embedder"),
+    *FLUX2_KOHYA_OTHERS, "guidance_in.{in,out}_layer=time_guidance_embed.guidance_embedder.linear_{1,2}",
     "final_layer.adaLN_modulation.1=norm_out.linear", "single_stream_modulation.lin=single_stream_modulation.linear",
-    "double_stream_modulation_img.lin=double_stream_modulation_img.linear",
-    "double_stream_modulation_txt.lin=double_stream_modulation_txt.linear",
+    "double_stream_modulation_{img,txt}.lin=double_stream_modulation_{img,txt}.linear",
 ]  # fmt: skip
 SD3_BLOCKS = {
     "joint_blocks=transformer_blocks": [
         f"x_block.attn.qkv={QKV}", "x_block.attn2.qkv=attn2.to_q+attn2.to_k+attn2.to_v", f"context_block.attn.qkv={ADDED_QKV}",
-        "x_block.attn.proj=attn.to_out.0", "x_block.attn2.proj=attn2.to_out.0", "context_block.attn.proj=attn.to_add_out",
-        "x_block.mlp.fc1=ff.net.0.proj", "x_block.mlp.fc2=ff.net.2", "x_block.adaLN_modulation.1=norm1.linear",
-        "context_block.mlp.fc1=ff_context.net.0.proj", "context_block.mlp.fc2=ff_context.net.2",
-        "context_block.adaLN_modulation.1=norm1_context.linear",
+        "x_block.{attn,attn2}.proj={attn,attn2}.to_out.0", "context_block.attn.proj=attn.to_add_out",
+        "x_block.mlp.fc{1,2}=ff.net.{0.proj,2}", "context_block.mlp.fc{1,2}=ff_context.net.{0.proj,2}",
+        "{x,context}_block.adaLN_modulation.1=norm1{,_context}.linear",
     ]
 }  # fmt: skip
 SD3_OTHERS = [
@@ -146,21 +134,19 @@ SD3_OTHERS = [
     f"joint_blocks.1.context_block.adaLN_modulation.1=transformer_blocks.1.norm1_context.linear{SWAPPED}",
     f"final_layer.adaLN_modulation.1=norm_out.linear{SWAPPED}",
     "x_embedder.proj=pos_embed.proj", "context_embedder=context_embedder", "final_layer.linear=proj_out",
-    "t_embedder.mlp.0=time_text_embed.timestep_embedder.linear_1", "t_embedder.mlp.2=time_text_embed.timestep_embedder.linear_2",
-    "y_embedder.mlp.0=time_text_embed.text_embedder.linear_1", "y_embedder.mlp.2=time_text_embed.text_embedder.linear_2",
+    "{t,y}_embedder.mlp.0=time_text_embed.{timestep,text}_embedder.linear_1",
+    "{t,y}_embedder.mlp.2=time_text_embed.{timestep,text}_embedder.linear_2",
 ]  # fmt: skip
 WAN_BLOCKS = {
     "blocks=blocks": [
-        "self_attn.q=attn1.to_q", "self_attn.k=attn1.to_k", "self_attn.v=attn1.to_v", "self_attn.o=attn1.to_out.0",
-        "cross_attn.q=attn2.to_q", "cross_attn.k=attn2.to_k", "cross_attn.v=attn2.to_v", "cross_attn.o=attn2.to_out.0",
-        "cross_attn.k_img=attn2.add_k_proj", "cross_attn.v_img=attn2.add_v_proj", "ffn.0=ffn.net.0.proj", "ffn.2=ffn.net.2",
+        "self_attn.{q,k,v,o}=attn1.to_{q,k,v,out.0}", "cross_attn.{q,k,v,o}=attn2.to_{q,k,v,out.0}",
+        "cross_attn.{k,v}_img=attn2.add_{k,v}_proj", "ffn.{0,2}=ffn.net.{0.proj,2}",
     ]
 }  # fmt: skip
 WAN_OTHERS = [
-    "time_embedding.0=condition_embedder.time_embedder.linear_1", "time_embedding.2=condition_embedder.time_embedder.linear_2",
-    "text_embedding.0=condition_embedder.text_embedder.linear_1", "text_embedding.2=condition_embedder.text_embedder.linear_2",
-    "time_projection.1=condition_embedder.time_proj", "head.head=proj_out",
-    "img_emb.proj.1=condition_embedder.image_embedder.ff.net.0.proj", "img_emb.proj.3=condition_embedder.image_embedder.ff.net.2",
+    "{time,text}_embedding.0=condition_embedder.{time,text}_embedder.linear_1", "time_projection.1=condition_embedder.time_proj",
+    "{time,text}_embedding.2=condition_embedder.{time,text}_embedder.linear_2", "head.head=proj_out",
+    "img_emb.proj.{1,3}=condition_embedder.image_embedder.ff.net.{0.proj,2}",
 ]  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from support.operator import rig
 from support.operator.fake_kubelet import FakeKubelet
 from support.operator.real_apiserver import own_apiserver
 from support.operator.rest_client import RestClient, path_of
-from support.soak.operator_invariants import still_found, untrue
 from support.soak.operator_process import OperatorProcess
+from support.soak.operator_sequences import still_found, untrue
 
 DEADLINE_S = 60.0
 deployment = rig.deployment

@@ -27,7 +27,7 @@ from support.families.images import flux, flux2, qwen, stable_diffusion, stable_
 from support.families.rig.family import Family, with_config
 from support.families.rig.family_rig import Asked, FamilyRig, apart
 from support.families.videos import ltx, wan
-from support.lora.peft_adapters import write_adapter
+from support.lora.adapters import write_adapter
 from support.runner.rank_processes import Rank
 from support.runner.rig import OneRank, request
 from support.runner.scenarios import calls_of, tiles

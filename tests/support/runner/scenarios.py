@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios for the processes of the runner's tests with several ranks, but for those of the parallel kinds.
 
-Real: the ranks and their groups, and the runner or the part of it that a scenario is about; for adapters, their manager; for prompts,
-text encoders. Not real: the sizes and weights of models, of which one is a single layer.
+Real: the ranks and their groups, and the runner or the part of it that a scenario is about. Adapters have their manager, and prompts
+have text encoders. Not real: the sizes and weights of models, of which one is a single layer.
 """
 
 import copy
@@ -32,7 +32,7 @@ from support.families.images.worded_images import worded_flux
 from support.families.rig.family import build_seeded, randomise_zeros
 from support.families.rig.texts import letters, tiny_umt5
 from support.families.videos import wan
-from support.lora.peft_adapters import write_adapter
+from support.lora.adapters import write_adapter
 from support.runner.rank_processes import Rank
 from support.runner.rig import request, runner_with
 from support.worker.extensions import flip

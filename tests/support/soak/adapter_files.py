@@ -11,7 +11,6 @@ import random
 import resource
 import shutil
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -19,15 +18,13 @@ import torch
 from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.adapter_file import PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import read_checkpoint
-from diffusion_worker.lora.conversion import converter_of
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
-from diffusion_worker.lora.naming import AdaptedModel
 from diffusion_worker.lora.peft_settings import CONFIG_FILE
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
 from support.lora.adapter_mutations import Mutation, RawFile, mutation
-from support.lora.files import CASES, Case, make_file
-from support.soak.frame import Outcome
+from support.lora.files import CASES, Case, make_file, model_of
+from support.soak.frame import Outcome, those_that_hold
 
 NAME = "style"
 KEPT, TRIED = 1, 2
@@ -38,8 +35,7 @@ PICKED = ("SDXL, Kohya", "SD3, peft", "SD3, diffusers", "Flux 2, Kohya", "Qwen-I
 # For one file, of the processor's time. A reader that counts to a number of a name, or tries a pattern for ever, takes longer.
 MOST_SECONDS = 5.0
 MOST_GROWTH_BYTES = 256 << 20
-# After the first files everything that is made once has been made.
-WARM_FILES = 50
+WARM_FILES = 50  # after these everything that is made once has been made
 PROBE_EVERY = 25
 
 
@@ -50,23 +46,19 @@ class Target:
     """
 
     def __init__(self, case: Case, folder: Path) -> None:
-        self.case = case
-        self.folder = folder / case.name.replace(", ", "-").replace(" ", "-")
+        self.case, self.folder = case, folder / case.name.replace(", ", "-").replace(" ", "-")
         self.folder.mkdir()
         pipeline = case.build()
         made = make_file(case, pipeline, self.folder)
-        components = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module) and name != "vae"}
-        self.model = AdaptedModel(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
-        device, denoiser = torch.device("cpu"), self.model.denoiser
-        self.manager = DiffusionLoRAManager(
-            components, denoiser=denoiser, slots=2, cached=2, max_rank=MAX_RANK, device=device, convert=self.model.convert
-        )
+        self.model = model = model_of(pipeline)
+        settings = {"slots": 2, "cached": 2, "max_rank": MAX_RANK, "device": torch.device("cpu")}
+        self.manager = DiffusionLoRAManager(model.components, denoiser=model.denoiser, convert=model.convert, **settings)
         config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {}, "target_modules": None}
         self.good = RawFile.parse(made.path.read_bytes(), json.dumps(config).encode() if case.format == "peft" else None)
         # Names that messages may have instead: those of the modules that a fused one of the file becomes.
         self.targets = case.table(pipeline)
         self.manager.add_adapter(LoRARequest("kept", KEPT, str(self.write(Mutation("good", self.good, self.good.content()), "kept"))))
-        self.layer = next(part for part in components[denoiser].modules() if hasattr(part, "base"))
+        self.layer = next(part for part in model.components[model.denoiser].modules() if hasattr(part, "base"))
         weight = self.layer.base.weight
         inputs = (weight.shape[1],) if weight.dim() == 2 else (weight.shape[1], 8, 8)
         self.probe = torch.randn(2, *inputs, generator=torch.Generator().manual_seed(1))
@@ -89,10 +81,10 @@ class Target:
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        path = folder / ("adapter.safetensors" if mutated.file.config is None else PEFT_WEIGHTS)
+        path.write_bytes(mutated.content)
         if mutated.file.config is None:
-            (folder / "adapter.safetensors").write_bytes(mutated.content)
-            return folder / "adapter.safetensors"
-        (folder / PEFT_WEIGHTS).write_bytes(mutated.content)
+            return path
         (folder / CONFIG_FILE).write_bytes(mutated.file.config)
         return folder
 
@@ -121,22 +113,23 @@ class Target:
         return mutated.names | modules | {target.removesuffix("~") for module in modules for target in self.targets[module]}
 
 
-def run_files(folder: Path, *, seed: int, count: int, limit_s: float, picked: tuple[str, ...] = PICKED) -> Outcome:
+def run_files(folder: Path, count: int, *, seed: int, limit_s: float, picked: tuple[str, ...] = PICKED) -> Outcome:
     """Try so many files, one seed each, or as many as there is time for."""
     torch.set_num_threads(1)
-    counts = {"files": 0, "bound": 0, "refused": Counter(), "kinds": Counter()}
-    outcome = Outcome(seed, "files", **counts, slowest_s=0.0, slowest="", grown_bytes=0)
+    outcome = Outcome(seed, counts="bound slowest_s grown_bytes", tallies="refused kinds", slowest="")
     targets = [Target(case, folder) for name in picked for case in CASES if case.name == name]
     warm = _peak_bytes()
     for number in outcome.until(count, limit_s):
         rng = random.Random(seed * 1_000_003 + number)
         target = rng.choice(targets)
         other = rng.choice([other for other in targets if other.case.family != target.case.family] or targets)
-        _try(outcome, target, mutation(rng, target.good, other.good), f"seed {seed}, file {number}")
+        mutated = mutation(rng, target.good, other.good)
+        which = f"seed {seed}, file {number} ({target.case.name}, {mutated.kind})"
+        outcome.wrong += [f"{which}: {what}"[:700] for what in _wrong(outcome, target, mutated, which)]
         if number == WARM_FILES:
             warm = _peak_bytes()
         if number % PROBE_EVERY == 0:
-            outcome.wrong += target.changed(f"seed {seed}, file {number}")
+            outcome.wrong += target.changed(which)
     outcome.grown_bytes = _peak_bytes() - warm
     if outcome.grown_bytes > MOST_GROWTH_BYTES:
         outcome.wrong.append(f"memory grew by {outcome.grown_bytes} bytes")
@@ -144,34 +137,32 @@ def run_files(folder: Path, *, seed: int, count: int, limit_s: float, picked: tu
     return outcome
 
 
-def _try(outcome: Outcome, target: Target, mutated: Mutation, which: str) -> None:
-    which = f"{which} ({target.case.name}, {mutated.kind})"
-    outcome.files += 1
+def _wrong(outcome: Outcome, target: Target, mutated: Mutation, which: str) -> list[str]:
+    outcome.done += 1
     outcome.kinds[mutated.kind] += 1
     path = target.write(mutated, "tried")
     started = time.process_time()
     try:
         error = target.try_file(path, mutated)
     except Exception as unexpected:
-        outcome.wrong.append(f"{which}: {type(unexpected).__name__}: {unexpected}"[:500])
-        return
-    seconds = time.process_time() - started
+        return [f"{type(unexpected).__name__}: {unexpected}"]
+    seconds, left = time.process_time() - started, target.manager.list_adapters()
     if seconds > outcome.slowest_s:
         outcome.slowest_s, outcome.slowest = seconds, which
-    if seconds > MOST_SECONDS:
-        outcome.wrong.append(f"{which}: took {seconds:.1f} s")
-    if (left := target.manager.list_adapters()) != target.before:
-        outcome.wrong.append(f"{which}: adapters {left} are left, {target.before} were there before")
+    wrong = {
+        f"took {seconds:.1f} s": seconds > MOST_SECONDS,
+        f"adapters {left} are left, {target.before} were there before": left != target.before,
+    }
     if error is None:
         outcome.bound += 1
-        outcome.wrong += [] if mutated.may_be_good else [f"{which}: was not refused"]
-        return
-    outcome.refused[error.code] += 1
-    names = target.names_of(mutated)
-    if error.code not in ADAPTER_CODES or f"adapter {NAME!r}" not in error.message or len(error.message) > 2000:
-        outcome.wrong.append(f"{which}: {error.code}: {error.message}"[:500])
-    elif names and not any(name in error.message for name in names if name):
-        outcome.wrong.append(f"{which}: expected one of {sorted(names)[:4]} in: {error.message}"[:700])
+        wrong["was not refused"] = not mutated.may_be_good
+    else:
+        outcome.refused[error.code] += 1
+        names, text = target.names_of(mutated), error.message
+        in_form = error.code in ADAPTER_CODES and f"adapter {NAME!r}" in text and len(text) <= 2000
+        wrong[f"{error.code}: {text}"] = not in_form
+        wrong[f"expected one of {sorted(names)[:4]} in: {text}"] = in_form and names and not any(name in text for name in names if name)
+    return those_that_hold(wrong)
 
 
 def _peak_bytes() -> int:

@@ -9,7 +9,6 @@ import hashlib
 import random
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from support.soak.frame import Asked, Asking, Outcome, difference, meanwhile, metric_values, pixels, total
+from support.soak.frame import Asked, Asking, Outcome, difference, metric_values, pixels, total
 from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS_MODEL, WorkerProcess
 
@@ -31,21 +30,25 @@ NAMES, STATIC = 40, 6
 # More contents than names: a name that is replaced may get one that nobody has, or that another name has as well.
 SPARE_CONTENTS = 8
 HOT = 12
-BODIES: tuple[dict[str, Any], ...] = (
-    {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4},
-    {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 3},
-)
+QUICK: dict[str, Any] = {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4}
+QUICKER: dict[str, Any] = {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 3}
+BODIES = (QUICK, QUICKER)
 # Adapters of names that always stand for the same content, together in a request.
 PAIRS = ((0, 1), (1, 2), (3, 4), (5, 0), (2, 5))
 
 
 @dataclass
 class Spell:
-    """A time in which a name may have stood for a content; None: for nothing."""
+    """A time in which a name may have stood for a content, None for nothing; the soak of sleep has excuses in place of contents."""
 
-    content: int | None
+    content: Any
     begins: float
     ends: float = float("inf")
+
+
+def held_while_asked(spells: list[Spell], asked: Asked) -> set[Any]:
+    """Return the contents of some moment between a request and its answer."""
+    return {spell.content for spell in spells if spell.ends >= asked.begun and spell.begins <= asked.ended}
 
 
 def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
@@ -53,7 +56,7 @@ def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
     # Here, as the tests of how answers are judged need none of it, and it takes seconds.
     from diffusers import SD3Transformer2DModel
 
-    from support.lora.peft_adapters import write_adapter
+    from support.lora.adapters import write_adapter
 
     model = SD3Transformer2DModel.from_pretrained(DIGITS_MODEL, subfolder="transformer")
     wanted = ("to_q", "to_v", "to_out.0", "ff.net.2")
@@ -71,15 +74,12 @@ class References:
     Real: the worker that makes the images. Without one it only judges.
     """
 
-    def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...]) -> None:
-        self.worker, self.contents, self.bodies = worker, contents, bodies
-        self.digests = {
-            f"sha256:{hashlib.sha256((path / 'adapter_model.safetensors').read_bytes()).hexdigest()}": number
-            for number, path in enumerate(contents)
-        }
+    def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...], outcome: Outcome) -> None:
+        self.worker, self.contents, self.bodies, self.outcome = worker, contents, bodies, outcome
+        weights = [(path / "adapter_model.safetensors").read_bytes() for path in contents]
+        self.digests = {f"sha256:{hashlib.sha256(content).hexdigest()}": number for number, content in enumerate(weights)}
         self.spells: dict[str, list[Spell]] = {}
         self.alone: dict[tuple[int, tuple[int, ...]], Any] = {}
-        self.worst_difference = 0
 
     def make_references(self) -> None:
         """Make every image of one adapter or none alone."""
@@ -93,12 +93,12 @@ class References:
         """Make every body's image with these adapters."""
         for number, body in enumerate(self.bodies):
             answer = self.worker.request_images(**body, lora=[{"name": name} for name in names])
-            self.require(answer)
-            self.alone[number, contents] = pixels(answer.json())
+            self.alone[number, contents] = pixels(self.require(answer).json())
 
-    def require(self, answer: httpx2.Response) -> None:
+    def require(self, answer: httpx2.Response) -> httpx2.Response:
         """Raise on any answer but 200."""
         assert answer.status_code == 200, answer.text
+        return answer
 
     def put_all(self, names: list[str] | tuple[str, ...]) -> None:
         """Have each name stand for the content of its number."""
@@ -108,36 +108,38 @@ class References:
 
     def change(self, name: str, content: int | None, *, drain_s: float = 10, **put: Any) -> httpx2.Response:
         """Put another content, or take it away. Until that is done, and where it is refused, the name may stand for either."""
-        spells = self.spells[name]
-        spells.append(Spell(content, time.monotonic()))
+        self.spells[name].append(Spell(content, time.monotonic()))
         if content is None:
             answer = self.worker.delete_adapter(name, drainSeconds=drain_s)
         else:
             answer = self.worker.put_adapter(name, self.contents[content], **put)
         if answer.status_code == 200:
-            for spell in spells[:-1]:
-                spell.ends = min(spell.ends, time.monotonic())
+            self.changed(name)
         return answer
 
-    def could_be(self, name: str, begun: float, ended: float = float("inf")) -> set[int | None]:
-        """Return what a name may have stood for in a time."""
-        return {spell.content for spell in self.spells[name] if spell.ends >= begun and spell.begins <= ended}
+    def changed(self, name: str) -> None:
+        """From now on the name stands for its last content only."""
+        for spell in self.spells[name][:-1]:
+            spell.ends = min(spell.ends, time.monotonic())
 
-    def why_wrong(self, body: int, names: list[str], document: dict[str, Any], begun: float, ended: float) -> str | None:
-        """Say why an image cannot be of these names; None where it is right."""
-        used = document["data"][0]["provenance"]["adapters"]
-        contents = [self.digests.get(adapter["digest"], -1) for adapter in used]
-        could_be = [self.could_be(name, begun, ended) for name in names]
-        right = [adapter["name"] for adapter in used] == names
+    def could_be(self, asked: Asked) -> list[set[int | None]]:
+        """Return what each name of a request may have stood for until it was answered."""
+        return [held_while_asked(self.spells[name], asked) for name in asked.names]
+
+    def why_wrong(self, asked: Asked) -> str | None:
+        """Say why the image of an answer cannot be of the names that were asked for; None where it is right."""
+        used = asked.document["data"][0]["provenance"]["adapters"]
+        contents, could_be = [self.digests.get(adapter["digest"], -1) for adapter in used], self.could_be(asked)
+        right = [adapter["name"] for adapter in used] == asked.names
         if not right or any(content not in could for content, could in zip(contents, could_be, strict=True)):
-            return f"{names} were {could_be}: made with {contents}"
-        found = pixels(document)
-        off = difference(found, self.alone[body, tuple(sorted(contents))])
-        self.worst_difference = max(self.worst_difference, off)
+            return f"{asked.names} were {could_be}: made with {contents}"
+        found = pixels(asked.document)
+        off = difference(found, self.alone[asked.body, tuple(sorted(contents))])
+        self.outcome.worst_difference = max(self.outcome.worst_difference, off)
         if off <= TOLERANCE:
             return None
         near = [key for key, alone in self.alone.items() if difference(found, alone) <= TOLERANCE]
-        return f"{names} {contents} body {body}: {off} levels off, the image of {near}, spread {int(np.ptp(found))}"
+        return f"{asked.names} {contents} body {asked.body}: {off} levels off, the image of {near}, spread {int(np.ptp(found))}"
 
 
 class AdapterSoak(References):
@@ -147,10 +149,9 @@ class AdapterSoak(References):
     """
 
     def __init__(self, worker: WorkerProcess | None, contents: list[Path], *, seed: int, names: int = NAMES) -> None:
-        super().__init__(worker, contents, BODIES)
-        counts = {"asked": 0, "images": Counter(), "not_found": 0, "churn": Counter(), "evictions": 0, "loads": 0}
-        # `nearest` is the least difference of two references; memory is in MiB by process.
-        self.outcome = Outcome(seed, "asked", **counts, worst_difference=0, nearest=255, before_mib=[], after_mib=[])
+        # `nearest` is the least difference of two references; `mib` has the memory before and after, by process.
+        outcome = Outcome(seed, counts="not_found evictions loads worst_difference nearest mib", tallies="images churn")
+        super().__init__(worker, contents, BODIES, outcome)
         self._rng = random.Random(seed)
         self._names = [f"style-{number}" for number in range(names)]
         self._asking = Asking(lambda: worker.url)
@@ -168,43 +169,29 @@ class AdapterSoak(References):
 
     def run(self, count: int, *, limit_s: float) -> None:
         """Send the requests from a dozen clients, and change adapters, until all are answered or the time is over."""
-        started = time.monotonic()
-        for _ in range(count):
-            body, more, names = self._choice()
-            self._asking.send(Asked(body, names), BODIES[body] | more, ends=started + limit_s)
-        with meanwhile(self._change, self.outcome):
-            asked = self._asking.answers()
-        for one in asked:
-            kind = "model" if "model" in one.sent else ("base", "lora", "pair")[len(one.names)]
-            self.judge(one.body, kind, one.names, one.begun, one.status, one.document, ended=one.ended)
-        self.outcome.asked += len(asked)
-        self.outcome.seconds += time.monotonic() - started
+        for asked in self._asking.ask_all([self._choice() for _ in range(count)], self.outcome, limit_s=limit_s, beside=self._change):
+            self.judge(asked)
 
-    def _choice(self) -> tuple[int, dict[str, Any], list[str]]:
-        """Choose a body by its index, what to add to it, and the names in that."""
+    def _choice(self) -> Asked:
+        """Choose a body and names: as the model, one or two as adapters, or none."""
         body, kind = self._rng.randrange(len(BODIES)), self._rng.choices(["model", "lora", "pair", "base"], [40, 40, 15, 5])[0]
-        if kind == "base":
-            return body, {}, []
-        if kind == "pair":
-            # In any order, which decides nothing.
-            names = [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
-        else:
-            names = [self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)]
-        return body, {"model": names[0]} if kind == "model" else {"lora": [{"name": name} for name in names]}, names
+        one = self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)
+        # In any order, which decides nothing.
+        pair = [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
+        names = {"pair": pair, "base": []}.get(kind, [one])
+        more = {"model": one} if kind == "model" else {"lora": [{"name": name} for name in names]} if names else {}
+        return Asked(body, names, sent=BODIES[body] | more)
 
-    def judge(
-        self, body: int, kind: str, names: list[str], begun: float, status: int, document: dict[str, Any], ended: float = float("inf")
-    ) -> None:
-        """Take down if an answer to a request of that time is wrong."""
-        if status == 404 and any(None in self.could_be(name, begun, ended) for name in names):
+    def judge(self, asked: Asked) -> None:
+        """Take down if an answer is wrong."""
+        if asked.status == 404 and any(None in could for could in self.could_be(asked)):
             self.outcome.not_found += 1
-        elif status != 200:
-            self.outcome.wrong.append(f"{names}: {status} {document}")
+        elif asked.status != 200:
+            self.outcome.wrong.append(f"{asked.names}: {asked.status} {asked.document}")
         else:
-            if why := self.why_wrong(body, names, document, begun, ended):
+            if why := self.why_wrong(asked):
                 self.outcome.wrong.append(why)
-            self.outcome.images[kind] += 1
-            self.outcome.worst_difference = self.worst_difference
+            self.outcome.images["model" if "model" in asked.sent else ("base", "lora", "pair")[len(asked.names)]] += 1
 
     def _change(self, over: threading.Event) -> None:
         """Add, replace and remove adapters until the requests are over."""
@@ -220,7 +207,7 @@ class AdapterSoak(References):
             self.outcome.churn[what] += 1
 
 
-def run_adapters(folder: Path, *, seed: int, count: int, limit_s: float, names: int = NAMES) -> Outcome:
+def run_adapters(folder: Path, count: int, *, seed: int, limit_s: float, names: int = NAMES) -> Outcome:
     """The soak; `folder` is for adapters and the worker's temporary files."""
     contents = write_contents(folder, names + SPARE_CONTENTS, seed)
     options = (f"--max-loras={SLOTS}", f"--max-cached-loras={CACHED}", "--lora-on-missing=load", "--max-batch-size=8")
@@ -231,11 +218,9 @@ def run_adapters(folder: Path, *, seed: int, count: int, limit_s: float, names: 
         soak.run(max(1, count // 10), limit_s=limit_s / 4)
         before, outcome = footprint(worker), soak.outcome
         soak.run(count - count // 10, limit_s=limit_s)
-        memory = [[resident // 2**20 for resident, _ in found.values()] for found in (before, footprint(worker))]
-        outcome.before_mib, outcome.after_mib = memory
+        outcome.mib = [[resident // 2**20 for resident, _ in found.values()] for found in (before, footprint(worker))]
         metrics = metric_values(worker.get("/metrics").text)
         outcome.evictions = total(metrics, "diffusion_worker_adapter_evictions_total")
         outcome.loads = total(metrics, 'diffusion_worker_adapter_loads_total{code="OK"}')
-        outcome.wrong += left_over(worker, before)
-        outcome.wrong += left_at_end(worker, folder)
+        outcome.wrong += left_over(worker, before) + left_at_end(worker, folder)
     return outcome

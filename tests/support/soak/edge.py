@@ -11,26 +11,30 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from support.soak.frame import Outcome
 from support.soak.traffic import LORAS
 from support.worker.leftovers import footprint, left_at_end, left_over
-from support.worker.process import WorkerProcess
+from support.worker.process import REPOSITORY, WorkerProcess
 from support.worker.rude_clients import be_rude
 
-TESTS = Path(__file__).parents[2]
-ANSWER_TIMEOUT_S = 120
 # Of each operation and round; with what schemathesis makes of the document's own bounds a round is about 1,500 requests.
 EXAMPLES = 60
 ROUND_LIMIT_S = 1800
 RUDE_CLIENTS = 100
 # Small images of few steps: what is asked is the edge, not the ranks.
 OPTIONS = ("--default-steps=2", "--max-steps=12", "--max-pixels=16384", "--default-size=32x32", "--max-images=3")
-# What a document cannot say is refused by the worker: sizes of the model, limits, names, another boot, its sleep.
+# What a document cannot say is refused by the worker: sizes of the model, limits, names, another boot, its sleep. There is one
+# thread, as Python 3.11's `ast.parse`, by which hypothesis describes what it draws, fails at times in several.
 CONFIG = """
+color = false
+continue-on-failure = true
 hooks = "support.soak.edge_checks"
+request-timeout = 120
+workers = 1
 [checks]
 positive_data_acceptance.expected-statuses = ["2xx", "400", "404", "409", "502", "503", "504"]
 negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "409", "413", "503"]
@@ -46,10 +50,9 @@ class EdgeSoak:
     Real: the worker, schemathesis, and the sockets of rude clients. Not real: the hub and stores of adapters, where nobody listens.
     """
 
-    def __init__(self, worker: WorkerProcess, folder: Path, *, seed: int, examples: int = EXAMPLES, phases: str | None = None) -> None:
-        self.outcome = Outcome(seed, "requests", rounds=0, requests=0, data_requests=0, control_requests=0, rude_clients=0)
-        self._worker, self._folder, self._examples = worker, folder, examples
-        self._phases = [f"--phases={phases}"] if phases else []
+    def __init__(self, worker: WorkerProcess, folder: Path, *, seed: int, examples: int = EXAMPLES, options: Sequence[str] = ()) -> None:
+        self.outcome = Outcome(seed, counts="rounds data_requests control_requests rude_clients")
+        self._worker, self._folder, self._examples, self._options = worker, folder, examples, options
         (folder / "schemathesis.toml").write_text(CONFIG)
 
     def run_round(self, *, rude: int = RUDE_CLIENTS) -> None:
@@ -64,7 +67,7 @@ class EdgeSoak:
         outcome.data_requests += asking.result()
         token = f"--header=Authorization: Bearer {worker.token}"
         outcome.control_requests += self._schemathesis(worker.control_url, seed, self._examples // 4, token)
-        outcome.requests = outcome.data_requests + outcome.control_requests
+        outcome.done = outcome.data_requests + outcome.control_requests
         # The control port's calls may have left it paused or asleep.
         worker.control("POST", "/v1/resume", json={"operationId": "resume"})
         worker.wait_for(lambda: worker.state()["state"] in ("ready", "asleep"), what="settled")
@@ -75,13 +78,10 @@ class EdgeSoak:
         """Let it ask one port; takes down what it found and returns how many requests there were."""
         path = self._folder / f"report-{seed}-{url.rpartition(':')[2]}.json"
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file=schemathesis.toml", "run", f"{url}/openapi.json"]
-        command += [f"--seed={seed}", f"--max-examples={examples}", "--checks=all", "--continue-on-failure", "--no-shrink"]
-        # One thread: Python 3.11's `ast.parse`, by which hypothesis describes what it draws, fails at times in several.
-        command += [f"--request-timeout={ANSWER_TIMEOUT_S}", "--workers=1", "--report=json", f"--report-json-path={path}"]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1"}
-        done = subprocess.run(
-            [*command, *options, *self._phases], capture_output=True, text=True, env=env, cwd=self._folder, timeout=ROUND_LIMIT_S
-        )
+        command += [f"--seed={seed}", f"--max-examples={examples}", "--checks=all", "--no-shrink", f"--report-json-path={path}"]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])}
+        command += [*self._options, *options]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=self._folder, timeout=ROUND_LIMIT_S)
         if not path.exists():
             self.outcome.wrong.append(f"schemathesis ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
             return 0
@@ -95,7 +95,7 @@ class EdgeSoak:
         return int(report["test_cases"]["generated"])
 
 
-def run_edge(folder: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
+def run_edge(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
     """Rounds against a real worker of two ranks; the first one warms it up and counts."""
     with WorkerProcess(ranks=2, loras=LORAS, options=OPTIONS, env={"TMPDIR": str(folder), **NO_HUB}) as worker:
         worker.wait_ready()
@@ -103,8 +103,6 @@ def run_edge(folder: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
         for _ in soak.outcome.until(count, limit_s):
             soak.run_round()
             before = before or footprint(worker)
-        soak.outcome.wrong += left_over(worker, before)
-        if "Traceback" in worker.output:
-            soak.outcome.wrong.append("the worker's log: " + worker.output[worker.output.index("Traceback") :][:2000])
-        soak.outcome.wrong += left_at_end(worker, folder)
+        soak.outcome.wrong += left_over(worker, before) + left_at_end(worker, folder)
+        soak.outcome.wrong += [f"the worker's log: Traceback{after[:2000]}" for after in worker.output.split("Traceback")[1:2]]
     return soak.outcome

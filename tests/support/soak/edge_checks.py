@@ -21,20 +21,18 @@ SHORT_S = 60.0
 
 def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32)) -> bytes:
     """An image; transparent on its left where it can be."""
-    image = Image.linear_gradient("L").resize(size).convert(mode)
+    image, out = Image.linear_gradient("L").resize(size).convert(mode), io.BytesIO()
     if mode == "RGBA":
         image.putalpha(Image.linear_gradient("L").rotate(90).resize(size).point([0] * 128 + [255] * 128))
-    out = io.BytesIO()
     image.save(out, kind)
     return out.getvalue()
 
 
 def _bomb() -> bytes:
     """A PNG whose head claims 100,000 pixels a side."""
-    png = bytearray(_file("PNG"))
-    png[16:24] = struct.pack(">II", 100_000, 100_000)
-    png[29:33] = struct.pack(">I", zlib.crc32(png[12:29]))
-    return bytes(png)
+    png = _file("PNG")
+    head = png[12:16] + struct.pack(">II", 100_000, 100_000) + png[24:29]
+    return png[:12] + head + struct.pack(">I", zlib.crc32(head)) + png[33:]
 
 
 IMAGES = [
@@ -47,52 +45,44 @@ NO_IMAGES = [IMAGES[0][:60], IMAGES[0][:-20], _bomb(), b"", b"GIF89a", b"\x89PNG
 schemathesis.openapi.format("binary", strategies.sampled_from(IMAGES * 3 + NO_IMAGES) | strategies.binary(max_size=64))
 
 
-def _is_data(case: Any) -> bool:
-    """Tell routes of the data port from those of the control port."""
-    return bool(case.path.startswith(DATA_ROUTES))
-
-
-def _problem(response: Any, case: Any) -> Any:
-    """The error of an answer, in the form of its port."""
-    return response.json()["error"] if _is_data(case) else response.json()
+def _problem(response: Any, case: Any) -> tuple[Any, set[str]]:
+    """The error of an answer in the form of its port, and the fields that it should have there."""
+    fields = {"code", "message", "retryable", "details"}
+    if case.path.startswith(DATA_ROUTES):
+        return response.json()["error"], fields | {"type", "param", "retry_after_seconds"}
+    return response.json(), fields | {"retryAfterSeconds"}
 
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Nobody else is asked for adapters: a source elsewhere is looked for on this machine, where nobody listens."""
-    source = case.body.get("source") if isinstance(case.body, dict) else None
-    if not isinstance(source, dict):
-        return
-    if isinstance(http := source.get("http"), dict) and str(http.get("url")).startswith(("http://", "https://")):
-        http["url"] = "https://127.0.0.1:9/adapter.safetensors"
-    if isinstance(s3 := source.get("s3"), dict) and str(s3.get("uri")).startswith("s3://"):
-        s3["endpoint"] = "https://127.0.0.1:9"
+    match case.body:
+        case {"source": {"http": {"url": str(url)} as http}} if url.startswith(("http://", "https://")):
+            http["url"] = "https://127.0.0.1:9/adapter.safetensors"
+    match case.body:
+        case {"source": {"s3": {"uri": str(uri)} as s3}} if uri.startswith("s3://"):
+            s3["endpoint"] = "https://127.0.0.1:9"
 
 
 @schemathesis.check
 def a_server_error_is_a_documented_one(ctx: Any, response: Any, case: Any) -> None:
     """A 502 is of an adapter's source, a 503 can be tried again, and a 504 is for a caller who gave too little time."""
-    if response.status_code not in (502, 503, 504):
-        return
-    problem = _problem(response, case)
-    code = problem["code"]
-    if response.status_code == 502:
-        documented = code in ("NetworkError", "SourceUnauthorized") and case.path.startswith("/v1/")
-    elif response.status_code == 503:
-        documented = code in REFUSALS and problem["retryable"]
-    else:
-        documented = code == "Timeout" and case.body["deadlineSeconds"] < SHORT_S
-    assert documented, f"undocumented: {response.status_code} {problem}"
+    if response.status_code in (502, 503, 504):
+        problem, _ = _problem(response, case)
+        documented = {
+            502: problem["code"] in ("NetworkError", "SourceUnauthorized") and case.path.startswith("/v1/"),
+            503: problem["code"] in REFUSALS and problem["retryable"],
+            504: problem["code"] == "Timeout" and case.body["deadlineSeconds"] < SHORT_S,
+        }
+        assert documented[response.status_code], f"undocumented: {response.status_code} {problem}"
 
 
 @schemathesis.check
 def an_error_names_what_was_wrong(ctx: Any, response: Any, case: Any) -> None:
     """One form for all errors; what is wrong with a request is never without words."""
     if response.status_code >= 400:
-        problem = _problem(response, case)
-        fields = {"type", "param", "retry_after_seconds"} if _is_data(case) else {"retryAfterSeconds"}
-        assert set(problem) == {"code", "message", "retryable", "details", *fields}, problem
-        assert problem["message"], problem
+        problem, fields = _problem(response, case)
+        assert set(problem) == fields and problem["message"], problem
 
 
 @schemathesis.check
@@ -102,9 +92,7 @@ def images_are_images(ctx: Any, response: Any, case: Any) -> None:
         return
     kind = response.headers["content-type"][0].partition(";")[0]
     if kind == "application/json":
-        answer = response.json()
-        for item in answer["data"]:
-            assert _size(base64.b64decode(item["b64_json"])) == answer["size"]
+        assert {_size(base64.b64decode(item["b64_json"])) for item in response.json()["data"]} == {response.json()["size"]}
     elif kind.startswith("image/"):
         _size(response.content)
     elif kind == "text/event-stream":

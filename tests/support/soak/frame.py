@@ -5,19 +5,22 @@ Real: requests over HTTP to the worker of a part. Not real: the applications, wh
 """
 
 import json
-import threading
+import os
+import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import numpy as np
 
-from support.worker.process import decode_image
+from support.worker.process import WorkerProcess, decode_image
 
 CLIENTS = 12
 ANSWER_TIMEOUT_S = 180.0
@@ -26,16 +29,11 @@ NO_STATUS = {httpx2.TimeoutException: "no answer", httpx2.TransportError: "no co
 
 
 class Outcome(SimpleNamespace):
-    """The fields of one run, its seconds, and in words what was wrong. `counted` names the one that grows up to the number asked for."""
+    """The number of those asked for that were done, the seconds, in words what was wrong, and more fields: counts, tallies and others."""
 
-    def __init__(self, seed: int, counted: str = "", **fields: Any) -> None:
-        super().__init__(seed=seed, **fields, seconds=0.0, wrong=[])
-        self._counted = counted
-
-    @property
-    def done(self) -> int:
-        """Return how many of those asked for there were."""
-        return getattr(self, self._counted, 0)
+    def __init__(self, seed: int, *, counts: str = "", tallies: str = "", **others: Any) -> None:
+        fields = dict.fromkeys(counts.split(), 0) | {name: Counter[str]() for name in tallies.split()} | others
+        super().__init__(seed=seed, done=0, **fields, seconds=0.0, wrong=[])
 
     def until(self, count: float, limit_s: float) -> Iterator[int]:
         """Go on until so many are done or the time is over."""
@@ -48,26 +46,12 @@ class Outcome(SimpleNamespace):
 
     def document(self) -> dict[str, Any]:
         """Return its fields, and floats in short."""
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in vars(self).items() if name != "_counted"}
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in vars(self).items()}
 
     def line(self, name: str, wanted: int) -> str:
         """Return all of it, as one line of JSON after its name."""
         cut = "" if self.done >= wanted else f" (the time was over after {self.done} of {wanted})"
         return f"{name}{cut}: {json.dumps(self.document())}"
-
-
-@contextmanager
-def meanwhile(work: Callable[[threading.Event], None], outcome: Outcome) -> Iterator[None]:
-    """Have a thread do something until the block ends, which sets its event. An error of its own is wrong."""
-    over = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        working = thread.submit(work, over)
-        try:
-            yield
-        finally:
-            over.set()
-    if error := working.exception():
-        outcome.wrong.append(f"what went on meanwhile ended: {error!r}")
 
 
 def those_that_hold(wrong: dict[str, Any]) -> list[str]:
@@ -85,6 +69,15 @@ def total(values: dict[str, float], name: str) -> int:
     return int(sum(value for found, value in values.items() if found.startswith(name)))
 
 
+def signal_rank(worker: WorkerProcess, rank: int, number: signal.Signals) -> bool:
+    """Kill or stop one of the ranks that are there; return whether there was one."""
+    pids = [one["pid"] for one in worker.state()["ranks"] if one["pid"]]
+    with suppress(ProcessLookupError):  # its group is being ended already
+        if pids:
+            os.kill(pids[rank % len(pids)], number)
+    return bool(pids)
+
+
 @dataclass
 class Asked:
     """A request and its answer.
@@ -95,12 +88,13 @@ class Asked:
     body: int | None
     names: list[str]
     begun: float = 0.0
+    sent: dict[str, Any] = field(default_factory=dict)
+    expected: int = 200
+    # Seconds after which the client goes away; None: never.
+    gone_after_s: float | None = None
     # How many others were without an answer at some time while it was.
     beside: int = 0
-    expected: int = 200
-    sent: dict[str, Any] = field(default_factory=dict)
-    gone: bool = False
-    ended: float = 0.0
+    ended: float = float("inf")
     status: int = 0
     code: str = ""
     document: dict[str, Any] = field(default_factory=dict)
@@ -117,11 +111,27 @@ class Asking:
         self._asked: list[Asked] = []
         self._running: list[Future[None]] = []
 
-    def send(self, asked: Asked, body: dict[str, Any], gone_after_s: float | None = None, *, ends: float = float("inf")) -> None:
-        """Ask as soon as a client is free, but not when the time is over; the client may go away before it has an answer."""
-        asked.sent, asked.gone = body, gone_after_s is not None
+    def send(self, asked: Asked, *, ends: float = float("inf")) -> None:
+        """Ask as soon as a client is free, but not when the time is over."""
         self._asked.append(asked)
-        self._running.append(self._threads.submit(self._ask, asked, gone_after_s, ends))
+        self._running.append(self._threads.submit(self._ask, asked, ends))
+
+    def ask_all(self, requests: list[Asked], outcome: Outcome, *, limit_s: float, beside: Callable[[Event], None]) -> list[Asked]:
+        """Ask until all are answered or the time is over, while a thread does something until its event; an error of that is wrong."""
+        started, over = time.monotonic(), Event()
+        for asked in requests:
+            self.send(asked, ends=started + limit_s)
+        with ThreadPoolExecutor(1) as thread:
+            working = thread.submit(beside, over)
+            try:
+                answered = self.answers()
+            finally:
+                over.set()
+        if error := working.exception():
+            outcome.wrong.append(f"what went on beside it ended: {error!r}")
+        outcome.done += len(answered)
+        outcome.seconds += time.monotonic() - started
+        return answered
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until all have their answer, or the time is over."""
@@ -133,16 +143,11 @@ class Asking:
         found, self._asked, self._running = [asked for asked in self._asked if asked.begun], [], []
         return found
 
-    def close(self) -> None:
-        """End the clients; the worker has ended, so that none waits any more."""
-        self._threads.shutdown(cancel_futures=True)
-        self._http.close()
-
-    def _ask(self, asked: Asked, gone_after_s: float | None, ends: float) -> None:
+    def _ask(self, asked: Asked, ends: float) -> None:
         if time.monotonic() > ends:
             return
         asked.begun = asked.begun or time.monotonic()
-        timeout = httpx2.Timeout(self._timeout_s, read=gone_after_s or self._timeout_s)
+        timeout = httpx2.Timeout(self._timeout_s, read=asked.gone_after_s or self._timeout_s)
         try:
             with self._http.stream("POST", f"{self._url()}/v1/images/generations", json=asked.sent, timeout=timeout) as answer:
                 self._read(asked, answer)

@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from support.cluster.clients import Clients
 from support.cluster.faults import api_server_stopped, kill_operator, kill_server_in, operator_pods, resident_mib, service_address
-from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, ClusterRig
+from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, Clients, ClusterRig
 from support.soak.frame import Outcome
 from tools.demo.errors import DemoFailed
 from tools.demo.images import Request, ask
@@ -36,7 +35,7 @@ OUTPUT = Path("bench-output") / "node-soak.json"
 
 
 class NodeSoak:
-    """Faults on the deployment of one namespace.
+    """Faults, by name, on the deployment of one namespace; the last of them only in company.
 
     Real: the development cluster, the operator, its workers, and what breaks them. Not real: the applications, which are threads here.
     """
@@ -44,12 +43,10 @@ class NodeSoak:
     def __init__(self, rig: ClusterRig, seed: int) -> None:
         self.rig = rig
         self.rng = random.Random(seed)
-        counts = {"faults": Counter(), "sent": 0, "answered": 0, "refused": Counter(), "slowest_s": 0.0}
         # The operator's memory is in MiB by the seconds since the start.
-        self.outcome = Outcome(seed, **counts, slowest_recovery_s={}, operator_mib=[], lost=[])
-        self._address = ""
-        self._began = time.monotonic()
-        on_replicas: dict[str, Callable[[], None]] = {
+        others = {"slowest_recovery_s": {}, "operator_mib": [], "lost": []}
+        self.outcome = Outcome(seed, counts="sent answered slowest_s", tallies="faults refused", **others)
+        self.faults: dict[str, Callable[[], None]] = {
             "rank-killed": partial(self._signal_rank, signal.SIGKILL),
             "rank-stopped": partial(self._signal_rank, signal.SIGSTOP),
             "server-killed": self._kill_server,
@@ -58,17 +55,19 @@ class NodeSoak:
             "sent-to-sleep": partial(self._sleep, "Asleep", Wanted("Awake", "False", ["AllAsleep"])),
             # Nobody is idle here, so that only the policy changes, and back.
             "sleeps-on-idle": partial(self._sleep, "OnIdle", SERVING),
+            "adapter": self._adapter,
+            "api-server-stopped": self._stop_api_server,
+            "operator-killed": partial(kill_operator, rig.kubectl),
         }
-        self.faults: dict[str, Callable[[], None]] = on_replicas | {"adapter": self._adapter, "api-server-stopped": self._stop_api_server}
-        self.company: dict[str, Callable[[], None]] = {"operator-killed": partial(kill_operator, rig.kubectl), "adapter": self._adapter}
 
     def run(self, limit_s: float) -> Outcome:
         """Serve, and break things until the time is over or something is wrong."""
-        rig = self.rig
-        self._put(STAYS)
-        rig.serve(NAME, replicas=REPLICAS)
-        rig.wait(f"lora/{STAYS}", ADAPTER_READY)
-        self._address, self._began = service_address(rig.kubectl, NAME), time.monotonic()
+        for name in (STAYS, COMES):
+            self.rig.adapt(name, NAME, f"/models/loras/{name}")
+        self.rig.serve(NAME, replicas=REPLICAS)
+        for name in (STAYS, COMES):
+            self.rig.wait(f"lora/{name}", ADAPTER_READY)
+        self._address, self._began = service_address(self.rig.kubectl, NAME), time.monotonic()
         with ExitStack() as stack:
             asking = [stack.enter_context(clients) for clients in self._clients()]
             for _ in self.outcome.until(1, limit_s):
@@ -81,35 +80,29 @@ class NodeSoak:
 
     def _clients(self) -> list[Clients]:
         """Of the model, of an adapter that stays, and of one that comes and goes, about which a 404 may be right."""
-        self._put(COMES)
-        self.rig.wait(f"lora/{COMES}", ADAPTER_READY)
-        allowed = {COMES: frozenset({"NotFound", "AdapterRemoved"})}
-        requests = {name: Request(PROMPT, 1, name, steps=8) for name in (NAME, STAYS, COMES)}
+        allowed = {NAME: (), STAYS: (), COMES: ("NotFound", "AdapterRemoved")}
+        requests = {name: Request(PROMPT, 1, name, steps=8) for name in allowed}
         with self.rig.client(NAME) as client:
-            return [
-                Clients(lambda: self._address, ask(client, request), request, allowed=allowed.get(name, frozenset()))
-                for name, request in requests.items()
-            ]
+            right = {name: ask(client, request) for name, request in requests.items()}
+        return [Clients(lambda: self._address, right[name], requests[name], allowed=frozenset(codes)) for name, codes in allowed.items()]
 
     def _one_round(self) -> None:
-        name, other = self.rng.choice(sorted(self.faults)), self.rng.choice([*sorted(self.company), "", ""])
-        if name in ("adapter", "api-server-stopped"):
-            other = ""  # the same twice, or a thing that nobody could do
-        began = time.monotonic()
-        fault = "+".join(filter(None, (name, other)))
+        names = [self.rng.choice(sorted(self.faults.keys() - {"operator-killed"}))]
+        # Not the same twice, nor a thing that nobody could do.
+        if names[0] not in ("adapter", "api-server-stopped"):
+            names += self.rng.choice((["adapter"], ["operator-killed"], [], []))
+        began, fault = time.monotonic(), "+".join(names)
         self.outcome.faults[fault] += 1
         print(f"{began - self._began:7.1f} s {fault}", flush=True)
         try:
-            if other:
-                self.company[other]()
-            self.faults[name]()
+            for name in reversed(names):
+                self.faults[name]()
             self.rig.eventually("all serve", self._settled, deadline_s=RECOVERY_S)
         except (DemoFailed, AssertionError) as error:
             self.outcome.wrong.append(f"{began - self._began:.0f} s {fault}: {error}")
         took = round(time.monotonic() - began, 1)
         self.outcome.slowest_recovery_s[fault] = max(took, self.outcome.slowest_recovery_s.get(fault, 0.0))
-        pods = operator_pods(self.rig.kubectl)
-        if len(pods) != 1:
+        if len(pods := operator_pods(self.rig.kubectl)) != 1:
             self.outcome.wrong.append(f"{len(pods)} operators")
         else:
             self.outcome.operator_mib.append((round(time.monotonic() - self._began, 1), resident_mib(pods[0])))
@@ -137,9 +130,6 @@ class NodeSoak:
         outcome.slowest_s = round(max(one.slowest_s for one in asking), 1)
         outcome.lost = [lost for one in asking for lost in one.lost]
 
-    def _kubectl(self, *words: str) -> None:
-        self.rig.kubectl.text(*words, deadline_s=30)
-
     def _pod(self) -> Document:
         return self.rng.choice(sorted(self.rig.pods(NAME), key=lambda pod: str(pod["metadata"]["name"])))
 
@@ -165,14 +155,14 @@ class NodeSoak:
 
     def _delete_pod(self) -> None:
         pod = self._pod()
-        self._kubectl("delete", "pod", str(pod["metadata"]["name"]), "--wait=false")
+        self.rig.kubectl.text("delete", "pod", str(pod["metadata"]["name"]), "--wait=false", deadline_s=30)
         uid = pod["metadata"]["uid"]
         self.rig.eventually("it is gone", lambda: uid not in [one["metadata"]["uid"] for one in self.rig.pods(NAME)], deadline_s=30)
 
     def _scale(self) -> None:
-        self._kubectl("scale", DD, f"--replicas={self.rng.choice([1, 3])}")
+        self.rig.kubectl.text("scale", DD, f"--replicas={self.rng.choice([1, 3])}", deadline_s=30)
         self.rig.wait(DD, SERVING, deadline_s=RECOVERY_S)
-        self._kubectl("scale", DD, f"--replicas={REPLICAS}")
+        self.rig.kubectl.text("scale", DD, f"--replicas={REPLICAS}", deadline_s=30)
 
     def _sleep(self, policy: str, wanted: Wanted) -> None:
         """Change the policy, and back once it holds."""
@@ -182,19 +172,16 @@ class NodeSoak:
 
     def _adapter(self) -> None:
         if self.rig.exists(f"lora/{COMES}"):
-            self._kubectl("delete", f"lora/{COMES}")
+            self.rig.kubectl.text("delete", f"lora/{COMES}", deadline_s=30)
         else:
-            self._put(COMES)
-
-    def _put(self, name: str) -> None:
-        self.rig.adapt(name, NAME, f"/models/loras/{name}")
+            self.rig.adapt(COMES, NAME, f"/models/loras/{COMES}")
 
     def _stop_api_server(self) -> None:
         with api_server_stopped():
             time.sleep(self.rng.uniform(*STANDSTILL_S))
 
 
-def run_node(*, seed: int, limit_s: float) -> Outcome:
+def run_node(_: Path, *, seed: int, limit_s: float) -> Outcome:
     """The soak, in a namespace of its own on the development cluster; what it came to is in bench-output at length."""
     with stage(NAMESPACE) as set_up:
         outcome = NodeSoak(ClusterRig(set_up.kubectl, set_up.images.worker), seed).run(limit_s)

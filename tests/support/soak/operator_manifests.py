@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, POD, Kind
 from support.operator.kind_api import object_schema
 from support.operator.manifest_strategies import Case, cases, field_names
 from support.operator.rest_client import RestClient, path_of
+from support.operator.sole_operator import running
 from support.soak.frame import Outcome, those_that_hold
-from support.soak.operator_invariants import CHILDREN, condition, owners, still_found
 from support.soak.operator_process import OperatorProcess
+from support.soak.operator_sequences import CHILDREN, condition, owners, still_found
 
 BATCH = 100
 TRUE_WITHIN_S = 30.0
@@ -40,17 +40,13 @@ async def run_manifests(folder: Path, kubeconfig: Path, *, seed: int, count: int
 
     Real: the API server and the operator's process. Not real: a kubelet and the garbage collector, of which there are none.
     """
-    counts = {"manifests": 0, "refused": 0, "reconciled": Counter(), "most_passes": 0, "most_idle_passes_of_one": 0.0}
-    outcome, operator = Outcome(seed, "manifests", **counts, resident_mib=[], slowest_s=0.0), OperatorProcess(folder, kubeconfig)
-    operator.start()
-    try:
-        await asyncio.to_thread(operator.wait_ready)
+    counts = "refused most_passes most_idle_passes_of_one slowest_s"
+    outcome = Outcome(seed, counts=counts, tallies="reconciled", resident_mib=[])
+    with running(folder, kubeconfig) as operator:
         async with RestClient(kubeconfig) as client:
             for number, done in enumerate(outcome.until(count, limit_s)):
                 batch = cases(seed * 1_000_000 + number, count=min(BATCH, count - done))
                 await _Batch(client, operator, outcome, f"manifests-{number}").run(batch)
-    finally:
-        operator.stop()
     part = len(outcome.resident_mib) // 10
     if part > 1:
         early, late = max(outcome.resident_mib[part : 2 * part + 1]), max(outcome.resident_mib[-part:])
@@ -65,7 +61,7 @@ class _Batch:
 
     def __init__(self, client: RestClient, operator: OperatorProcess, outcome: Outcome, namespace: str) -> None:
         self._client, self._operator, self._outcome, self._namespace = client, operator, outcome, namespace
-        self._accepted: dict[tuple[Kind, str], Case] = {}
+        self._accepted: set[tuple[str, str]] = set()
 
     async def run(self, batch: Sequence[Case]) -> None:
         outcome = self._outcome
@@ -75,7 +71,7 @@ class _Batch:
         wrong = await still_found(self._untrue, within_s=TRUE_WITHIN_S, every_s=0.3)
         if not wrong:
             objects = [one for kind in (DEPLOYMENT, ADAPTER) for one in await self._client.list(kind, self._namespace)]
-            outcome.reconciled.update(f"{one['kind']} {_ready(one)['reason']}" for one in objects)
+            outcome.reconciled.update(f"{one['kind']} {condition(one.get('status', {}), 'Ready')['reason']}" for one in objects)
         outcome.wrong += wrong
         outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - begun)
         await self._count_passes()
@@ -86,11 +82,11 @@ class _Batch:
         self._outcome.wrong.append(f"{self._namespace}: {what}")
 
     async def _create(self, case: Case, name: str) -> None:
-        self._outcome.manifests += 1
+        self._outcome.done += 1
         document = case.document | {"metadata": case.document["metadata"] | {"name": name}}
         status, answer = await self._client.create(case.kind, self._namespace, document, strict=True)
         if status == 201:
-            self._accepted[case.kind, name] = case
+            self._accepted.add((case.kind.kind, name))
         elif status in (400, 422):
             self._outcome.refused += 1
             if not names_the_field(answer["message"], case):
@@ -100,22 +96,19 @@ class _Batch:
 
     async def _untrue(self) -> list[str]:
         found = {kind: await self._client.list(kind, self._namespace) for kind in (DEPLOYMENT, ADAPTER, *CHILDREN)}
-        objects = {(kind, one["metadata"]["name"]): one for kind in (DEPLOYMENT, ADAPTER) for one in found[kind]}
-        wrong = [f"{name} is gone" for _, name in self._accepted.keys() - objects.keys()]
-        for (kind, _), one in objects.items():
-            wrong += [f"{what}: {_short(one)}" for what in [*_unsaid(one), *(_unlike_children(one, found) if kind is DEPLOYMENT else ())]]
-        return wrong
+        objects = found[DEPLOYMENT] + found[ADAPTER]
+        gone = self._accepted - {(one["kind"], one["metadata"]["name"]) for one in objects}
+        return [f"{gone} are gone"] * bool(gone) + [f"{what}: {_short(one)}" for one in objects for what in _wrong_status(one, found)]
 
     async def _count_passes(self) -> None:
-        outcome, metrics = self._outcome, await asyncio.to_thread(self._operator.metrics)
-        most = int(metrics["under_test_most_passes"])
+        outcome, most = self._outcome, int(self._operator.metrics()["under_test_most_passes"])
         outcome.most_passes = max(outcome.most_passes, most)
         if most > MOST_PASSES:
             self._wrong(f"{most} passes over one object")
-        if outcome.manifests % (10 * BATCH) == BATCH and self._accepted:
-            before = await asyncio.to_thread(self._operator.passes)
+        if outcome.done % (10 * BATCH) == BATCH and self._accepted:
+            before = self._operator.passes()
             await asyncio.sleep(IDLE_S)
-            idle = (await asyncio.to_thread(self._operator.passes) - before) / len(self._accepted)
+            idle = (self._operator.passes() - before) / len(self._accepted)
             outcome.most_idle_passes_of_one = max(outcome.most_idle_passes_of_one, round(idle, 2))
             if idle > IDLE_PASSES_OF_ONE:
                 self._wrong(f"{idle:.1f} passes over each object in {IDLE_S:g} s in which nothing moved")
@@ -132,7 +125,7 @@ class _Batch:
                 await self._client.delete(kind, self._namespace, one["metadata"]["name"], at_once=True)
 
         async def kept() -> float:
-            return (await asyncio.to_thread(self._operator.metrics))["under_test_kept"]
+            return self._operator.metrics()["under_test_kept"]
 
         if entries := await still_found(kept, within_s=FORGOTTEN_WITHIN_S, every_s=0.1):
             self._wrong(f"the operator keeps {entries:g} entries about objects that are gone")
@@ -142,39 +135,30 @@ class _Batch:
 
 def names_the_field(message: str, case: Case) -> bool:
     """One that was changed or one around it; where none was, any of the schema."""
-    words = set(re.findall(r"\w+", message))
-    if case.touched[-1:] == ("spec",) and "spec" in words:
-        return True
-    fields = field_names(object_schema(case.kind.plural))
-    known = {*fields, *(word for name in case.touched for word in re.findall(r"\w+", name)), "metadata"}
-    return bool(words & (known - {"spec"}))
+    touched = {word for name in case.touched for word in re.findall(r"\w+", name)}
+    known = {*field_names(object_schema(case.kind.plural)), "metadata"} | touched
+    return bool({*re.findall(r"\w+", message)} & (known if case.touched[-1:] == ("spec",) else known - {"spec"}))
 
 
-def _unsaid(one: Any) -> list[str]:
-    ready = _ready(one)
-    if one.get("status", {}).get("observedGeneration") != one["metadata"]["generation"]:
-        return ["not observed"]
-    if not (ready["reason"] and ready["status"] in ("True", "False", "Unknown")):
-        return ["no Ready condition"]
-    return ["Ready without a kubelet"] if ready["status"] == "True" and one["kind"] == DEPLOYMENT.kind else []
-
-
-def _unlike_children(one: Any, found: dict[Kind, list[Any]]) -> list[str]:
+def _wrong_status(one: Any, found: dict[Kind, list[Any]]) -> list[str]:
     """The status against what is there; without a kubelet no pod goes beyond Pending."""
-    spec, ready, replicas = one["spec"], _ready(one), one.get("status", {}).get("replicas")
-    own = {kind: [child for child in found[kind] if one["metadata"]["uid"] in owners(child)] for kind in CHILDREN}
-    count, refused = len(own[POD]), ready["reason"] not in ("Starting", "Pending", "NoReplicas")
-    short, missing = count != spec["replicas"] and not spec.get("suspend"), not all(own[kind] for kind in CHILDREN[1:])
+    metadata, spec, status = one["metadata"], one["spec"], one.get("status", {})
+    ready = condition(status, "Ready")
     wrong = {
-        f"status.replicas is {replicas}, and there are {count} pods": replicas != count,
-        f"{count} of {spec['replicas']} pods, and Ready does not say why: {ready}": short and not refused,
-        f"children are missing, and Ready does not say why: {ready}": missing and not refused,
+        "not observed": status.get("observedGeneration") != metadata["generation"],
+        "no Ready condition": not (ready["reason"] and ready["status"] in ("True", "False", "Unknown")),
     }
+    if one["kind"] == DEPLOYMENT.kind:
+        own = {kind: [child for child in found[kind] if metadata["uid"] in owners(child)] for kind in CHILDREN}
+        count, silent = len(own[POD]), ready["reason"] in ("Starting", "Pending", "NoReplicas")
+        short, missing = count != spec["replicas"] and not spec.get("suspend"), not all(own[kind] for kind in CHILDREN[1:])
+        wrong |= {
+            "Ready without a kubelet": ready["status"] == "True",
+            f"status.replicas is {status.get('replicas')}, and there are {count} pods": status.get("replicas") != count,
+            f"{count} of {spec['replicas']} pods, and Ready does not say why: {ready}": short and silent,
+            f"children are missing, and Ready does not say why: {ready}": missing and silent,
+        }
     return those_that_hold(wrong)
-
-
-def _ready(one: Any) -> Any:
-    return condition(one.get("status", {}), "Ready")
 
 
 def _short(document: Any) -> str:

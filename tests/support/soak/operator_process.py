@@ -20,7 +20,6 @@ from support.soak.frame import metric_values, total
 from support.worker.leftovers import footprint
 
 TESTS = Path(__file__).resolve().parents[2]
-READY_WITHIN_S = 30.0
 # No input should cause these in the log.
 COMPLAINT = re.compile(r"Traceback|is not understood|Unhandled|never retrieved|reconcile failed|\b(ERROR|CRITICAL)\b")
 
@@ -45,61 +44,47 @@ class OperatorProcess:
         **settings: float,
     ) -> None:
         """`image`: the default for workers; `arguments`: the rest of the command line; `settings`: values that have no option."""
-        self._command = [sys.executable, "-m", program, "run", f"--engine-image={image}", "--log-format=plain"]
-        self._command += [*arguments, f"--operator-key-file={folder / 'key'}"]
-        self._folder = folder
-        self._kubeconfig = kubeconfig
-        self._under_test = {"controlPort": control_port, "settings": settings}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._metrics_url = self._liveness_url = ""
-        self.log = folder / "operator.log"
+        self.log, self._key_file, self.key = folder / "operator.log", folder / "key", key
         self.log.touch()
-        self.key = key
-        (folder / "key").write_text(self.key)
+        self._key_file.write_text(key)
+        self._command = [sys.executable, "-m", program, "run", f"--engine-image={image}", "--log-format=plain"]
+        self._command += [*arguments, f"--operator-key-file={self._key_file}"]
+        self._environment = os.environ | {"KUBECONFIG": str(kubeconfig), "PYTHONPATH": str(TESTS)}
+        self._under_test = {"controlPort": control_port, "settings": settings}
 
     def start(self, *, die_at: int | None = None, died_at: Path | None = None) -> None:
-        """Watching every namespace. Does not wait; `wait_ready` does.
-
-        With `died_at`, a file, it dies at each kind of place that is not in it, and lives again.
-        """
+        """Does not wait. With `died_at`, a file, it dies at each kind of place that is not in it, and lives again."""
         metrics_port, liveness_port = unused_port(), unused_port()
         self._metrics_url, self._liveness_url = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{liveness_port}/healthz"
         command = [*self._command, f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
         given = self._under_test | {"dieAt": die_at, "diedAt": str(died_at) if died_at else None}
         document = json.dumps({name: value for name, value in given.items() if value is not None})
-        environment = os.environ | {"KUBECONFIG": str(self._kubeconfig), "PYTHONPATH": str(TESTS), "OPERATOR_UNDER_TEST": document}
+        environment = self._environment | {"OPERATOR_UNDER_TEST": document}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     @property
     def pid(self) -> int:
         """Of its present life."""
-        assert self._process is not None
         return self._process.pid
 
     def is_alive(self) -> bool:
         """It may have died where it was told to."""
-        return self._process is not None and self._process.poll() is None
+        return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Until it answers its probe; it must not end meanwhile."""
-        ends = time.monotonic() + READY_WITHIN_S
-        while time.monotonic() < ends:
-            if not self.is_alive():
-                raise AssertionError(f"the operator ended while it was starting:\n{self.log.read_text()[-3000:]}")
-            with contextlib.suppress(httpx2.TransportError):
-                if self.health() == 200:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"the operator was not ready within {READY_WITHIN_S:g} s")
+        """Until it answers its probe."""
+        self.eventually(lambda: self.health() == 200, within_s=30.0)
 
     def eventually(self, look: Callable[[], Any], *, within_s: float = 40.0) -> Any:
-        """Return the first truthy answer; fail at once when the program ends."""
+        """Return the first truthy answer, also where it does not listen yet; fail at once when the program ends."""
         ends = time.monotonic() + within_s
-        while not (found := look()):
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                if found := look():
+                    return found
             assert time.monotonic() < ends and self.is_alive(), self.log.read_text()[-4000:]
-            time.sleep(0.2)
-        return found
+            time.sleep(0.1)
 
     def health(self) -> int:
         """The status of its liveness probe."""
@@ -107,23 +92,20 @@ class OperatorProcess:
 
     def kill(self) -> None:
         """With SIGKILL, if it lives, and what it forked."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(10)
 
     def stop(self) -> None:
         """As a kubelet would."""
-        if self._process is not None and self.is_alive():
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(25)
-            except subprocess.TimeoutExpired:
-                self.kill()
-                raise AssertionError("the operator did not end within 25 s") from None
+        self._process.terminate()
+        try:
+            self._process.wait(25)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError("the operator did not end within 25 s") from None
 
     def metrics(self) -> dict[str, float]:
-        """Every line, by name and labels."""
         return metric_values(httpx2.get(self._metrics_url, timeout=10).text)
 
     def passes(self) -> int:
@@ -131,16 +113,14 @@ class OperatorProcess:
         return total(self.metrics(), "diffusion_operator_reconcile_seconds_count")
 
     def resident_bytes(self) -> int:
-        """As the kernel counts it."""
         return footprint(self)[self.pid][0]
 
     def descriptors(self) -> int:
-        """Open ones: files and sockets."""
         return footprint(self)[self.pid][1]
 
     def rotate(self, key: str) -> None:
         """A new key before the one that it has, and a start again: what the page on security says."""
-        (self._folder / "key").write_text(f"{key}\n{self.key}\n")
+        self._key_file.write_text(f"{key}\n{self.key}\n")
         self.key = key
         self.stop()
         self.start()

@@ -30,61 +30,54 @@ from support.soak.traffic import run_both
 def _alone(run: Callable[..., Coroutine[Any, Any, Outcome]]) -> Callable[..., Outcome]:
     """Run a part on an API server of its own."""
 
-    def run_alone(folder: Path, **limits: float) -> Outcome:
+    def run_alone(folder: Path, count: int, **limits: float) -> Outcome:
         with own_apiserver() as kubeconfig:
-            return asyncio.run(run(folder, kubeconfig, **limits))
+            return asyncio.run(run(folder, kubeconfig, count=count, **limits))
 
     return run_alone
 
 
-# Those that count up to a number, with the option that sets it and its default.
-PARTS: dict[str, tuple[Callable[..., Outcome], str, int]] = {
-    "edge": (run_edge, "edge-requests", 10_000),
-    "adapters": (run_adapters, "adapter-requests", 5_000),
-    "adapter-files": (run_files, "adapter-files", 10_000),
-    "sleep": (run_sleep, "sleep-sequences", 500),
-    "manifests": (_alone(run_manifests), "manifests", 5_000),
-    "operator": (_alone(run_sequences), "operator-sequences", 500),
+# Each with its options, in order, and their defaults. The node's part needs a cluster of its own, so it is run on demand only.
+PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]] = {
+    "traffic": (run_both, {"requests": 10_000, "kill_requests": 1_000, "kill_every": 20.0}),
+    "edge": (run_edge, {"edge_requests": 10_000}),
+    "adapters": (run_adapters, {"adapter_requests": 5_000}),
+    "adapter-files": (run_files, {"adapter_files": 10_000}),
+    "sleep": (run_sleep, {"sleep_sequences": 500}),
+    "manifests": (_alone(run_manifests), {"manifests": 5_000}),
+    "operator": (_alone(run_sequences), {"operator_sequences": 500}),
+    "node": (run_node, {}),
 }
 
 
 def main() -> int:
     """Run, print, judge."""
     options = argparse.ArgumentParser(description="Soak a real worker of two ranks.")
-    options.add_argument("--requests", type=int, default=10_000)
-    options.add_argument("--kill-requests", type=int, default=1_000)
-    options.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS")
-    for _, option, count in PARTS.values():
-        options.add_argument(f"--{option}", type=int, default=count)
+    for _, counts in PARTS.values():
+        for option, default in counts.items():
+            options.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default)
     options.add_argument("--minutes", type=float, default=60.0, help="For each part.")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--part", action="append", choices=("traffic", *PARTS, "node"), help="Only this one; may be given again.")
+    options.add_argument("--part", action="append", choices=PARTS, help="Only this one; may be given again.")
     asked = options.parse_args()
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
     folder.mkdir()
     try:
-        # The node's part needs a cluster of its own, so it is run on demand only.
-        return int(sum(_run(part, asked, folder) for part in asked.part or ("traffic", *PARTS)) > 0)
+        return int(sum(_run(part, asked, folder) for part in asked.part or [part for part in PARTS if part != "node"]) > 0)
     finally:
         shutil.rmtree(folder)
 
 
 def _run(name: str, asked: argparse.Namespace, folder: Path) -> bool:
     """Tell if something was wrong."""
-    limits = {"seed": asked.seed, "limit_s": asked.minutes * 60}
-    if name == "traffic":
-        counts = {"requests": asked.requests, "kill_requests": asked.kill_requests}
-        outcomes = run_both(folder, **counts, kill_every_s=asked.kill_every, **limits)
-        found = list(zip(("soak", "killed ranks"), outcomes, counts.values(), strict=True))
-    elif name == "node":
-        found = [("node", run_node(**limits), 0)]
-    else:
-        run, option, _ = PARTS[name]
-        count = getattr(asked, option.replace("-", "_"))
-        found = [(name.replace("-", " "), run(folder, count=count, **limits), count)]
-    for label, outcome, wanted in found:
+    run, counts = PARTS[name]
+    given = [getattr(asked, option) for option in counts]
+    found = run(folder, *given, seed=asked.seed, limit_s=asked.minutes * 60)
+    outcomes = found if isinstance(found, list) else [found]
+    labels = ("soak", "killed ranks") if name == "traffic" else (name.replace("-", " "),)
+    for label, outcome, wanted in zip(labels, outcomes, given or [0], strict=False):
         print(outcome.line(label, wanted), flush=True)
-    return any(outcome.wrong or getattr(outcome, "lost", 0) for _, outcome, _ in found)
+    return any(outcome.wrong or getattr(outcome, "lost", 0) for outcome in outcomes)
 
 
 if __name__ == "__main__":

@@ -7,90 +7,70 @@ Judging requests is pure; `Times` has what happened. For the memory of ranks the
 
 import enum
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
-from support.soak.adapters import References
+from support.soak.adapters import References, Spell, held_while_asked
 from support.soak.frame import Asked, those_that_hold
 from support.worker.process import WorkerProcess, resident_bytes
 
 # A wrong request is refused before it is known whether the model can serve; a loaded machine needs a moment for that.
 REFUSED_WITHIN_S = 5.0
-# Of the weights' bytes.
-RESIDENT_ASLEEP = 0.02
+RESIDENT_ASLEEP = 0.02  # a share of the weights' bytes
 
 
 class Excuse(enum.StrEnum):
     """Events that excuse an answer without an image, if they happen while the request waits."""
 
-    # Somebody asked for a sleep, or declared the policy, under which requests are refused.
+    # It refuses requests, or ends what runs, at once or when the time for its drain is over.
     ASKED = "asked to sleep"
-    # A sleep ended what ran, at once or when the time for its drain was over.
-    ENDED = "sleep ended it"
     KILLED = "a rank was lost"
     DOWN = "the server was killed"
 
 
 # The code that each of them allows. Without an excuse a good request gets its image.
-ALLOWED = {Excuse.ASKED: "Asleep", Excuse.ENDED: "Asleep", Excuse.KILLED: "RankFailed", Excuse.DOWN: "no connection"}
+ALLOWED = {Excuse.ASKED: "Asleep", Excuse.KILLED: "RankFailed", Excuse.DOWN: "no connection"}
 # Where a name stood for nothing for a while; the last is told while it comes back.
 NO_SUCH_ADAPTER = frozenset({"NotFound", "AdapterRemoved", "AdapterNotLoaded"})
 
 
-class Times:
+class Times(list[Spell]):
     """When each excuse held."""
 
-    def __init__(self) -> None:
-        self._spans: dict[Excuse, list[tuple[float, float]]] = {excuse: [] for excuse in Excuse}
-
     def begin(self, excuse: Excuse) -> None:
-        """From now on, unless it holds already."""
         if not self.holds(excuse):
-            self._spans[excuse].append((time.monotonic(), float("inf")))
+            self.append(Spell(excuse, time.monotonic()))
 
-    def end(self, excuse: Excuse) -> None:
-        """No more."""
-        if self.holds(excuse):
-            self._spans[excuse][-1] = (self._spans[excuse][-1][0], time.monotonic())
+    def end(self, *excuses: Excuse) -> None:
+        for spell in self:
+            if spell.content in excuses:
+                spell.ends = min(spell.ends, time.monotonic())
 
     def holds(self, excuse: Excuse) -> bool:
-        """Tell if it does now."""
-        return bool(self._spans[excuse]) and self._spans[excuse][-1][1] == float("inf")
-
-    def between(self, begun: float, ended: float) -> set[Excuse]:
-        """Those that held at some time of these."""
-        return {excuse for excuse, spans in self._spans.items() if any(since <= ended and until >= begun for since, until in spans)}
+        return any(spell.content is excuse and spell.ends == float("inf") for spell in self)
 
 
-@dataclass
-class Judge:
-    """Has what answers are compared with, and how many requests may be held."""
-
-    references: References
-    max_held: int
-
-    def why_wrong(self, asked: Asked, times: Times) -> str | None:
-        """None where the answer is right, or excused."""
-        if asked.gone and asked.code == "no answer":
+def why_wrong(asked: Asked, times: Times, *, references: References, max_held: int) -> str | None:
+    """Compare an answer with the references; None where it is right, or excused by what happened meanwhile."""
+    if asked.gone_after_s is not None and asked.code == "no answer":
+        return None
+    if asked.status == 200 and asked.body is not None:
+        return references.why_wrong(asked)
+    seconds, excuses = asked.ended - asked.begun, held_while_asked(times, asked)
+    allowed = {ALLOWED[excuse] for excuse in excuses}
+    if asked.body is None:
+        allowed &= {"no connection"}
+        # Refused as it should be, and at once.
+        if asked.status == asked.expected and (seconds < REFUSED_WITHIN_S or excuses & {Excuse.KILLED, Excuse.DOWN}):
             return None
-        ended, seconds = asked.ended or float("inf"), asked.ended - asked.begun
-        if asked.status == 200 and asked.body is not None:
-            return self.references.why_wrong(asked.body, asked.names, asked.document, asked.begun, ended)
-        excuses = times.between(asked.begun, ended)
-        allowed = {ALLOWED[excuse] for excuse in excuses}
-        if asked.body is None:
-            # Refused as it should be, and at once.
-            allowed &= {"no connection"}
-            if asked.status == asked.expected and (seconds < REFUSED_WITHIN_S or excuses & {Excuse.KILLED, Excuse.DOWN}):
-                return None
-        elif asked.beside >= self.max_held:
-            allowed |= {"Overloaded"}
-        if any(None in self.references.could_be(name, asked.begun, ended) for name in asked.names):
-            allowed |= NO_SUCH_ADAPTER
-        if asked.code in allowed:
-            return None
-        found = f"found {asked.status} {asked.code} {asked.document.get('error', {}).get('message', '')} after {seconds:.1f} s"
-        return f"body {asked.body} {asked.names}: expected {asked.expected}, {found}, and what happened meanwhile is {sorted(excuses)}"
+    elif asked.beside >= max_held:
+        allowed |= {"Overloaded"}
+    if any(None in could for could in references.could_be(asked)):
+        allowed |= NO_SUCH_ADAPTER
+    if asked.code in allowed:
+        return None
+    found = f"found {asked.status} {asked.code} {asked.document.get('error', {}).get('message', '')} after {seconds:.1f} s"
+    return f"body {asked.body} {asked.names}: expected {asked.expected}, {found}, and what happened meanwhile is {sorted(excuses)}"
 
 
 def consistent(document: dict[str, Any], *, max_held: int) -> list[str]:
@@ -116,12 +96,10 @@ def nothing_resident(worker: WorkerProcess, document: dict[str, Any]) -> list[st
     for rank in document["ranks"]:
         memory = rank["memory"]
         if "weights" in memory["asleep"]:
-            try:
-                resident = resident_bytes(rank["pid"], memory["mappings"])
-            except (FileNotFoundError, ProcessLookupError):
-                return []
-            if resident > RESIDENT_ASLEEP * memory["weightsBytes"]:
-                found.append(f"rank {rank['rank']} sleeps, and the kernel counts {resident} of {memory['weightsBytes']} bytes of weights")
+            with suppress(FileNotFoundError, ProcessLookupError):  # the state after it says so
+                resident, weights = resident_bytes(rank["pid"], memory["mappings"]), memory["weightsBytes"]
+                if resident > RESIDENT_ASLEEP * weights:
+                    found.append(f"rank {rank['rank']} sleeps, and the kernel counts {resident} of {weights} bytes of weights")
     after = worker.state() if found else document
     same_sleep = all(document[key] == after[key] for key in ("bootId", "generation", "state", "operation", "lastOperation"))
     return found if same_sleep else []

@@ -5,18 +5,14 @@ Good requests come from a small pool, so that each image can be compared with th
 that are wrong, that ask for what is not there, and whose client goes away. The same seed makes the same requests.
 """
 
-import os
 import random
 import signal
 import threading
-import time
-from collections import Counter
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.soak.frame import Asked, Asking, Outcome, difference, meanwhile, metric_values, pixels, total
+from support.soak.frame import Asked, Asking, Outcome, difference, metric_values, pixels, signal_rank, total
 from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS, WorkerProcess
 
@@ -26,10 +22,10 @@ GUIDANCE = (1.0, 4.0, 7.5)
 COLOURS = ("red", "green", "blue")
 NUMERALS = ("one", "two", "seven", "nine")
 LORAS = {name: DIGITS / "loras" / name for name in ("stripes", "frame")}
+RANKS = 2
 IMAGES = 60
 MOST_STEPS = 12
-# One level of 255: a batch of another size rounds its sums in another order.
-TOLERANCE = 1
+TOLERANCE = 1  # level of 255: a batch of another size rounds its sums in another order
 
 # What a wrong request is answered with.
 BAD: tuple[tuple[dict[str, Any], int], ...] = (
@@ -45,18 +41,7 @@ BAD: tuple[tuple[dict[str, Any], int], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """One request: its body, the status it should get, and when its client goes away (seconds; None: never)."""
-
-    body: dict[str, Any] = field(hash=False)
-    status: int = 200
-    gone_after_s: float | None = None
-    # Of the pool; None for a wrong one.
-    image: int | None = None
-
-
-def pool(seed: int, size: int, *, most_steps: int) -> list[dict[str, Any]]:
+def pool(seed: int, size: int, *, most_steps: int = MOST_STEPS) -> list[dict[str, Any]]:
     """Bodies of good requests."""
     rng = random.Random(seed)
     return [
@@ -72,55 +57,42 @@ def pool(seed: int, size: int, *, most_steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def traffic(seed: int, count: int, bodies: list[dict[str, Any]], *, bad: float, aborted: float) -> list[Request]:
+def traffic(seed: int, count: int, bodies: list[dict[str, Any]], *, bad: float, aborted: float) -> list[Asked]:
     """`count` requests, of which these parts are wrong or given up by their client."""
     rng, found = random.Random(seed), []
     for kind in (rng.random() for _ in range(count)):
         if kind < bad:
-            found.append(Request(*rng.choice(BAD)))
+            body, status = rng.choice(BAD)
+            found.append(Asked(None, [], sent=body, expected=status))
         else:
             image = rng.randrange(len(bodies))
-            found.append(Request(bodies[image], gone_after_s=rng.uniform(0.0, 0.3) if kind < bad + aborted else None, image=image))
+            found.append(Asked(image, [], sent=bodies[image], gone_after_s=rng.uniform(0.0, 0.3) if kind < bad + aborted else None))
     return found
 
 
-def new_outcome(seed: int) -> Outcome:
-    """Nothing is asked yet."""
-    counts = {"asked": 0, "answered": 0, "given_up": 0, "refused_as_they_should": 0, "failed": Counter(), "replayed": 0, "restarts": 0}
-    return Outcome(seed, "asked", **counts, losses=Counter(), worst_difference=0)
-
-
 class TrafficSoak:
-    """Traffic on one worker. Failures with a code count as wrong unless ranks are being killed.
+    """Traffic on one worker, and the images of the pool, made alone, that all others are compared with.
 
     Real: the worker, its two ranks and what kills them. Not real: nothing.
     """
 
     def __init__(self, worker: WorkerProcess, *, seed: int, images: int) -> None:
-        """Make every image of the pool alone, which all others are compared with."""
-        self.worker = worker
-        self.outcome = new_outcome(seed)
-        self._asking = Asking(lambda: worker.url)
-        self._bodies = pool(seed, images, most_steps=MOST_STEPS)
+        self._worker, self._asking = worker, Asking(lambda: worker.url)
+        self._bodies = pool(seed, images)
         self._alone = [pixels(worker.request_images(**body).json()) for body in self._bodies]
 
-    def run(self, count: int, *, bad: float, aborted: float, limit_s: float, kill_every_s: float | None = None) -> None:
-        """Send the requests from a dozen clients until all are answered or the time is over."""
-        started, (restarts, replayed) = time.monotonic(), self._lost()
-        killing = meanwhile(lambda over: self._kill_ranks(over, kill_every_s), self.outcome) if kill_every_s else nullcontext()
-        with killing:
-            for one in traffic(self.outcome.seed, count, self._bodies, bad=bad, aborted=aborted):
-                self._asking.send(Asked(one.image, [], expected=one.status), one.body, one.gone_after_s, ends=started + limit_s)
-            for asked in self._asking.answers():
-                self._judge(asked, excused="RankFailed" if kill_every_s else None)
-        after_restarts, after_replayed = self._lost()
-        self.outcome.restarts, self.outcome.replayed = after_restarts - restarts, after_replayed - replayed
-        self.outcome.seconds = time.monotonic() - started
+    def run(self, seed: int, count: int, *, bad: float, aborted: float, limit_s: float, kill_every_s: float | None = None) -> Outcome:
+        """Send the requests until all are answered or the time is over. Failures are wrong, but `RankFailed` where ranks are killed."""
+        counts = "answered given_up refused_as_they_should replayed restarts worst_difference"
+        outcome = Outcome(seed, counts=counts, tallies="failed losses")
+        before, requests = self._lost(), traffic(seed, count, self._bodies, bad=bad, aborted=aborted)
+        for asked in self._asking.ask_all(requests, outcome, limit_s=limit_s, beside=partial(self._kill_ranks, outcome, kill_every_s)):
+            self._judge(outcome, asked, excused="RankFailed" if kill_every_s else None)
+        outcome.restarts, outcome.replayed = (now - was for now, was in zip(self._lost(), before, strict=True))
+        return outcome
 
-    def _judge(self, asked: Asked, excused: str | None) -> None:
-        outcome = self.outcome
-        outcome.asked += 1
-        if asked.code == "no answer" and asked.gone:
+    def _judge(self, outcome: Outcome, asked: Asked, excused: str | None) -> None:
+        if asked.code == "no answer" and asked.gone_after_s is not None:
             outcome.given_up += 1
         elif not asked.status:
             outcome.wrong.append(f"{asked.code}, {asked.document}: {asked.sent}")
@@ -137,37 +109,31 @@ class TrafficSoak:
             if asked.code != excused:
                 outcome.wrong.append(f"expected {asked.expected}, found {asked.status} {asked.document}")
 
-    def _kill_ranks(self, over: threading.Event, every_s: float) -> None:
+    def _kill_ranks(self, outcome: Outcome, every_s: float | None, over: threading.Event) -> None:
         """Lose a random rank at a random moment of every interval; one in four is stopped, not killed."""
-        rng = random.Random(self.outcome.seed)
-        while not over.wait(at := rng.uniform(0.0, every_s)):
-            pids = [rank["pid"] for rank in self.worker.state()["ranks"] if rank["pid"]]
-            if pids:
-                number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL
-                with suppress(ProcessLookupError):  # its group is being ended already
-                    os.kill(rng.choice(pids), number)
-                    self.outcome.losses[number.name] += 1
+        rng = random.Random(outcome.seed)
+        while every_s and not over.wait(at := rng.uniform(0.0, every_s)):
+            number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL
+            outcome.losses[number.name] += signal_rank(self._worker, rng.randrange(RANKS), number)
             over.wait(every_s - at)
 
     def _lost(self) -> tuple[int, int]:
-        values = metric_values(self.worker.get("/metrics").text)
+        values = metric_values(self._worker.get("/metrics").text)
         return total(values, "diffusion_worker_rank_group_restarts_total"), total(values, "diffusion_worker_images_replayed_total")
 
 
 def run_both(
-    folder: Path, *, seed: int, requests: int, kill_requests: int, kill_every_s: float, limit_s: float, images: int = IMAGES
+    folder: Path, requests: int, kill_requests: int, kill_every_s: float, *, seed: int, limit_s: float, images: int = IMAGES
 ) -> list[Outcome]:
     """The soak, then the same worker with its ranks being killed; `folder` is for the worker's temporary files."""
-    with WorkerProcess(ranks=2, loras=LORAS, options=("--max-restarts=100000",), env={"TMPDIR": str(folder)}) as worker:
+    with WorkerProcess(ranks=RANKS, loras=LORAS, options=("--max-restarts=100000",), env={"TMPDIR": str(folder)}) as worker:
         worker.wait_ready()
         soak = TrafficSoak(worker, seed=seed, images=images)
-        soak.run(max(1, requests // 10), bad=0.1, aborted=0.1, limit_s=limit_s / 20)
-        before, warm, peaceful = footprint(worker), soak.outcome, new_outcome(seed + 1)
-        soak.outcome, peaceful.asked, peaceful.wrong = peaceful, warm.asked, warm.wrong
-        soak.run(requests - requests // 10, bad=0.1, aborted=0.1, limit_s=limit_s / 2)
-        peaceful.wrong += left_over(worker, before)
-        soak.outcome = killed = new_outcome(seed + 2)
-        soak.run(kill_requests, bad=0.05, aborted=0.0, limit_s=limit_s / 2, kill_every_s=kill_every_s)
-        killed.wrong += left_over(worker, before)
-        killed.wrong += left_at_end(worker, folder)
+        warm = soak.run(seed, max(1, requests // 10), bad=0.1, aborted=0.1, limit_s=limit_s / 20)
+        before = footprint(worker)
+        peaceful = soak.run(seed + 1, requests - requests // 10, bad=0.1, aborted=0.1, limit_s=limit_s / 2)
+        peaceful.done += warm.done
+        peaceful.wrong += warm.wrong + left_over(worker, before)
+        killed = soak.run(seed + 2, kill_requests, bad=0.05, aborted=0.0, limit_s=limit_s / 2, kill_every_s=kill_every_s)
+        killed.wrong += left_over(worker, before) + left_at_end(worker, folder)
     return [peaceful, killed]

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for tests of sources: adapters as bytes, a fetcher on a folder, and the processes that it started.
+"""Tools for tests of sources: adapters as bytes, a fetcher on a folder, the processes that it started, and an S3 server on loopback.
 
-Real: the fetcher, its processes and its cache. Not real: the tensors of an adapter, which are one number over and over.
+Real: the fetcher, its processes and its cache, and HTTP. Not real: tensors, which are one number over and over, and S3. It is moto's,
+and checks signatures for their form only.
 """
 
 import asyncio
 import json
 import os
 import struct
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
+import httpx2
 import pytest
 
 from diffusion_worker.config import WorkerConfig
@@ -20,10 +23,11 @@ from diffusion_worker.errors import RequestError
 from diffusion_worker.sources.fetching import Fetched, Fetcher
 from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, Source
-from support.sources.http_sources import Served
+from support.sources.servers import Served
 
 DEADLINE_S = 30.0
 PEFT_CONFIG = b'{"peft_type": "LORA", "r": 1}'
+VERSIONING = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Status>Enabled</Status></VersioningConfiguration>'
 
 
 def adapter_bytes(size: int = 4000, *, fill: int = 1) -> bytes:
@@ -44,6 +48,7 @@ class SourceRig:
         self.config = WorkerConfig(**settings)  # type: ignore[arg-type]
         self.fetcher = Fetcher(self.config, limits=limits)
         self.progress: list[tuple[int, int | None]] = []
+        self._report = lambda done, total: self.progress.append((done, total))
 
     def secret(self, name: str, **keys: str) -> None:
         """Mount a Secret."""
@@ -69,9 +74,6 @@ class SourceRig:
         """Names in a folder of the cache."""
         return sorted(path.name for path in (self.cache / folder).iterdir())
 
-    def _report(self, done: int, total: int | None) -> None:
-        self.progress.append((done, total))
-
 
 def http_source(url: str, served: Served, path: str = "/a.safetensors") -> Source:
     """What is served at an address, with its right digest."""
@@ -94,3 +96,40 @@ def fetch_processes(parent: int | None = None) -> list[int]:
             if int(fields[1]) == (parent or os.getpid()) and b"diffusion_worker.sources" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return found
+
+
+class S3Server(NamedTuple):
+    """The endpoint `url`; a test's own requests to it need no signature."""
+
+    url: str
+
+    def put(self, bucket: str, files: dict[str, bytes], *, versioned: bool = False) -> None:
+        """Make a bucket with these objects."""
+        self._send("PUT", f"/{bucket}")
+        if versioned:
+            self._send("PUT", f"/{bucket}?versioning", VERSIONING)
+        for key, content in files.items():
+            self._send("PUT", f"/{bucket}/{quote(key)}", content)
+
+    def delete(self, bucket: str, key: str) -> None:
+        """Remove an object."""
+        self._send("DELETE", f"/{bucket}/{quote(key)}")
+
+    def _send(self, method: str, path: str, body: bytes = b"") -> None:
+        answer = httpx2.request(method, self.url + path, content=body, headers={"x-amz-acl": "public-read"}, timeout=10)
+        assert answer.status_code < 300, f"{method} {path}: {answer.status_code} {answer.text[:300]}"
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """An empty server until the end of the block."""
+    from moto.server import ThreadedMotoServer  # in seconds, which most users of this file save
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    httpx2.post(f"http://{host}:{port}/moto-api/reset").raise_for_status()
+    try:
+        yield S3Server(f"http://{host}:{port}")
+    finally:
+        server.stop()

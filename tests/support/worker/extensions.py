@@ -93,8 +93,8 @@ class Gated:
     """Stops real ranks in the middle of a sleep, a wake or an adapter's load, until a test lets them go on.
 
     A gate is a file in the folder of `GATES`: while `wake` is there, every rank but the first waits before it wakes; the first has
-    done its part by then. With one rank, that one waits. Where `spoil` is there, the next wake brings back weights of which one bit
-    is another, and where `spoil-adapters` is, so are the copies of adapters in host memory.
+    done its part by then. With one rank, that one waits. With `spoil` the next wake brings back weights of which one bit is another. With
+    `spoil-adapters` so are the copies of adapters in host memory.
     """
 
     def handle_sleep_task(self, **arguments: Any) -> Any:

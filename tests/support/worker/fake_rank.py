@@ -93,7 +93,7 @@ class FakeRequests:
     most_active = 0
 
     def __init__(self) -> None:
-        # Who joined, with whether it is made with the model alone.
+        # Requests that joined, each with whether it is made with the model alone.
         self.joined: list[tuple[str, bool]] = []
         self._forget()
 

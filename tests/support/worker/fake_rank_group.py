@@ -30,7 +30,7 @@ class FakeRankGroup(FakeRequests):
         self.loading, self.stepping, self.calling = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for gate in (self.loading, self.stepping, self.calling):
             gate.set()
-        # Errors that a load of the adapter in this folder answers with on all ranks, or on the last one alone, and a method on all.
+        # Errors of a load of the adapter in this folder on all ranks, or on the last one alone, and of a method on all.
         self.adapter_errors: dict[str, ErrorReport] = {}
         self.adapter_errors_of_one: dict[str, ErrorReport] = {}
         self.method_errors: dict[str, ErrorReport] = {}

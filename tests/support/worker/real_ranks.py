@@ -42,7 +42,7 @@ async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) 
                 pids = pids_of(executor)
                 yield executor
                 pids += pids_of(executor)
-                # What a killed process has in shared memory stays there.
+                # A killed process leaves what it has in shared memory.
                 assert not any(map(has_shared_memory, pids_of(executor)))
         finally:
             await executor.stop()

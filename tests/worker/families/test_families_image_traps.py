@@ -10,17 +10,13 @@ import pytest
 import torch
 
 from diffusion_worker.runner.model_call.call import group_key, slice_rows
-from support.families.images import flux, flux2, latent_images, packed_images, qwen, worded_images, z_image
+from support.families.images import flux, flux2, latent_images, qwen, worded_images, z_image
 from support.families.rig.family import Arguments, Family, image, seeded
 from support.families.rig.family_rig import Asked, FamilyRig, apart
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = {
-    family.name: family
-    for module in (flux, flux2, latent_images, packed_images, qwen, worded_images, z_image)
-    for family in module.FAMILIES
-}
+FAMILIES = {family.name: family for module in (flux, flux2, latent_images, qwen, worded_images, z_image) for family in module.FAMILIES}
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
 from diffusion_worker.lora.header import read_header
 from diffusion_worker.lora.request import LoadOptions
 from diffusion_worker.messages import Recipe
-from support.lora.peft_adapters import changed_adapter
+from support.lora.adapters import changed_adapter
 from support.worker.process import DIGITS
 
 STRIPES = DIGITS / "loras" / "stripes"

@@ -14,7 +14,7 @@ from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.convolution import LoRAConvolution
 from diffusion_worker.lora.layers import LoRALinear
 from diffusion_worker.lora.pipeline_layers import AdapterLayers
-from support.lora.models import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
+from support.lora.adapters import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {

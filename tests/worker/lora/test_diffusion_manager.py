@@ -21,7 +21,7 @@ from diffusion_worker.messages import LoRAUse
 from diffusion_worker.ranks.worker_proc import RPC_METHODS
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from support.lora.peft_adapters import write_adapter
+from support.lora.adapters import write_adapter
 from support.runner import rank_processes
 from support.runner.rig import OneRank, RunnerRig
 from support.worker.process import DIGITS

@@ -15,7 +15,7 @@ from diffusion_worker.lora.layers import LoRALinear
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.loading.pipeline import load_pipeline
-from support.lora.peft_adapters import changed_adapter
+from support.lora.adapters import changed_adapter
 from support.runner.rig import RunnerRig, image_of_diffusers, request
 from support.worker.process import DIGITS
 

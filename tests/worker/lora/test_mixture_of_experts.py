@@ -14,7 +14,7 @@ from diffusion_worker.messages import LoRAUse
 from support.families.images import latent_images
 from support.families.rig.family import as_tensor, in_float64
 from support.families.rig.family_rig import Asked, FamilyRig
-from support.lora.peft_adapters import write_adapter
+from support.lora.adapters import write_adapter
 from support.runner.parallel_scenarios import block_linears
 
 HIDREAM = next(family for family in latent_images.FAMILIES if family.name == "HiDreamImagePipeline")

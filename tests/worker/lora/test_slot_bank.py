@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diffusion_worker.lora.slot_bank import ColumnRun, Scaling, Segment, Widths
-from support.lora.models import checkpoint_of, factors_of, layers_of, load, random_factors
+from support.lora.adapters import checkpoint_of, factors_of, layers_of, load, random_factors
 
 CPU = torch.device("cpu")
 WIDTHS = [Widths(16, 8), Widths(24, 40), Widths(6, 3)]

@@ -19,7 +19,7 @@ from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
-from support.lora.peft_adapters import write_adapter
+from support.lora.adapters import write_adapter
 from support.runner.rig import OneRank, RunnerRig, image_of_diffusers, levels_apart, request
 from support.worker.process import DIGITS
 

@@ -4,7 +4,9 @@
 import base64
 import io
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from PIL import Image
 
 from support.soak.adapters import AdapterSoak, References, Spell, run_adapters
 from support.soak.edge import NO_HUB, EdgeSoak
-from support.soak.frame import Asked
+from support.soak.frame import Asked, Outcome
 from support.soak.sleep import run_sleep
-from support.soak.sleep_judge import Excuse, Judge, Times
+from support.soak.sleep_judge import Excuse, Times, why_wrong
 from support.soak.traffic import BAD, pool, run_both, traffic
 from support.worker.leftovers import footprint, left_over
 from support.worker.process import FAKE_PROGRAM, WorkerProcess
@@ -26,7 +28,7 @@ def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:
     bodies = pool(1, 20, most_steps=5)
     one, again, other = (traffic(seed, 300, bodies, bad=0.1, aborted=0.1) for seed in (1, 1, 2))
     assert one == again != other
-    assert {request.status for request in one} == {200, *(status for _, status in BAD)}
+    assert {request.expected for request in one} == {200, *(status for _, status in BAD)}
     assert any(request.gone_after_s is not None for request in one)
 
 
@@ -44,7 +46,7 @@ def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothin
         worker.wait_ready()
         worker.request_images(prompt="p")
         before = footprint(worker)
-        soak = EdgeSoak(worker, tmp_path, seed=1, examples=12, phases="fuzzing")
+        soak = EdgeSoak(worker, tmp_path, seed=1, examples=12, options=["--phases=fuzzing"])
         soak.run_round(rude=40)
         outcome = soak.outcome
         outcome.wrong += left_over(worker, before)
@@ -65,7 +67,7 @@ def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Pa
 def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(short_path: Path) -> None:
     outcome = run_sleep(short_path, seed=1, count=8, limit_s=120)
     assert outcome.wrong == []
-    assert outcome.sequences == 8
+    assert outcome.done == 8
     assert outcome.images > 40 and outcome.states["ready"] > 3
     # Named by kind and level, and by the code where they failed.
     assert "sleep" in {operation.partition(" ")[0] for operation in outcome.operations}
@@ -73,11 +75,11 @@ def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_reque
 
 def test_an_image_of_another_adapter_is_seen_by_its_digest_and_by_its_pixels(tmp_path: Path) -> None:
     soak, digests = _soak_of_two(tmp_path)
-    soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[0], 10))
+    soak.judge(_asked(200, _answer("style-0", digests[0], 10)))
     assert soak.outcome.wrong == []
-    soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[1], 200))
-    soak.judge(0, "model", ["style-0"], 1.0, 200, _answer("style-0", digests[0], 200))
-    soak.judge(0, "model", ["style-0"], 1.0, 404, {"code": "NotFound"})
+    soak.judge(_asked(200, _answer("style-0", digests[1], 200)))
+    soak.judge(_asked(200, _answer("style-0", digests[0], 200)))
+    soak.judge(_asked(404, {"code": "NotFound"}))
     assert [("made with [1]" in text, "image of [(0, (1,))]" in text, "NotFound" in text) for text in soak.outcome.wrong] == [
         (True, False, False),
         (False, True, False),
@@ -90,7 +92,7 @@ def test_a_name_may_be_what_it_was_or_became_while_its_image_was_made(tmp_path: 
     soak.spells["style-0"] = [Spell(0, 0.0, ends=5.0), Spell(1, 4.0, ends=8.0), Spell(None, 7.0)]
     for begun, content, right in [(4.5, 0, True), (4.5, 1, True), (6.0, 0, False), (6.0, 1, True), (9.0, 1, False)]:
         soak.outcome.wrong.clear()
-        soak.judge(0, "model", ["style-0"], begun, 200, _answer("style-0", digests[content], (10, 200)[content]))
+        soak.judge(_asked(200, _answer("style-0", digests[content], (10, 200)[content]), begun=begun, ended=float("inf")))
         assert (soak.outcome.wrong == []) is right, (begun, content)
 
 
@@ -115,36 +117,37 @@ def _answer(name: str, digest: str, level: int) -> dict[str, Any]:
 
 
 def test_a_request_of_the_soak_of_sleep_has_its_image_or_an_error_that_something_excuses() -> None:
-    judge, times, answer = *_judge_of_sleep(), _answer("style-0", "sha256:0", 10)
+    judged, times, answer = *_judge_of_sleep(), _answer("style-0", "sha256:0", 10)
     asleep, lost, nothing = {"code": "Asleep"}, {"code": "RankFailed"}, {}
-    assert judge.why_wrong(_asked(200, answer), times) is None
-    assert "levels off" in str(judge.why_wrong(_asked(200, _answer("style-0", "sha256:0", 200)), times))
-    assert "made with [-1]" in str(judge.why_wrong(_asked(200, _answer("style-0", "sha256:1", 10)), times))
+    assert judged(_asked(200, answer), times) is None
+    assert "levels off" in str(judged(_asked(200, _answer("style-0", "sha256:0", 200)), times))
+    assert "made with [-1]" in str(judged(_asked(200, _answer("style-0", "sha256:1", 10)), times))
     for document in (asleep, lost, nothing, {"code": "Busy"}, {"code": "NotFound"}, {"code": "Overloaded"}):
-        assert "expected 200" in str(judge.why_wrong(_asked(503, document), times)), document
+        assert "expected 200" in str(judged(_asked(503, document), times)), document
     times.begin(Excuse.ASKED)
-    assert judge.why_wrong(_asked(503, asleep), times) is None and judge.why_wrong(_asked(500, lost), times)
+    assert judged(_asked(503, asleep), times) is None and judged(_asked(500, lost), times)
     times.end(Excuse.ASKED)
     times.begin(Excuse.KILLED)
     later = time.monotonic() + 1.0
-    assert judge.why_wrong(_asked(503, asleep, begun=later), times) and judge.why_wrong(_asked(500, lost, begun=later), times) is None
+    assert judged(_asked(503, asleep, begun=later), times) and judged(_asked(500, lost, begun=later), times) is None
 
 
 def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wrong() -> None:
-    judge, times = _judge_of_sleep()
+    judged, times = _judge_of_sleep()
     late = Asked(None, [], 0.0, expected=400, ended=30.0, status=400, code="InvalidRequest")
     for asked, right in [(replace(late, ended=1.0), True), (late, False), (replace(late, ended=1.0, status=503), False)]:
-        assert (judge.why_wrong(asked, times) is None) is right
+        assert (judged(asked, times) is None) is right
 
 
-def _judge_of_sleep() -> tuple[Judge, Times]:
+def _judge_of_sleep() -> tuple[Callable[[Asked, Times], str | None], Times]:
     """`style-0` stands for content 0, whose image of body 0 is all 10."""
-    references = References(None, [], ())
+    references = References(None, [], (), Outcome(1, counts="worst_difference"))
     references.alone[0, (0,)] = np.full((8, 8, 3), 10)
     references.digests["sha256:0"], references.spells["style-0"] = 0, [Spell(0, 0.0)]
-    return Judge(references, max_held=4), Times()
+    return partial(why_wrong, references=references, max_held=4), Times()
 
 
-def _asked(status: int, document: dict[str, Any], *, begun: float | None = None) -> Asked:
+def _asked(status: int, document: dict[str, Any], *, begun: float | None = None, ended: float | None = None) -> Asked:
     begun = time.monotonic() if begun is None else begun
-    return Asked(0, ["style-0"], begun, ended=begun + 1.0, status=status, code=str(document.get("code", "")), document=document)
+    ended = begun + 1.0 if ended is None else ended
+    return Asked(0, ["style-0"], begun, ended=ended, status=status, code=str(document.get("code", "")), document=document)

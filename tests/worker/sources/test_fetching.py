@@ -20,8 +20,8 @@ from diffusion_worker.sources.file_cache import FileCache
 from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, Source
 from diffusion_worker.sources.transport import checked_client
-from support.sources.http_sources import Served, SourceServer
 from support.sources.rig import SourceRig, adapter_bytes, fetch_processes, http_source, until
+from support.sources.servers import Served, SourceServer
 
 PATH = "/a.safetensors"
 LARGE = adapter_bytes(400_000)

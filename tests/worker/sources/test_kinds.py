@@ -12,10 +12,8 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched
 from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretKey, SecretName, Source
-from support.sources.http_sources import Served
-from support.sources.hub_server import HubServer
-from support.sources.rig import PEFT_CONFIG, SourceRig, adapter_bytes, fetch_processes, until
-from support.sources.s3_server import S3Server, s3_server
+from support.sources.rig import PEFT_CONFIG, S3Server, SourceRig, adapter_bytes, fetch_processes, s3_server, until
+from support.sources.servers import Served, SourceServer
 
 REMOTE = ("hub", "s3", "http")
 KINDS = (*REMOTE, "pvc", "path")
@@ -59,7 +57,7 @@ def rig(tmp_path: Path) -> SourceRig:
 class Shelf:
     """Puts files where a kind of source has them."""
 
-    def __init__(self, kind: str, rig: SourceRig, hub: HubServer, s3: Callable[[], S3Server]) -> None:
+    def __init__(self, kind: str, rig: SourceRig, hub: SourceServer, s3: Callable[[], S3Server]) -> None:
         self.kind, self._rig, self._hub, self._s3 = kind, rig, hub, s3
         self._bucket = f"bucket-{hashlib.sha256(str(rig.cache).encode()).hexdigest()[:20]}"
 
@@ -92,7 +90,7 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(request: pytest.FixtureRequest, rig: SourceRig, hub: HubServer) -> Shelf:
+def shelf(request: pytest.FixtureRequest, rig: SourceRig, hub: SourceServer) -> Shelf:
     return Shelf(request.param, rig, hub, lambda: request.getfixturevalue("s3"))
 
 
@@ -144,7 +142,7 @@ async def test_a_pinned_adapter_whose_source_is_gone_comes_from_the_cache(rig: S
 
 
 @pytest.mark.slow
-async def test_a_pinned_file_that_came_from_another_source_needs_no_network(rig: SourceRig, hub: HubServer) -> None:
+async def test_a_pinned_file_that_came_from_another_source_needs_no_network(rig: SourceRig, hub: SourceServer) -> None:
     hub.files["/a"] = Served(adapter_bytes())
     first = await rig.adapter(Source(http=HttpSource(f"{hub.url}/a", hub.files["/a"].sha256)))
     hub.asked.clear()
@@ -178,7 +176,7 @@ async def test_pickled_weights_of_any_kind_are_refused(rig: SourceRig, shelf: Sh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", ["hub", "s3"], indirect=True)
-async def test_new_bytes_under_an_old_name_are_fetched_and_the_same_ones_are_not(rig: SourceRig, shelf: Shelf, hub: HubServer) -> None:
+async def test_new_bytes_under_an_old_name_are_fetched_and_the_same_ones_are_not(rig: SourceRig, shelf: Shelf, hub: SourceServer) -> None:
     source = shelf.put(PEFT)
     first = await rig.adapter(source)
     asked = dict(hub.asked)
@@ -193,7 +191,7 @@ async def test_new_bytes_under_an_old_name_are_fetched_and_the_same_ones_are_not
 
 
 @pytest.mark.slow
-async def test_a_branch_of_a_hub_is_resolved_to_its_commit(rig: SourceRig, hub: HubServer) -> None:
+async def test_a_branch_of_a_hub_is_resolved_to_its_commit(rig: SourceRig, hub: SourceServer) -> None:
     commit = hub.push("org/x", {"a.safetensors": adapter_bytes()}, branch="v1")
     hub.push("org/x", {"a.safetensors": adapter_bytes(fill=2)})
     source = Source(hugging_face=HuggingFaceSource("org/x", revision="v1", file="a.safetensors"))
@@ -202,7 +200,7 @@ async def test_a_branch_of_a_hub_is_resolved_to_its_commit(rig: SourceRig, hub: 
 
 
 @pytest.mark.slow
-async def test_a_commit_of_a_hub_that_is_in_the_cache_needs_no_network(rig: SourceRig, hub: HubServer) -> None:
+async def test_a_commit_of_a_hub_that_is_in_the_cache_needs_no_network(rig: SourceRig, hub: SourceServer) -> None:
     commit = hub.push("org/x", MODEL)
     source = Source(hugging_face=HuggingFaceSource("org/x", revision=commit))
     first = await rig.model(source)
@@ -213,7 +211,7 @@ async def test_a_commit_of_a_hub_that_is_in_the_cache_needs_no_network(rig: Sour
 
 @pytest.mark.slow
 async def test_a_model_whose_hub_cannot_be_asked_is_what_it_was_last(
-    rig: SourceRig, hub: HubServer, caplog: pytest.LogCaptureFixture
+    rig: SourceRig, hub: SourceServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     commit = hub.push("org/x", MODEL)
     source = Source(hugging_face=HuggingFaceSource("org/x"))
@@ -224,7 +222,7 @@ async def test_a_model_whose_hub_cannot_be_asked_is_what_it_was_last(
 
 
 @pytest.mark.slow
-async def test_of_a_models_repository_only_what_is_loaded_is_fetched(rig: SourceRig, hub: HubServer) -> None:
+async def test_of_a_models_repository_only_what_is_loaded_is_fetched(rig: SourceRig, hub: SourceServer) -> None:
     others = {"unet/diffusion_pytorch_model.bin": b"x", "README.md": b"x", ".gitattributes": b"x", "big.safetensors": b"x"}
     hub.push("org/x", {**MODEL, **others})
     assert content(await rig.model(Source(hugging_face=HuggingFaceSource("org/x")))) == MODEL
@@ -233,17 +231,16 @@ async def test_of_a_models_repository_only_what_is_loaded_is_fetched(rig: Source
 
 
 @pytest.mark.slow
-async def test_a_hub_whose_answer_has_no_end_is_given_up_in_bounded_memory(tmp_path: Path, hub: HubServer) -> None:
+async def test_a_hub_whose_answer_has_no_end_is_given_up_in_bounded_memory(tmp_path: Path, hub: SourceServer) -> None:
     rig = SourceRig(tmp_path, limits=FetchLimits(memory_bytes=300 << 20))
     hub.files["/api/models/org/x/revision/main"] = Served(b"[" * (200 << 20))
-    hub.find = lambda path: hub.files.get(path)  # type: ignore[method-assign]
     error = await rig.refusal(Source(hugging_face=HuggingFaceSource("org/x")))
     assert (error.code, "more memory than" in error.message) == (ErrorCode.TOO_LARGE, True)
 
 
 @pytest.mark.slow
 async def test_a_fetch_takes_no_token_and_no_proxy_from_its_surroundings(
-    rig: SourceRig, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    rig: SourceRig, hub: SourceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"HF_TOKEN": "hf_ofauser", "HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
@@ -258,7 +255,7 @@ async def test_a_fetch_takes_no_token_and_no_proxy_from_its_surroundings(
     assert set(hub.authorizations) == {None}
 
 
-async def test_a_token_comes_from_its_secret_and_is_seen_nowhere(rig: SourceRig, hub: HubServer) -> None:
+async def test_a_token_comes_from_its_secret_and_is_seen_nowhere(rig: SourceRig, hub: SourceServer) -> None:
     hub.token = "hf_verysecret"
     hub.push("org/x", {"a.safetensors": Served(adapter_bytes(), gate_after=10)})
     source = Source(hugging_face=HuggingFaceSource("org/x", file="a.safetensors", token_secret_ref=SecretKey("hub-token")))
@@ -281,8 +278,8 @@ async def test_a_token_comes_from_its_secret_and_is_seen_nowhere(rig: SourceRig,
 
 
 @pytest.mark.slow
-async def test_a_token_is_not_sent_to_where_a_hub_redirects(rig: SourceRig, hub: HubServer) -> None:
-    with HubServer().running() as elsewhere:
+async def test_a_token_is_not_sent_to_where_a_hub_redirects(rig: SourceRig, hub: SourceServer) -> None:
+    with SourceServer().running() as elsewhere:
         elsewhere.files["/cdn"] = Served(adapter_bytes())
         elsewhere.token = None
         file = Served(adapter_bytes(), redirect=f"{elsewhere.url}/cdn?Signature=abc")
@@ -298,15 +295,14 @@ async def test_a_token_is_not_sent_to_where_a_hub_redirects(rig: SourceRig, hub:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repo", ["../x", "a/b/c", "org/"])
-async def test_a_repository_that_is_no_name_of_one_is_refused(rig: SourceRig, hub: HubServer, repo: str) -> None:
+async def test_a_repository_that_is_no_name_of_one_is_refused(rig: SourceRig, hub: SourceServer, repo: str) -> None:
     error = await rig.refusal(Source(hugging_face=HuggingFaceSource(repo)))
     assert error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.SOURCE_NOT_FOUND)
 
 
 @pytest.mark.slow
-async def test_a_hub_that_answers_something_else_is_told(rig: SourceRig, hub: HubServer) -> None:
+async def test_a_hub_that_answers_something_else_is_told(rig: SourceRig, hub: SourceServer) -> None:
     hub.files["/api/models/org/x/revision/main"] = Served(b"<html>")
-    hub.find = lambda path: hub.files.get(path)  # type: ignore[method-assign]
     assert (await rig.refusal(Source(hugging_face=HuggingFaceSource("org/x")))).code is ErrorCode.NETWORK_ERROR
 
 

@@ -12,9 +12,8 @@ from diffusion_worker.engine.state.state_document import DesiredModel, DesiredSt
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched
 from diffusion_worker.sources.source import HuggingFaceSource, S3Source, Source
-from support.sources.hub_server import HubServer
-from support.sources.rig import SourceRig, adapter_bytes
-from support.sources.s3_server import S3Server, s3_server
+from support.sources.rig import S3Server, SourceRig, adapter_bytes, s3_server
+from support.sources.servers import SourceServer
 
 SOURCE = Source(hugging_face=HuggingFaceSource("org/x"))
 
@@ -44,7 +43,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-async def test_a_branch_that_moved_is_fetched_as_it_was_pinned(hub: HubServer, rig: SourceRig, tmp_path: Path) -> None:
+async def test_a_branch_that_moved_is_fetched_as_it_was_pinned(hub: SourceServer, rig: SourceRig, tmp_path: Path) -> None:
     pinned = hub.push("org/x", model(1))
     hub.push("org/x", model(2))
     found = await rig.model(SOURCE, revision=pinned)
@@ -52,7 +51,7 @@ async def test_a_branch_that_moved_is_fetched_as_it_was_pinned(hub: HubServer, r
     assert weights(await rig.model(SOURCE)) == model(2)["unet/x.safetensors"], "without a pin it is what the branch has now"
 
 
-async def test_a_pinned_commit_that_is_in_the_cache_needs_no_source(hub: HubServer, rig: SourceRig) -> None:
+async def test_a_pinned_commit_that_is_in_the_cache_needs_no_source(hub: SourceServer, rig: SourceRig) -> None:
     """RF12: it was fetched by its branch, as the first replica does."""
     pinned = hub.push("org/x", model(1))
     first = await rig.model(SOURCE)
@@ -62,7 +61,7 @@ async def test_a_pinned_commit_that_is_in_the_cache_needs_no_source(hub: HubServ
     assert await rig.model(SOURCE, revision=pinned) == first
 
 
-async def test_a_pinned_commit_is_not_replaced_by_what_was_fetched_last(hub: HubServer, rig: SourceRig) -> None:
+async def test_a_pinned_commit_is_not_replaced_by_what_was_fetched_last(hub: SourceServer, rig: SourceRig) -> None:
     """RF12: without the commit in the cache a source that is gone is said to be gone."""
     hub.push("org/x", model(2))
     await rig.model(SOURCE)
@@ -102,7 +101,7 @@ async def fetched_revision(rig: SourceRig, tmp_path: Path, pinned: DesiredModel 
     return fetch.revision
 
 
-async def test_a_server_follows_the_pin_of_its_own_source_and_no_other(hub: HubServer, rig: SourceRig, tmp_path: Path) -> None:
+async def test_a_server_follows_the_pin_of_its_own_source_and_no_other(hub: SourceServer, rig: SourceRig, tmp_path: Path) -> None:
     pinned = hub.push("org/x", model(1))
     newest = hub.push("org/x", model(2))
     other = Source(hugging_face=HuggingFaceSource("org/x", revision="other"))
@@ -111,6 +110,7 @@ async def test_a_server_follows_the_pin_of_its_own_source_and_no_other(hub: HubS
     assert await fetched_revision(rig, tmp_path, None) == newest
 
 
-async def test_a_model_that_cannot_be_had_ends_the_start_in_the_words_of_its_code(hub: HubServer, rig: SourceRig, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("hub")
+async def test_a_model_that_cannot_be_had_ends_the_start_in_the_words_of_its_code(rig: SourceRig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^SourceNotFound: model: hub org/x@gone"):
         await fetched_revision(rig, tmp_path, DesiredModel(SOURCE, "gone"))

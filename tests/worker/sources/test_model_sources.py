@@ -18,9 +18,8 @@ from diffusion_worker.engine.startup.model_digest import digest_of
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.offline.engine import DiffusionEngine
 from diffusion_worker.sources.options import locate_model
-from support.sources.http_sources import Served
-from support.sources.hub_server import HubServer
 from support.sources.rig import SourceRig, adapter_bytes, fetch_processes, until
+from support.sources.servers import Served, SourceServer
 from support.worker.fake_rank_group import FakeRankGroup
 from support.worker.process import DIGITS, DIGITS_MODEL, WorkerProcess
 
@@ -50,7 +49,7 @@ async def starting(tmp_path: Path, model: str, **options: object) -> AsyncIterat
         await engine.terminate()
 
 
-async def test_a_worker_answers_while_it_fetches_and_says_how_far_it_is(hub: HubServer, tmp_path: Path) -> None:
+async def test_a_worker_answers_while_it_fetches_and_says_how_far_it_is(hub: SourceServer, tmp_path: Path) -> None:
     weights = Served(SMALL["unet/x.safetensors"], gate_after=50_000)
     commit = hub.push("org/tiny", {**SMALL, "unet/x.safetensors": weights})
     async with starting(tmp_path, "hf://org/tiny") as (engine, start, config):
@@ -68,7 +67,7 @@ async def test_a_worker_answers_while_it_fetches_and_says_how_far_it_is(hub: Hub
 
 
 async def test_a_missing_secret_is_shown_and_the_fetch_goes_on_when_it_appears(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: SourceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_fetching, "FIRST_RETRY_S", 0.05)
     hub.push("org/tiny", SMALL)
@@ -92,7 +91,7 @@ async def test_a_missing_secret_is_shown_and_the_fetch_goes_on_when_it_appears(
         ({"model_index.json": b"no JSON", "unet/x.safetensors": adapter_bytes()}, "model_index.json cannot be read"),
     ],
 )
-async def test_a_repository_that_is_no_model_ends_the_start(hub: HubServer, tmp_path: Path, files: dict[str, bytes], says: str) -> None:
+async def test_a_repository_that_is_no_model_ends_the_start(hub: SourceServer, tmp_path: Path, files: dict[str, bytes], says: str) -> None:
     hub.push("org/tiny", files)
     async with starting(tmp_path, "hf://org/tiny") as (_, start, _):
         with pytest.raises(ConfigError) as refused:
@@ -101,7 +100,7 @@ async def test_a_repository_that_is_no_model_ends_the_start(hub: HubServer, tmp_
 
 
 @pytest.mark.slow
-async def test_a_model_that_cannot_be_had_in_the_time_of_a_start_ends_it(hub: HubServer, tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_had_in_the_time_of_a_start_ends_it(hub: SourceServer, tmp_path: Path) -> None:
     hub.token = "another"
     async with starting(tmp_path, "hf://org/tiny", startup_timeout_s=5.0) as (_, start, _):
         with pytest.raises(ConfigError, match="SourceUnauthorized"):
@@ -109,7 +108,7 @@ async def test_a_model_that_cannot_be_had_in_the_time_of_a_start_ends_it(hub: Hu
 
 
 @pytest.mark.slow
-async def test_a_last_try_that_is_cut_short_does_not_hide_why_the_one_before_failed(hub: HubServer, tmp_path: Path) -> None:
+async def test_a_last_try_that_is_cut_short_does_not_hide_why_the_one_before_failed(hub: SourceServer, tmp_path: Path) -> None:
     hub.push("org/tiny", {name: Served(content, gate_after=0) for name, content in SMALL.items()})
     source = '{"huggingFace": {"repo": "org/tiny", "tokenSecretRef": {"name": "hub"}}}'
     async with starting(tmp_path, source, startup_timeout_s=5.0) as (engine, start, _):
@@ -121,7 +120,7 @@ async def test_a_last_try_that_is_cut_short_does_not_hide_why_the_one_before_fai
 
 
 @pytest.mark.slow
-async def test_a_worker_that_ends_while_it_fetches_leaves_no_process(hub: HubServer, tmp_path: Path) -> None:
+async def test_a_worker_that_ends_while_it_fetches_leaves_no_process(hub: SourceServer, tmp_path: Path) -> None:
     hub.push("org/tiny", {**SMALL, "unet/x.safetensors": Served(SMALL["unet/x.safetensors"], gate_after=50_000)})
     async with starting(tmp_path, "hf://org/tiny") as (engine, _, _):
         await until(hub.at_gate.is_set)
@@ -131,7 +130,7 @@ async def test_a_worker_that_ends_while_it_fetches_leaves_no_process(hub: HubSer
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_told_to_end_while_it_fetches_ends_with_0(hub: HubServer) -> None:
+def test_a_worker_that_is_told_to_end_while_it_fetches_ends_with_0(hub: SourceServer) -> None:
     hub.push("org/tiny", {**SMALL, "unet/x.safetensors": Served(SMALL["unet/x.safetensors"], gate_after=50_000)})
     with WorkerProcess(model="hf://org/tiny", options=("--allow-http-sources",)) as worker:  # type: ignore[arg-type]
         worker.wait_for(lambda: worker.state()["load"]["bytesDone"] >= 50_000, what="halfway")
@@ -144,7 +143,7 @@ def test_a_worker_that_is_told_to_end_while_it_fetches_ends_with_0(hub: HubServe
 
 
 @pytest.mark.slow
-def test_a_real_worker_serves_a_model_and_an_adapter_of_a_hub_as_it_does_from_folders(hub: HubServer, tmp_path: Path) -> None:
+def test_a_real_worker_serves_a_model_and_an_adapter_of_a_hub_as_it_does_from_folders(hub: SourceServer, tmp_path: Path) -> None:
     commit = hub.push("org/digits", {**DIGITS_FILES, "README.md": b"not fetched"})
     stripes = {path.name: path.read_bytes() for path in (DIGITS / "loras" / "stripes").iterdir()}
     hub.push("org/styles", {f"stripes/{name}": content for name, content in stripes.items()})
@@ -166,7 +165,7 @@ def test_a_real_worker_serves_a_model_and_an_adapter_of_a_hub_as_it_does_from_fo
 
 
 @pytest.mark.slow
-def test_an_engine_in_a_script_takes_a_model_of_a_hub(hub: HubServer) -> None:
+def test_an_engine_in_a_script_takes_a_model_of_a_hub(hub: SourceServer) -> None:
     commit = hub.push("org/digits", DIGITS_FILES)
     with DiffusionEngine("hf://org/digits", allow_http_sources=True, startup_timeout_s=120.0) as engine:
         [image] = engine.generate("a red seven", seed=1)

@@ -13,8 +13,8 @@ from diffusion_worker.sources.selection import adapter_files, model_files
 from diffusion_worker.sources.source import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
 from diffusion_worker.sources.transport import checked_client
 from diffusion_worker.sources.transport_rules import allowed_addresses, why_refused
-from support.sources.http_sources import Served, SourceServer
 from support.sources.rig import SourceRig, adapter_bytes
+from support.sources.servers import Served, SourceServer
 
 SHA = "0123456789abcdef" * 4
 

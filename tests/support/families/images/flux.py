@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Flux pipelines: text to image, image to image, inpaint, fill, control, ControlNet and Kontext. Prompts are embeddings."""
 
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -42,7 +43,7 @@ KONTEXT_INPAINT = more(KONTEXT, mask_image=painted(SIDE), strength=1.0)
 
 def _family(name: str, request: Request, in_channels: int = 16) -> Family:
     family = "Flux Kontext" if "Kontext" in name else "Flux"
-    return entry(name, family, lambda kind: pipeline(kind, in_channels=in_channels), request, repeats=False)
+    return entry(name, family, partial(pipeline, in_channels=in_channels), request, repeats=False)
 
 
 FAMILIES = [

@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Flux 2 pipelines: with and without reference images, Klein distilled and with guidance, inpaint, and with a KV cache."""
 
+from functools import partial
 from typing import Any
 
-import diffusers
-
 from support.families.rig.family import Family, dynamic_flow
-from support.families.rig.tables import Request, asking, assemble, entry, more, noise, painted, pixels
+from support.families.rig.tables import Request, asking, entry, more, noise, on, painted, part, pixels
 
 # Pixels, the least that a reference may have. The VAE shrinks them by eight and packs 2 x 2: 16 tokens.
 SIDE = 64
 TEXT_TOKENS = 6
 
-
-def vae() -> Any:
-    """The VAE of Flux 2: 4 channels, packed to 16, with statistics of a batch norm."""
-    return diffusers.AutoencoderKLFlux2(
-        block_out_channels=(4,) * 4, down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=4, norm_num_groups=2, layers_per_block=1, sample_size=SIDE,
-    )  # fmt: skip
+# The VAE of Flux 2: 4 channels, packed to 16, with statistics of a batch norm.
+vae = part(
+    "AutoencoderKLFlux2", block_out_channels=(4,) * 4, down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=4, norm_num_groups=2, layers_per_block=1, sample_size=SIDE,
+)  # fmt: skip
 
 
 def pipeline(kind: str, **config: Any) -> Any:
     """A pipeline of the class `kind` on a transformer of two blocks."""
-    transformer = diffusers.Flux2Transformer2DModel(
-        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=kind == "Flux2Pipeline",
+    builder = on(
+        "Flux2Transformer2DModel", vae=vae, scheduler=dynamic_flow, patch_size=1, in_channels=16, out_channels=None, num_layers=1,
+        timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=kind == "Flux2Pipeline",
     )  # fmt: skip
-    return assemble(kind, scheduler=dynamic_flow(), vae=vae(), transformer=transformer, **config)
+    return builder(kind, **config)
 
 
 TEXT_TO_IMAGE = asking(SIDE, prompt_embeds=noise(1, TEXT_TOKENS, 16))
@@ -45,7 +42,7 @@ CACHED = "keys and values of the references are cached per request"
 
 def _family(name: str, request: Request, *, reason: str = "", **config: Any) -> Family:
     family = "Flux 2 Klein" if "Klein" in name else "Flux 2"
-    return entry(name, family, lambda kind: pipeline(kind, **config), request, reason=reason)
+    return entry(name, family, partial(pipeline, **config), request, reason=reason)
 
 
 FAMILIES = [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Qwen-Image pipelines: text to image, image to image, inpaint, ControlNet, edit, layers, and version 2.1."""
 
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -9,7 +10,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 
 from support.families.images.worded_images import PROMPTS, vision_language_model
 from support.families.rig.family import Family, dynamic_flow, seeded
-from support.families.rig.tables import Request, asking, assemble, entry, halfway, more, ones, painted, pixels, texts
+from support.families.rig.tables import Request, asking, entry, halfway, more, on, painted, part, pixels, small, texts, valid
 from support.families.rig.texts import letters
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
@@ -18,7 +19,16 @@ SIDE = 16
 EDIT_SIDE = 256
 TEXT_TOKENS = 6
 STATISTICS = {"latents_mean": [0.1] * 4, "latents_std": [1.3] * 4}
-SHAPE = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}
+SHAPE = {"num_layers": 2, "axes_dims_rope": (8, 4, 4)}
+
+
+def _vae_config(halvings: int) -> dict[str, Any]:
+    sizes = {"base_dim": 2, "z_dim": 4, "dim_mult": [1] * (halvings + 1), "num_res_blocks": 1}
+    return sizes | STATISTICS | {"temperal_downsample": [False] * halvings}
+
+
+# A Qwen VAE of real layers that halves images.
+small_vae = part("AutoencoderKLQwenImage", **_vae_config(halvings=1))
 
 
 class PatchVae(diffusers.AutoencoderKLQwenImage):  # type: ignore[misc]
@@ -55,47 +65,14 @@ class FakeProcessor:
         return [4]
 
 
-def small_vae() -> Any:
-    """A Qwen VAE of real layers that halves images."""
-    return diffusers.AutoencoderKLQwenImage(**_vae_config(halvings=1))
-
-
-def _vae_config(halvings: int) -> dict[str, Any]:
-    return {
-        "base_dim": 2,
-        "z_dim": 4,
-        "dim_mult": [1] * (halvings + 1),
-        "num_res_blocks": 1,
-        "temperal_downsample": [False] * halvings,
-    } | STATISTICS
-
-
 def pipeline(kind: str, *, mask_channels: int = 0, **config: Any) -> Any:
     """A pipeline of the class `kind` on a transformer of two blocks and packed latents of 4 channels."""
-    parts = {}
-    if "ControlNet" in kind:
-        parts["controlnet"] = diffusers.QwenImageControlNetModel(
-            in_channels=16, out_channels=4, extra_condition_channels=mask_channels, **SHAPE
-        )
-    return assemble(
-        kind,
-        transformer=diffusers.QwenImageTransformer2DModel(in_channels=16, out_channels=4, **SHAPE, **config),
-        vae=PatchVae() if "Edit" in kind or "Layered" in kind else small_vae(),
-        scheduler=dynamic_flow(),
-        **parts,
-    )
-
-
-def pipeline_21(kind: str) -> Any:
-    """Version 2.1, with conditions whose keys and values may be cached."""
-    transformer = diffusers.QwenImage21Transformer2DModel(
-        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, context_in_dim=16,
-        axes_dims_rope=(8, 4, 4),
+    builder = on(
+        "QwenImageTransformer2DModel", vae=PatchVae if "Edit" in kind or "Layered" in kind else small_vae, scheduler=dynamic_flow,
+        in_channels=16, **SHAPE, **config,
     )  # fmt: skip
-    vae = diffusers.AutoencoderKLQwenImage21(
-        base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, **STATISTICS
-    )
-    return assemble(kind, scheduler=dynamic_flow(), vae=vae, processor=FakeProcessor(), transformer=transformer)
+    controlnet = small("QwenImageControlNetModel", in_channels=16, extra_condition_channels=mask_channels, **SHAPE)
+    return builder(kind, **{"controlnet": controlnet} if "ControlNet" in kind else {})
 
 
 def layered_pipeline(kind: str) -> Any:
@@ -112,7 +89,12 @@ def worded_pipeline(kind: str) -> Any:
     return pipe
 
 
-VALID = {"prompt_embeds_mask": ones(1, TEXT_TOKENS), "negative_prompt_embeds_mask": ones(1, TEXT_TOKENS)}
+# Version 2.1, with conditions whose keys and values may be cached.
+vae_21 = part("AutoencoderKLQwenImage21", base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, **STATISTICS)
+on_21 = on("QwenImage21Transformer2DModel", vae=vae_21, scheduler=dynamic_flow, num_layers=2, context_in_dim=16, axes_dims_rope=(8, 4, 4))
+pipeline_21 = partial(on_21, processor=FakeProcessor)
+
+VALID = {"prompt_embeds_mask": valid(TEXT_TOKENS), "negative_prompt_embeds_mask": valid(TEXT_TOKENS)}
 TEXTS = texts(apart=200, prompt_embeds=(1, TEXT_TOKENS, 16)) | VALID
 # A prompt and a negative prompt: two model calls a step.
 TEXT = asking(scale="true_cfg_scale", **TEXTS)
@@ -138,15 +120,15 @@ CACHED = "keys and values of the prompt are cached per request"
 
 # Two layered images of one prompt have one entry of what tells colours from transparency.
 TWO_PROMPTS = {"prompt": ["a fox", "a hare"]} | {
-    f"{kind}prompt_embeds{part}": value
-    for kind in ("", "negative_")
-    for part, value in {"": seeded(7, 2, TEXT_TOKENS, 16), "_mask": torch.ones(2, TEXT_TOKENS, dtype=torch.int64)}.items()
+    f"{sign}prompt_embeds{suffix}": value
+    for sign in ("", "negative_")
+    for suffix, value in {"": seeded(7, 2, TEXT_TOKENS, 16), "_mask": torch.ones(2, TEXT_TOKENS, dtype=torch.int64)}.items()
 }
 
 
 def _family(name: str, request: Request, **config: Any) -> Family:
     family = "Qwen-Image-Edit" if "Edit" in name else "Qwen-Image"
-    return entry(name, family, lambda kind: pipeline(kind, **config), request)
+    return entry(name, family, partial(pipeline, **config), request)
 
 
 FAMILIES = [

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stable Diffusion 3: a transformer over image and text tokens together, guidance as twice the rows."""
 
+from functools import partial
 from typing import Any
 
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3ControlNetModel, SD3Transformer2DModel
-
-from support.families.rig.family import shifted_vae
-from support.families.rig.tables import asking, assemble, entry, halfway, more, painted, pixels, texts
+from support.families.rig.family import flow, shifted_vae
+from support.families.rig.tables import asking, assemble, entry, halfway, more, painted, part, pixels, texts
 
 WIDE = 16  # channels: inpainting knows its two kinds of model by 16 and 33
 SIZES = {
@@ -16,22 +15,11 @@ SIZES = {
 
 
 def _pipeline(kind: Any, channels: int = 4, **parts: Any) -> Any:
-    return assemble(
-        kind,
-        transformer=SD3Transformer2DModel(**SIZES | {"in_channels": channels, "out_channels": channels}, num_layers=2),
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=shifted_vae(channels),
-        **parts,
-    )
+    transformer = part("SD3Transformer2DModel", **SIZES | {"in_channels": channels, "out_channels": channels}, num_layers=2)
+    return assemble(kind, transformer=transformer, scheduler=flow, vae=partial(shifted_vae, channels), **parts)
 
 
-def _wide(kind: str) -> Any:
-    return _pipeline(kind, WIDE)
-
-
-def _controlnet(kind: str) -> Any:
-    return _pipeline(kind, controlnet=SD3ControlNetModel(**SIZES, num_layers=1))
-
+_controlnet = partial(_pipeline, controlnet=part("SD3ControlNetModel", **SIZES, num_layers=1))
 
 PROMPTS = asking(32, **texts(prompt_embeds=(1, 8, 32), pooled_prompt_embeds=(1, 32)))
 IMAGE_TO_IMAGE = halfway(PROMPTS, image=pixels())
@@ -41,6 +29,6 @@ CONTROLLED = more(PROMPTS, control_image=pixels())
 FAMILIES = [
     entry("StableDiffusion3Pipeline", "SD 3", _pipeline, PROMPTS, repeats=False),
     entry("StableDiffusion3Img2ImgPipeline", "SD 3", _pipeline, IMAGE_TO_IMAGE, repeats=False),
-    entry("StableDiffusion3InpaintPipeline", "SD 3", _wide, INPAINT, repeats=False),
+    entry("StableDiffusion3InpaintPipeline", "SD 3", partial(_pipeline, channels=WIDE), INPAINT, repeats=False),
     entry("StableDiffusion3ControlNetPipeline", "SD 3", _controlnet, CONTROLLED, repeats=False),
 ]

@@ -97,11 +97,6 @@ def seeded(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def token_mask(seed: int, length: int) -> torch.Tensor:
-    """[1, length], int64: 1 for the tokens of a prompt, whose number depends on the seed."""
-    return (torch.arange(length) < length - seed % 3).long()[None]
-
-
 def image(seed: int, width: int = 32, height: int = 32) -> Image.Image:
     """An image of random colours."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))

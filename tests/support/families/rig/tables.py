@@ -6,16 +6,24 @@ Real: the classes of diffusers and all that they compute. Not real: weights, pro
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import diffusers
 import torch
 from PIL import Image
 
-from support.families.rig.family import Arguments, Family, build_seeded, flow, image, mask, seeded, shifted_vae, token_mask
+from support.families.rig.family import Arguments, Family, build_seeded, flow, image, mask, seeded, shifted_vae
 
 Request = Callable[[int, int, float], Arguments]
 OfSeed = Callable[[int], Any]
+
+# Sizes of every transformer whose class has them, where its family gives no others.
+SMALL = {
+    "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_single_layers": 1,
+    "num_refiner_layers": 1, "joint_attention_dim": 16, "text_embed_dim": 16, "caption_channels": 16,
+}  # fmt: skip
 
 
 def noise(*shape: int, at: int = 0) -> OfSeed:
@@ -23,9 +31,9 @@ def noise(*shape: int, at: int = 0) -> OfSeed:
     return lambda seed: seeded(seed + at, *shape)
 
 
-def ones(*shape: int, dtype: torch.dtype = torch.int64) -> OfSeed:
-    """A mask of tokens that are all valid."""
-    return lambda seed: torch.ones(*shape, dtype=dtype)
+def valid(tokens: int, count: Callable[[int], int] | None = None, dtype: torch.dtype = torch.int64) -> OfSeed:
+    """[1, tokens], a mask of a prompt: all tokens are valid, or the first `count(seed)`."""
+    return lambda seed: (torch.arange(tokens)[None] < (count(seed) if count else tokens)).to(dtype)
 
 
 def pixels(width: int = 32, height: int | None = None, *, at: int = 0) -> OfSeed:
@@ -43,11 +51,6 @@ def painted(side: int = 32) -> OfSeed:
     return lambda seed: mask(seed, side, side)
 
 
-def padded(length: int) -> OfSeed:
-    """A mask of booleans; the last tokens are padding, as many as the seed says and at least one."""
-    return lambda seed: torch.arange(length)[None] < length - seed % 3 - 1
-
-
 def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[str, OfSeed]:
     """Embeddings by name and negative ones, whose values are `apart` from them; those of the next name are a `step` away."""
     found = {}
@@ -58,12 +61,12 @@ def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[
 
 
 def masks(dtype: torch.dtype = torch.int64, **lengths: int) -> dict[str, OfSeed]:
-    """Masks of tokens by name and negative ones, each with its number of valid tokens."""
+    """Masks of tokens by name and negative ones, each with its number of tokens; the seed says how many are valid."""
 
-    def valid(length: int, at: int) -> OfSeed:
-        return lambda seed: token_mask(seed + at, length).to(dtype)
+    def of(length: int, at: int) -> OfSeed:
+        return valid(length, lambda seed: length - (seed + at) % 3, dtype)
 
-    return {f"{sign}{name}": valid(length, at) for name, length in lengths.items() for at, sign in enumerate(("", "negative_"))}
+    return {f"{sign}{name}": of(length, at) for name, length in lengths.items() for at, sign in enumerate(("", "negative_"))}
 
 
 def halfway(request: Request, **given: Any) -> Request:
@@ -99,15 +102,34 @@ def _of_seed(value: Any, seed: int) -> Any:
 
 
 def assemble(kind: Any, **parts: Any) -> Any:
-    """A pipeline of a class, or of diffusers' class of that name; components that it must have and is not given are None."""
+    """A pipeline of a class, or of diffusers' class of that name; components that it must have and is not given are None.
+
+    A part that is given as a function or a class is made by it, for each pipeline again.
+    """
     found = getattr(diffusers, kind) if isinstance(kind, str) else kind
     needed = [name for name, parameter in inspect.signature(found).parameters.items() if parameter.default is parameter.empty]
-    return found(**dict.fromkeys(needed) | parts)
+    made = {name: given() if isinstance(given, FunctionType | partial | type) else given for name, given in parts.items()}
+    return found(**dict.fromkeys(needed) | made)
 
 
-def on(model: str, *, vae: Callable[[], Any] = shifted_vae, scheduler: Callable[[], Any] = flow, **config: Any) -> Callable[[str], Any]:
-    """A builder of pipelines on a transformer of this class, a VAE and a scheduler."""
-    return lambda kind: assemble(kind, transformer=getattr(diffusers, model)(**config), vae=vae(), scheduler=scheduler())
+def part(name: str, **config: Any) -> Callable[..., Any]:
+    """A maker of objects of diffusers' class of that name, which is not imported before; it takes more settings, or others."""
+    return lambda **others: getattr(diffusers, name)(**config | others)
+
+
+def small(name: str, **config: Any) -> Callable[[], Any]:
+    """A maker of transformers: of the sizes in `SMALL` those that the class has, and these."""
+
+    def make() -> Any:
+        has = inspect.signature(getattr(diffusers, name)).parameters
+        return part(name, **{size: value for size, value in SMALL.items() if size in has} | config)()
+
+    return make
+
+
+def on(model: str, *, vae: Callable[[], Any] = shifted_vae, scheduler: Callable[[], Any] = flow, **config: Any) -> partial[Any]:
+    """A builder of pipelines on a transformer of this class, as `small` makes it, a VAE and a scheduler; it takes other parts too."""
+    return partial(assemble, transformer=small(model, **config), vae=vae, scheduler=scheduler)
 
 
 def of_two_prompts(request: Request, *, images: bool = False) -> Arguments:

@@ -19,7 +19,7 @@ from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.loading.compilation import Compilation, regions_of
 from diffusion_worker.runner.loading.offloading import Offloading
 from diffusion_worker.runner.model_call.call import ModelCall
-from support.lora.models import layers_of, load, merged, random_factors, run
+from support.lora.adapters import layers_of, load, merged, random_factors, run
 from support.runner.rig import RunnerRig, levels_apart, request
 from support.worker.process import DIGITS, WorkerProcess
 

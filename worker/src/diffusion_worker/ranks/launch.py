@@ -92,6 +92,7 @@ def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:
     import diffusion_worker.ranks.quiet  # noqa: F401
     from diffusion_worker.ranks.worker_proc import WorkerProc
 
+    gc.freeze()
     gc.enable()
     WorkerProc.worker_main(arguments, listener)
 

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters with random factors for a module, applied by our layers, by peft, and by merging. Real: both kinds of layers."""
+"""Adapters with random factors for a module, applied by our layers, by peft and by merging; folders of peft, good ones and bad ones.
+
+Real: both kinds of layers, and all files. Not real: the factors, which are random. A bad folder is no adapter, or none for the model.
+"""
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import peft
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from diffusion_worker.lora.adapter_file import PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
+from diffusion_worker.lora.peft_settings import CONFIG_FILE
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
 Factors = Mapping[str, LoRAFactors]
+Tensors = dict[str, torch.Tensor]
 
 
 def factors_of(layer: Any, *, rank: int, scaling: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> LoRAFactors:
@@ -26,10 +35,8 @@ def factors_of(layer: Any, *, rank: int, scaling: float = 1.0, seed: int = 0, dt
 
 def random_factors(model: nn.Module, names: Sequence[str], *, rank: int = 4, scaling: float = 1.0, seed: int = 0) -> dict[str, LoRAFactors]:
     """Factors for the layers of these names."""
-    return {
-        name: factors_of(model.get_submodule(name), rank=rank, scaling=scaling, seed=seed * 100 + number)
-        for number, name in enumerate(names)
-    }
+    numbered = enumerate(names, seed * 100)
+    return {name: factors_of(model.get_submodule(name), rank=rank, scaling=scaling, seed=number) for number, name in numbered}
 
 
 def checkpoint_of(factors: Factors) -> LoRACheckpoint:
@@ -57,6 +64,8 @@ def run(layers: AdapterLayers, model: nn.Module, x: torch.Tensor, uses: Sequence
 
 def with_peft(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Module:
     """The model with an adapter in peft's own layers, unmerged. The model is changed."""
+    import peft  # in a second, which most users of this file save
+
     ranks = {name: each.a.shape[0] for name, each in factors.items()}
     made = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=list(factors), r=1, rank_pattern=ranks), model)
     for name, each in factors.items():
@@ -85,3 +94,50 @@ def require_rows_as_merged(
         for number, scale in own:
             merged(alone, adapters[number], scale)
         torch.testing.assert_close(made[row : row + 1], alone(x[row : row + 1]), atol=1e-5, rtol=1e-5)
+
+
+def write_adapter(folder: str | Path, linears: dict[str, nn.Linear], *, rank: int = 4, seed: int = 3) -> None:
+    """A folder that is the same for the same layers and seed; its effect is of the size of the layers' own."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, linear in linears.items():
+        inputs = linear.in_features
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(linear.out_features, rank, generator=generator) / 4
+    save_file(tensors, Path(folder) / PEFT_WEIGHTS)
+    (Path(folder) / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+
+
+def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
+    """Make a folder for each fault that an adapter can have; return them by the fault's name."""
+
+    def of_rank_128(tensors: Tensors) -> Tensors:
+        return {key: value.new_zeros((128, value.shape[1]) if "lora_A" in key else (len(value), 128)) for key, value in tensors.items()}
+
+    changed = ("no-config", "no-weights", "garbage", "other-modules", "other-shapes", "huge-rank", "cut")
+    made = {name: folder / name for name in ("empty", *changed, "missing")}
+    made["empty"].mkdir()
+    for name in changed:
+        shutil.copytree(like, made[name])
+    (made["no-config"] / CONFIG_FILE).unlink()
+    (made["no-weights"] / PEFT_WEIGHTS).unlink()
+    (made["garbage"] / PEFT_WEIGHTS).write_bytes(b"these are no tensors" * 100)
+    weights = (made["cut"] / PEFT_WEIGHTS).read_bytes()
+    (made["cut"] / PEFT_WEIGHTS).write_bytes(weights[: len(weights) // 2])
+    _write(made["other-modules"], like, lambda tensors: {key.replace("transformer_blocks", "layers"): tensors[key] for key in tensors})
+    # The axis that meets the model is twice as long: inputs of A, outputs of B.
+    _write(made["other-shapes"], like, lambda tensors: {key: torch.cat([tensors[key]] * 2, int("lora_A" in key)) for key in tensors})
+    changed_adapter(made["huge-rank"], like, config={"r": 128, "rank_pattern": {}}, tensors=of_rank_128)
+    return made
+
+
+def changed_adapter(folder: Path, like: Path, *, config: dict[str, Any] | None = None, tensors: Callable[[Any], Any] = dict) -> Path:
+    """A copy of a peft folder in `folder`, with other settings, and with what `tensors` makes of its torch tensors."""
+    settings = json.loads((like / CONFIG_FILE).read_text()) | (config or {})
+    (folder / CONFIG_FILE).write_text(json.dumps(settings))
+    _write(folder, like, tensors)
+    return folder
+
+
+def _write(folder: Path, like: Path, change: Callable[[Tensors], Tensors]) -> None:
+    save_file({key: value.contiguous() for key, value in change(load_file(like / PEFT_WEIGHTS)).items()}, folder / PEFT_WEIGHTS)

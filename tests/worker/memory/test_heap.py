@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Freezing passes by objects that were settled before, and they go once the model is given up."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from diffusion_worker.memory.heap import freeze_gc, unfreeze_gc
+
+
+class Loop:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def settled_again() -> Iterator[None]:
+    """Let what these tests thaw be settled for those that follow, as the collection of tests left it."""
+    yield
+    gc.freeze()
+
+
+def test_a_freeze_looks_at_nothing_that_was_settled_before_it() -> None:
+    loop = Loop()
+    settled = weakref.ref(loop)
+    try:
+        gc.freeze()
+        del loop
+        freeze_gc()
+        assert settled() is not None
+    finally:
+        unfreeze_gc()
+    gc.collect()
+    assert settled() is None
+
+
+def test_garbage_of_the_load_is_gone_after_a_freeze() -> None:
+    made = weakref.ref(Loop())
+    try:
+        freeze_gc()
+        assert made() is None
+    finally:
+        unfreeze_gc()
