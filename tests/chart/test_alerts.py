@@ -25,6 +25,7 @@ CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("alert_cas
 Rule = dict[str, Any]
 
 
+@pytest.mark.slow
 def test_each_alert_fires_when_it_should_and_not_a_minute_before_and_not_below_what_counts(tmp_path: Path) -> None:
     text = (CHART / "files" / "alerts.yaml").read_text().replace("OPERATOR_NAMESPACE", "diffusion-system")
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": yaml.safe_load(text)}))

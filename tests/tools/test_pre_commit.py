@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,7 @@ def test_each_hook_is_a_line_of_make_lint() -> None:
     assert [hook["entry"] for hook in local["hooks"] if hook["entry"].removesuffix(" --force-exclude") not in lines] == []
 
 
+@pytest.mark.slow
 def test_a_line_that_ruff_refuses_is_not_committed(tmp_path: Path) -> None:
     shutil.copy(CONFIG, tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 GRACE_S = 5.0
+# Most of them are Go programs, whose collector at its default took a seventh of an API server's start; this one takes 100 MB more.
+GO_COLLECTS_AT_PERCENT = "400"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str,
     output = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
     actions = [*_not_inherited(), no_input, output, (os.POSIX_SPAWN_DUP2, 1, 2)]
-    pid = os.posix_spawnp(words[0], words, dict(os.environ if env is None else env), file_actions=actions, setsid=True)
+    surroundings = {"GOGC": GO_COLLECTS_AT_PERCENT, **(os.environ if env is None else env)}
+    pid = os.posix_spawnp(words[0], words, surroundings, file_actions=actions, setsid=True)
     return Process(name, pid, _started_ticks(pid) or 0)
 
 

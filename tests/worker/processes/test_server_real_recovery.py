@@ -15,7 +15,7 @@ from support.worker.process import DIGITS, WorkerProcess, process_exists
 pytestmark = pytest.mark.slow
 
 SHORT = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4}
-LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 120}
+LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 60}
 STRIPES = DIGITS / "loras" / "stripes"
 
 

@@ -48,6 +48,7 @@ def test_a_runner_is_made_of_config_and_device_and_has_loaded_nothing(monkeypatc
     assert stats is not None and stats["size"] == 0
 
 
+@pytest.mark.slow
 def test_the_worker_owns_device_groups_and_memory_and_builds_the_runner_that_loads_and_executes() -> None:
     config = WorkerConfig(model=str(DIGITS_MODEL), served_name="digits")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -26,6 +26,8 @@ from support.families.rig.family import image, mask
 from support.runner.rig import RunnerRig, request
 from support.worker.process import DIGITS_MODEL
 
+pytestmark = pytest.mark.slow
+
 BUILDERS = {family.name: family.build for family in FAMILIES}
 
 

@@ -86,6 +86,7 @@ def slow(spec: RequestSpec) -> RequestSpec:
     return msgspec.structs.replace(spec, accelerated=False)
 
 
+@pytest.mark.slow
 @every_kind
 def test_an_accelerated_request_gets_in_company_what_it_gets_alone_and_skips_as_much(
     rigs: dict[StepCache, CachedRig], kind: StepCache
@@ -141,6 +142,7 @@ def test_a_shared_call_that_fails_is_made_for_each_request_by_itself(rigs: dict[
         assert levels_apart(together[name], image) <= 1
 
 
+@pytest.mark.slow
 @every_kind
 def test_an_exact_request_and_one_that_is_not_accelerated_are_bit_equal_to_a_worker_without_a_cache(
     rigs: dict[StepCache, CachedRig], plain: RunnerRig, kind: StepCache

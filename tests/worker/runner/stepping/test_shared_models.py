@@ -122,16 +122,17 @@ def run_in_company(rig: RunnerRig, guilty: RequestSpec, *others: RequestSpec) ->
     return images, rig.replays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what"),
     [
         ("Tiling", "calls vae.enable_tiling()"),
-        pytest.param("Setting", "sets vae.use_tiling", marks=pytest.mark.slow),
-        pytest.param("Swallowing", "sets vae.tile_latent_min_size", marks=pytest.mark.slow),
-        pytest.param("Stubborn", "sets vae.tile_latent_min_size", marks=pytest.mark.slow),
-        pytest.param("AtTheLastStep", "sets vae.use_tiling", marks=pytest.mark.slow),
-        pytest.param("OfAPart", "sets transformer.transformer_blocks[1].attn.scale", marks=pytest.mark.slow),
-        pytest.param("OfWeights", "sets transformer.proj_out.bias", marks=pytest.mark.slow),
+        ("Setting", "sets vae.use_tiling"),
+        ("Swallowing", "sets vae.tile_latent_min_size"),
+        ("Stubborn", "sets vae.tile_latent_min_size"),
+        ("AtTheLastStep", "sets vae.use_tiling"),
+        ("OfAPart", "sets transformer.transformer_blocks[1].attn.scale"),
+        ("OfWeights", "sets transformer.proj_out.bias"),
     ],
 )
 def test_a_request_that_would_change_the_model_is_made_alone_and_all_images_are_as_alone(rig_of: Any, name: str, what: str) -> None:
