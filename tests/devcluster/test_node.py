@@ -27,8 +27,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def all_commands() -> dict[str, daemons.Command]:
-    folder = Path("/cache/kube")
-    return daemons.storage(Path("/cache/debian"), Path("/cache/etcd")) | daemons.apiserver(folder) | daemons.controllers(folder)
+    debian, containerd, etcd, kube = (Path("/cache") / name for name in ("debian", "containerd", "etcd", "kube"))
+    return daemons.storage(debian, containerd, etcd) | daemons.apiserver(kube) | daemons.controllers(kube)
 
 
 def test_every_configuration_file_parses_and_every_one_named_is_written() -> None:

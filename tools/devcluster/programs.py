@@ -16,13 +16,15 @@ KUBERNETES = "1.36.2"
 HELM = "v3.22.0"
 KIND = "v0.33.0"
 SYFT = "v1.57.0"
+# Debian's is of 2022: it knows neither image volumes nor devices of resource claims.
+CONTAINERD = "v2.4.2"
 
 KUBE_NAMES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl", "cri-pull")
 _VERSION = "k8s.io/component-base/version"
 _KUBE_LDFLAGS = f"-s -w -X {_VERSION}.gitVersion=v{KUBERNETES} -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor={KUBERNETES.split('.')[1]}"
 
 # Unpacked beside each other, never installed: Debian would start them as services, now or after the next boot.
-UNPACKED = ("containerd", "containernetworking-plugins", "docker-registry", "etcd-server", "runc")
+UNPACKED = ("containernetworking-plugins", "docker-registry", "etcd-server", "runc")
 # Installed, where they are missing: program -> package.
 INSTALLED = {
     "buildah": "buildah",
@@ -66,6 +68,11 @@ def pause() -> Path:
     return _own_program("pause", what="pause")
 
 
+def device_driver() -> Path:
+    """The driver of a device that is none, for tests of resource claims."""
+    return _own_program("device_driver", what="the test device's driver (about 30 s, once)")
+
+
 def helm() -> Path:
     """Helm, the machine's own or one built from its Go module."""
     return _found_or_installed("helm", f"helm.sh/helm/v3/cmd/helm@{HELM}", what=f"Helm {HELM} (about 90 s, once)")
@@ -82,9 +89,17 @@ def syft() -> Path:
     return _found_or_installed("syft", module, what=f"syft {SYFT} (about 4 minutes, once)", ldflags=its_version)
 
 
+def containerd() -> Path:
+    """A folder with containerd, its shim and `ctr`."""
+    of = "github.com/containerd/containerd/v2"
+    modules = [f"{of}/cmd/{name}@{CONTAINERD}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")]
+    its_version = f"-X {of}/version.Version={CONTAINERD}"
+    return _installed("containerd", modules, what=f"containerd {CONTAINERD} (about a minute, once)", ldflags=its_version)
+
+
 def debian() -> Path:
-    """A folder with containerd, runc, etcd, the CNI plugins and a registry in Debian's own folders (`usr/bin`, …)."""
-    return _unpacked("debian", UNPACKED, what="containerd, etcd, runc")
+    """A folder with runc, etcd, the CNI plugins and a registry in Debian's own folders (`usr/bin`, …)."""
+    return _unpacked("debian", UNPACKED, what="etcd, runc")
 
 
 def etcd() -> Path:
@@ -143,15 +158,16 @@ def _own_program(name: str, *, what: str) -> Path:
 
 def _found_or_installed(name: str, module: str, *, what: str, ldflags: str = "") -> Path:
     found = shutil.which(name)
-    if found:
-        return Path(found)
+    return Path(found) if found else _installed(name, [module], what=what, ldflags=ldflags) / name
 
+
+def _installed(name: str, modules: list[str], *, what: str, ldflags: str = "") -> Path:
     def make(draft: Path) -> None:
         environment = {**_go_environment(), "GOBIN": str(draft)}
-        argv = [checks.go(), "install", "-trimpath", "-ldflags", f"-s -w {ldflags}", module]
+        argv = [checks.go(), "install", "-trimpath", "-ldflags", f"-s -w {ldflags}", *modules]
         run_logged(argv, what=what, log=log_dir() / f"{name}.log", env=environment)
 
-    return cached(name, content_hash([module], relative_to=HERE), make) / name
+    return cached(name, content_hash([*modules], relative_to=HERE), make)
 
 
 def _go_build(sources: Path, target: Path, *, ldflags: str, what: str) -> None:

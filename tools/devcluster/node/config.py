@@ -66,6 +66,11 @@ class Node:
         return self.state / "cni"
 
     @property
+    def cdi(self) -> Path:
+        """Where drivers of devices tell the runtime what a container gets."""
+        return self.run / "cdi"
+
+    @property
     def containerd_socket(self) -> Path:
         return self.run / "containerd.sock"
 
@@ -153,28 +158,31 @@ def coredns_manifest(image: str) -> str:
 
 
 def _containerd(node: Node, debian: Path, pause_image: str) -> str:
-    cri = "io.containerd.grpc.v1.cri"
-    return f"""version = 2
+    images, runtime = "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"
+    return f"""version = 3
 root = "{node.containerd_root}"
 state = "{node.run}/containerd"
 [grpc]
   address = "{node.containerd_socket}"
-[plugins."{cri}"]
-  sandbox_image = "{pause_image}"
+[plugins."{images}"]
+  snapshotter = "overlayfs"
+  # The packed layers are in the registry already.
+  discard_unpacked_layers = true
+  [plugins."{images}".pinned_images]
+    sandbox = "{pause_image}"
+  [plugins."{images}".registry]
+    config_path = "{node.conf}/registries"
+[plugins."{runtime}"]
   disable_apparmor = true
   # Without CAP_SYS_RESOURCE (root in many containers) the kernel refuses a lower score, and with it every pod.
   restrict_oom_score_adj = true
-  [plugins."{cri}".containerd]
-    snapshotter = "overlayfs"
+  cdi_spec_dirs = ["{node.cdi}"]
+  [plugins."{runtime}".containerd]
     default_runtime_name = "runc"
-    # The packed layers are in the registry already.
-    discard_unpacked_layers = true
-    [plugins."{cri}".containerd.runtimes.runc]
+    [plugins."{runtime}".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
-  [plugins."{cri}".registry]
-    config_path = "{node.conf}/registries"
-  [plugins."{cri}".cni]
-    bin_dir = "{debian}/usr/lib/cni"
+  [plugins."{runtime}".cni]
+    bin_dirs = ["{debian}/usr/lib/cni"]
     conf_dir = "{node.cni}"
 """
 

@@ -12,19 +12,19 @@ from .config import AUDIT_LOG, AUDIT_POLICY_FILE, CERTS, CONF, NODE_IP, SERVICE_
 Command = list[str | Path]
 
 
-def storage(debian: Path, etcd: Path) -> dict[str, Command]:
+def storage(debian: Path, runtime: Path, etcd: Path) -> dict[str, Command]:
     """What needs no API server."""
     client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
     return {
         "etcd": etcd_command(etcd, NODE_STATE / "etcd", client, peer),
         "registry": [debian / "usr/bin/docker-registry", "serve", CONF / "registry.json"],
-        "containerd": containerd(first_node(), debian),
+        "containerd": containerd(first_node(), runtime),
     }
 
 
-def containerd(node: Node, debian: Path) -> Command:
+def containerd(node: Node, runtime: Path) -> Command:
     """The runtime alone."""
-    return [debian / "usr/bin/containerd", "--config", node.conf / "containerd.toml"]
+    return [runtime / "containerd", "--config", node.conf / "containerd.toml"]
 
 
 def apiserver(kube: Path) -> dict[str, Command]:
@@ -97,11 +97,11 @@ def agents(node: Node, kube: Path) -> dict[str, Command]:
     }
 
 
-def folders(debian: Path) -> list[Path]:
-    """Where the runtime looks for its own programs."""
-    return [debian / "usr/bin", debian / "usr/sbin"]
+def folders(debian: Path, runtime: Path) -> list[Path]:
+    """Where the runtime looks for its shim, and its shim for runc."""
+    return [runtime, debian / "usr/bin", debian / "usr/sbin"]
 
 
-def ctr(node: Node, debian: Path) -> Command:
+def ctr(node: Node, runtime: Path) -> Command:
     """containerd's own client, on the images that the kubelet sees."""
-    return [debian / "usr/bin/ctr", "--address", node.containerd_socket, "--namespace", "k8s.io"]
+    return [runtime / "ctr", "--address", node.containerd_socket, "--namespace", "k8s.io"]

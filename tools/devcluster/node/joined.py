@@ -97,7 +97,7 @@ def end() -> None:
 
 
 def _start(node: config.Node) -> None:
-    debian, kube = programs.debian(), programs.kube()
+    debian, containerd, kube = programs.debian(), programs.containerd(), programs.kube()
     for folder in (node.state, node.run):
         folder.mkdir(parents=True)
     pause_image = _pause_image()
@@ -110,14 +110,14 @@ def _start(node: config.Node) -> None:
 
     def launch(commands: dict[str, daemons.Command]) -> None:
         for name, argv in commands.items():
-            environment = namespace.environment(*daemons.folders(debian))
+            environment = namespace.environment(*daemons.folders(debian, containerd))
             running.append(processes.start(name, [*namespace.entering(pid), *argv], log=node.logs / f"{name}.log", env=environment))
             processes.save(running, node.state / _NOTE)
 
-    launch({"containerd": daemons.containerd(node, debian)})
-    if runtime.forget_containers(node, pid, debian):
+    launch({"containerd": daemons.containerd(node, containerd)})
+    if runtime.forget_containers(node, pid, containerd):
         running.pop().stop()
-        launch({"containerd": daemons.containerd(node, debian)})
+        launch({"containerd": daemons.containerd(node, containerd)})
     launch(daemons.agents(node, kube))
     ends = time.monotonic() + READY_S
     while not _ready(node):
@@ -128,7 +128,7 @@ def _start(node: config.Node) -> None:
 
 def _pause_image() -> str:
     words = (config.CONF / "containerd.toml").read_text()
-    return words.split('sandbox_image = "')[1].split('"')[0]
+    return words.split('sandbox = "')[1].split('"')[0]
 
 
 def _link_images(node: config.Node) -> None:

@@ -13,18 +13,18 @@ from .config import Node
 ANSWER_S = 30.0
 
 
-def forget_containers(node: Node, pid: int, debian: Path) -> bool:
+def forget_containers(node: Node, pid: int, runtime: Path) -> bool:
     """Deletes the containers of an earlier node. The runtime takes them for its own until it is started again; whether there were any."""
-    ctr, folders = daemons.ctr(node, debian), daemons.folders(debian)
+    ctr = daemons.ctr(node, runtime)
     ends = time.monotonic() + ANSWER_S
     while True:
         try:
-            left = namespace.run_inside(pid, [*ctr, "containers", "list", "--quiet"], folders=folders).split()
+            left = namespace.run_inside(pid, [*ctr, "containers", "list", "--quiet"]).split()
             break
         except CommandFailed:
             if time.monotonic() > ends:
                 raise
             time.sleep(0.1)
     if left:
-        namespace.run_inside(pid, [*ctr, "containers", "delete", *left], folders=folders)
+        namespace.run_inside(pid, [*ctr, "containers", "delete", *left])
     return bool(left)

@@ -38,7 +38,7 @@ class NodeProvider:
     def prepare(self) -> None:
         """Makes every program the node needs."""
         programs.install_debian_packages(_NEEDED)
-        for make in (programs.debian, programs.kube, programs.helm, programs.coredns, programs.pause):
+        for make in (programs.debian, programs.containerd, programs.kube, programs.helm, programs.coredns, programs.pause):
             make()
 
     def up(self) -> None:
@@ -99,7 +99,8 @@ class NodeProvider:
         return reference
 
     def _start(self) -> None:
-        debian, kube, etcd = programs.debian(), programs.kube(), programs.etcd()
+        debian, containerd, kube, etcd = programs.debian(), programs.containerd(), programs.kube(), programs.etcd()
+        folders = daemons.folders(debian, containerd)
         small = {name: _small_image(program) for name, program in (("pause", programs.pause()), ("coredns", programs.coredns()))}
         NODE_STATE.mkdir(parents=True, mode=0o700)
         with step("node: certificates and namespaces"):
@@ -107,25 +108,25 @@ class NodeProvider:
             pid = namespace.begin(programs.pause())
         running: list[Process] = []
         with step("node: etcd, containerd and API server"):
-            _launch(pid, daemons.storage(debian, etcd) | daemons.apiserver(kube), running, debian)
-            self._fill_containerd(pid, debian, [archive for _, archive in small.values()], running)
+            _launch(pid, daemons.storage(debian, containerd, etcd) | daemons.apiserver(kube), running, folders)
+            self._fill_containerd(pid, containerd, [archive for _, archive in small.values()], running, folders)
             wait_ready(config.SERVER, authority, running, config.LOGS)
         with step("node: Ready"):
-            _launch(pid, daemons.controllers(kube), running, debian)
+            _launch(pid, daemons.controllers(kube), running, folders)
             self._wait_node(running)
         with step("node: CoreDNS"):
             self._start_coredns(small["coredns"][0])
 
-    def _fill_containerd(self, pid: int, debian: Path, archives: list[Path], running: list[Process]) -> None:
+    def _fill_containerd(self, pid: int, containerd: Path, archives: list[Path], running: list[Process], folders: list[Path]) -> None:
         node = config.first_node()
-        left = runtime.forget_containers(node, pid, debian)
+        left = runtime.forget_containers(node, pid, containerd)
         for archive in archives:
-            namespace.run_inside(pid, [*daemons.ctr(node, debian), "images", "import", archive], folders=daemons.folders(debian))
+            namespace.run_inside(pid, [*daemons.ctr(node, containerd), "images", "import", archive])
         if left:
             old = next(p for p in running if p.name == "containerd")
             old.stop()
             running.remove(old)
-            _launch(pid, {"containerd": daemons.containerd(node, debian)}, running, debian)
+            _launch(pid, {"containerd": daemons.containerd(node, containerd)}, running, folders)
 
     def _wait_node(self, running: list[Process]) -> None:
         ends = time.monotonic() + READY_DEADLINE_S
@@ -165,10 +166,10 @@ def disk_needed_gb(cache: Path) -> float:
     return 2.0 + sum(size for pattern, size in missing.items() if not any(cache.glob(pattern)))
 
 
-def _launch(pid: int, commands: dict[str, daemons.Command], running: list[Process], debian: Path) -> None:
+def _launch(pid: int, commands: dict[str, daemons.Command], running: list[Process], folders: list[Path]) -> None:
     for name, argv in commands.items():
         words = [*namespace.entering(pid), *argv]
-        running.append(processes.start(name, words, log=config.LOGS / f"{name}.log", env=namespace.environment(*daemons.folders(debian))))
+        running.append(processes.start(name, words, log=config.LOGS / f"{name}.log", env=namespace.environment(*folders)))
         processes.save(running, _NOTE)
 
 

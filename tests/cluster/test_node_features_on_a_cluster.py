@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node must be able to do for models in images and for GPUs that pods share: image volumes, and claims of devices."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.cluster.device import DEVICE, DRIVER, driver_running
+from support.cluster.rig import ClusterRig
+from tools.demo.kubectl import Document
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+CLAIM = "shared-device"
+RESOURCES = "resource.k8s.io/v1"
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+@pytest.fixture
+def applied(rig: ClusterRig) -> Iterator[Any]:
+    """A function that applies an object, which is gone after the test."""
+    names: list[str] = []
+
+    def apply(document: Document) -> None:
+        rig.kubectl.text("apply", "-f", "-", stdin=json.dumps(document))
+        names.append(f"{document['kind']}/{document['metadata']['name']}")
+
+    yield apply
+    for name in reversed(names):
+        rig.kubectl.text("delete", name, "--ignore-not-found", "--grace-period=1", deadline_s=60)
+
+
+def pod(name: str, image: str, script: str, *, container: Document | None = None, **spec: Any) -> Document:
+    """A pod that runs a Python script once."""
+    one = {"name": "main", "image": image, "command": ["python3", "-c", script], "securityContext": RESTRICTED} | (container or {})
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {"restartPolicy": "Never", "containers": [one]} | spec,
+    }
+
+
+def test_a_pod_reads_the_files_of_an_image_that_is_its_volume(rig: ClusterRig, applied: Any) -> None:
+    files = "import os; print(*sorted(os.listdir('/volume/models/digits')))"
+    mount = {"volumeMounts": [{"name": "model", "mountPath": "/volume"}]}
+    volume = {"name": "model", "image": {"reference": rig.worker_image, "pullPolicy": "IfNotPresent"}}
+    applied(pod("reads-an-image", rig.worker_image, files, container=mount, volumes=[volume]))
+    rig.eventually("the pod ended", lambda: phase(rig, "reads-an-image") == "Succeeded")
+    found = rig.kubectl.text("logs", "reads-an-image").split()
+    assert {"model_index.json", "transformer", "vae"} <= set(found)
+
+
+def test_two_pods_share_the_one_device_of_a_claim(rig: ClusterRig, applied: Any, tmp_path: Path) -> None:
+    with driver_running(tmp_path / "driver.log"):
+        of_driver = [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]
+        applied({"apiVersion": RESOURCES, "kind": "DeviceClass", "metadata": {"name": CLAIM}, "spec": {"selectors": of_driver}})
+        requests = [{"name": "device", "exactly": {"deviceClassName": CLAIM}}]
+        applied(
+            {"apiVersion": RESOURCES, "kind": "ResourceClaim", "metadata": {"name": CLAIM}, "spec": {"devices": {"requests": requests}}}
+        )
+        says = "import os, time; print(os.environ['TEST_DEVICE'], flush=True); time.sleep(600)"
+        claims = {"resources": {"claims": [{"name": "shared"}]}}
+        pods = ["shares-a-device-0", "shares-a-device-1"]
+        for name in pods:
+            applied(pod(name, rig.worker_image, says, container=claims, resourceClaims=[{"name": "shared", "resourceClaimName": CLAIM}]))
+        rig.eventually("both pods run", lambda: [phase(rig, name) for name in pods] == ["Running", "Running"])
+        told = [rig.eventually("it says its device", lambda name=name: rig.kubectl.text("logs", name)) for name in pods]
+        assert told == [f"{DEVICE}\n"] * 2
+        status = rig.kubectl.get(f"resourceclaim/{CLAIM}")["status"]
+        assert sorted(user["name"] for user in status["reservedFor"]) == pods
+        assert [(given["driver"], given["device"]) for given in status["allocation"]["devices"]["results"]] == [(DRIVER, DEVICE)]
+        # The kubelet gives the device back to its driver, which must be there for that.
+        for name in pods:
+            rig.kubectl.text("delete", f"pod/{name}", "--grace-period=1")
+        rig.eventually("the device is free", lambda: "allocation" not in rig.kubectl.get(f"resourceclaim/{CLAIM}").get("status", {}))
+
+
+def phase(rig: ClusterRig, name: str) -> str:
+    return str(rig.kubectl.get(f"pod/{name}")["status"].get("phase"))
