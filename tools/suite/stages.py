@@ -12,8 +12,8 @@ from tools.devcluster.paths import cache_dir
 
 # The last run of each stage: times.json, and a file for each of its test processes.
 LEDGER = cache_dir() / "suite"
-# The tests of a file stay in one process, for what they share. Three processes keep two cores busy when some of their tests wait.
-SIDE_BY_SIDE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+# The tests of a file stay in one process, for what they share. Three processes were no faster on two cores.
+ON_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ IMAGES = Stage(
     "the cluster's programs and our images, made where they are new",
     (sys.executable, "-m", "tools.devcluster", "prepare", "worker", "operator"),
 )
-SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(apiserver or slow) and not cluster", *SIDE_BY_SIDE)
+SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(apiserver or slow) and not cluster", *ON_TWO)
 # All tests that need a cluster are here; other folders would only cost the import of torch.
 ON_CLUSTER = ("tests/cluster", "tests/devcluster")
 CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster", *ON_CLUSTER)

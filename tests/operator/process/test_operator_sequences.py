@@ -18,7 +18,7 @@ from support.operator.sole_operator import adapter, complaints, deployment, even
 from support.soak.operator_sequences import run_sequences, untrue
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
-EDITS, EDITS_WITHIN_S = 2000, 60.0
+EDITS, EDITS_WITHIN_S = 500, 60.0
 MIB = 2**20
 
 

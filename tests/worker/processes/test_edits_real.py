@@ -119,7 +119,7 @@ def test_uploads_that_end_before_they_are_whole_leave_nothing(worker: WorkerProc
 
 
 def test_an_edit_is_made_again_with_its_image_when_a_rank_dies(worker: WorkerProcess, seven: Image.Image) -> None:
-    request = asked(strength=0.9, num_inference_steps=100)
+    request = asked(strength=0.9, num_inference_steps=50)
     with worker.openai() as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
         [expected] = images_of(client.images.edit(image=png(seven), mask=left_mask(), **request))
         waiting = threads.submit(client.images.edit, image=png(seven), mask=left_mask(), **request)

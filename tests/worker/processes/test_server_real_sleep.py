@@ -93,7 +93,7 @@ def test_sleep_and_wake_many_times_leave_the_image_and_the_memory_as_they_were(w
 
 
 def test_sleep_waits_for_the_running_image(worker: WorkerProcess) -> None:
-    long = {**REQUEST, "num_inference_steps": 100}
+    long = {**REQUEST, "num_inference_steps": 50}
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         running = threads.submit(worker.request_images, **long)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")

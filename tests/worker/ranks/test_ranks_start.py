@@ -24,7 +24,7 @@ from support.worker.real_ranks import image, pids_of, ranks, sleep, wake
 pytestmark = pytest.mark.slow
 
 METHODS = [StartMethod.FORKSERVER, StartMethod.SPAWN]
-LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 100}
+LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 50}
 STARTED = re.compile(r"rank=(\d) rank starts start_method=(\w+) device=(\w+) bad_fork=(\w+)")
 # A user writes it without a guard, so a child that imports it would start ranks of its own.
 SCRIPT = """
