@@ -98,7 +98,7 @@ def agents(node: Node, kube: Path) -> dict[str, Command]:
 
 
 def folders(debian: Path, runtime: Path) -> list[Path]:
-    """Where the runtime looks for its shim, and its shim for runc."""
+    """The folders in which the runtime looks for its shim, and the shim for runc."""
     return [runtime, debian / "usr/bin", debian / "usr/sbin"]
 
 
