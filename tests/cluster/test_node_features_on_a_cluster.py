@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node must be able to do for models in images and for GPUs that pods share: image volumes, and claims of devices."""
+"""The nodes of a cluster have what models in images and shared GPUs need: image volumes, and claims of devices."""
 
 import json
 from collections.abc import Iterator

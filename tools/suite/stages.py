@@ -32,17 +32,13 @@ LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-pri
 # The fast tests in two processes without pytest-xdist: each collects only its own, and one of them needs no torch.
 IS_FAST = ("-m", "not apiserver and not cluster and not slow")
 WITH_TORCH = (
-    *("tests/benchmarks", "tests/digits", "tests/worker/families", "tests/worker/lora", "tests/worker/memory", "tests/worker/processes"),
-    *(
-        "tests/docs/test_reference_system.py",
-        "tests/worker/ranks",
-        "tests/worker/runner",
-        "tests/contract/test_private_names.py",
-        "tests/contract/test_prompts_stay_secret.py",
-    ),
-    *("tests/worker/options/test_withheld.py", "tests/worker/engine/scheduling/test_memory_model.py"),
+    *("tests/benchmarks", "tests/digits", "tests/docs/test_reference_system.py", "tests/worker/lora", "tests/worker/memory"),
+    *("tests/worker/processes", "tests/worker/ranks", "tests/worker/runner", "tests/contract/test_private_names.py"),
+    *("tests/contract/test_prompts_stay_secret.py", "tests/worker/options/test_withheld.py"),
+    "tests/worker/engine/scheduling/test_memory_model.py",
 )
-WITHOUT_TORCH = ("tests", *(f"--ignore={path}" for path in (*WITH_TORCH, "tests/cluster")))
+# All of the families' tests are slow ones, and to import them takes seconds.
+WITHOUT_TORCH = ("tests", *(f"--ignore={path}" for path in (*WITH_TORCH, "tests/cluster", "tests/worker/families")))
 FAST = _tests("fast", "tests that need neither a cluster nor minutes nor torch", *IS_FAST, *WITHOUT_TORCH)
 FAST_TORCH = _tests("fast-torch", "tests that need torch, and neither a cluster nor minutes", *IS_FAST, *WITH_TORCH)
 IMAGES = Stage(

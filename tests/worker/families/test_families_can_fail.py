@@ -16,6 +16,8 @@ from support.families.rig.checks import check_following, check_sizes, check_trio
 from support.families.rig.family import Family
 from support.families.rig.family_rig import JOINING, TRIO, Asked, FamilyRig, apart
 
+pytestmark = pytest.mark.slow
+
 SIMPLE = next(family for family in FAMILIES if family.name == "StableDiffusionPipeline")
 
 
@@ -40,7 +42,6 @@ def test_an_argument_that_is_read_from_row_zero_is_found_by_following() -> None:
         check_following(FamilyRig(reading_row_zero(), torch.float64), Asked(1, 2, 1.0), Asked(2, 2, 1.0))
 
 
-@pytest.mark.slow
 def test_an_argument_that_is_read_from_row_zero_is_found_by_three_requests() -> None:
     family = reading_row_zero()
     with pytest.raises(AssertionError):

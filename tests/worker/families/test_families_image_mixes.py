@@ -14,6 +14,8 @@ from support.families.images import flux, latent_images, qwen, z_image
 from support.families.rig.family import Arguments, image, seeded
 from support.families.rig.family_rig import Asked, FamilyRig, apart
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {family.name: family for module in (flux, latent_images, qwen, z_image) for family in module.FAMILIES}
 
 
@@ -47,7 +49,6 @@ def test_kontext_with_and_without_references_and_of_two_sizes() -> None:
     assert max(rows) == 2
 
 
-@pytest.mark.slow
 def test_qwen_edits_of_other_images_and_sizes_beside_each_other() -> None:
     wide = {"image": image(7, 64, 32), "width": 384, "height": 256}
     rows = calls_of_mix(

@@ -56,9 +56,9 @@ LENGTHS = [
     ("WanPipeline", "num_frames", 9),
     ("LTXPipeline", "num_frames", 9),
     ("CogVideoXPipeline", "num_frames", 17),
-    pytest.param("SanaVideoPipeline", "frames", 9, marks=pytest.mark.slow),
-    pytest.param("LattePipeline", "video_length", 1, marks=pytest.mark.slow),
-    pytest.param("HunyuanVideoPipeline", "num_frames", 9, marks=pytest.mark.slow),
+    ("SanaVideoPipeline", "frames", 9),
+    ("LattePipeline", "video_length", 1),
+    ("HunyuanVideoPipeline", "num_frames", 9),
 ]
 
 

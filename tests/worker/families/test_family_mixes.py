@@ -12,15 +12,11 @@ from support.families.rig.all import FAMILIES
 from support.families.rig.family import image, seeded
 from support.families.rig.family_rig import Asked, FamilyRig, apart
 
-
-def slow(name: str) -> Any:
-    """A family that is tested with the slow tests."""
-    return pytest.param(name, marks=pytest.mark.slow)
-
+pytestmark = pytest.mark.slow
 
 BY_NAME = {family.name: family for family in FAMILIES}
 # A U-Net, a transformer, one whose two guidance calls are apart, one that is told the guidance as an embedding.
-GUIDED = (slow("StableDiffusionPipeline"), "StableDiffusion3Pipeline", "QwenImagePipeline", slow("FluxPipeline"))
+GUIDED = ("StableDiffusionPipeline", "StableDiffusion3Pipeline", "QwenImagePipeline", "FluxPipeline")
 DENOISERS = ("StableDiffusionPipeline", "StableDiffusion3Pipeline")
 
 
@@ -76,7 +72,7 @@ def test_a_scheduler_that_calls_the_model_more_often_than_it_has_steps_keeps_its
     assert len(rows_per_call(rig)) == 4  # Heun's three calls are among them
 
 
-@pytest.mark.parametrize("name", [slow("StableDiffusionInpaintPipeline"), slow("StableDiffusionControlNetPipeline"), "FluxKontextPipeline"])
+@pytest.mark.parametrize("name", ["StableDiffusionInpaintPipeline", "StableDiffusionControlNetPipeline", "FluxKontextPipeline"])
 def test_requests_with_other_conditioning_images_share_calls(name: str) -> None:
     rig = rig_of(name)
     # All but the image is the same.
@@ -110,7 +106,7 @@ def test_not_a_number_in_one_request_stays_in_its_row(name: str) -> None:
     assert results[1].isnan().any()
 
 
-@pytest.mark.parametrize("name", ["StableDiffusionPipeline", slow("StableDiffusionControlNetPipeline"), slow("PixArtSigmaPipeline")])
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "StableDiffusionControlNetPipeline", "PixArtSigmaPipeline"])
 def test_a_request_for_two_images_has_rows_for_both(name: str) -> None:
     rig = rig_of(name)
     two: dict[str, Any] = {"num_images_per_prompt": 2}

@@ -15,6 +15,8 @@ from diffusion_worker.sources.source import HuggingFaceSource, S3Source, Source
 from support.sources.rig import S3Server, SourceRig, adapter_bytes, s3_server
 from support.sources.servers import SourceServer
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Source(hugging_face=HuggingFaceSource("org/x"))
 
 

@@ -67,7 +67,7 @@ class Node:
 
     @property
     def cdi(self) -> Path:
-        """Where drivers of devices tell the runtime what a container gets."""
+        """The folder in which drivers of devices tell the runtime what a container gets."""
         return self.run / "cdi"
 
     @property

@@ -8,16 +8,6 @@ import pytest
 
 from support.families.rig.family import Family
 
-# One of each kind of denoiser, of guidance and of layout of rows. The checks of all others are slow tests.
-REPRESENTATIVE = {
-    "FluxPipeline",
-    "QwenImagePipeline",
-    "StableDiffusion3Pipeline",
-    "StableDiffusionControlNetPipeline",
-    "WanPipeline",
-    "ZImagePipeline",
-}
-
 
 def _modules() -> list[str]:
     found = [path for room in ("images", "videos") for path in (Path(__file__).parents[1] / room).glob("*.py")]
@@ -28,7 +18,4 @@ FAMILIES: list[Family] = [
     family for name in _modules() for family in getattr(importlib.import_module(f"support.families.{name}"), "FAMILIES", [])
 ]
 
-every_family = pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=() if family.name in REPRESENTATIVE else pytest.mark.slow, id=family.name) for family in FAMILIES],
-)
+every_family = pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow, id=family.name) for family in FAMILIES])

@@ -18,6 +18,8 @@ from support.families.images.modular import wan22
 from support.families.rig.all import FAMILIES
 from support.runner.rig import RunnerRig, image_of_diffusers, request
 
+pytestmark = pytest.mark.slow
+
 SAYING = """
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 
@@ -86,7 +88,6 @@ def test_requests_whose_pipeline_gives_them_another_batch_key_share_no_call(rig_
     np.testing.assert_array_equal(images["high"], plain(rig, high))
 
 
-@pytest.mark.slow
 def test_a_request_that_its_pipeline_calls_whole_runs_by_itself_and_is_never_mixed(rig_of: Any) -> None:
     rig = rig_of("Whole")
     before, whole, after = request("before", steps=5), request("whole", seed=2, steps=2), request("after", seed=3, steps=4)
@@ -178,7 +179,6 @@ def test_requests_of_a_guider_that_hooks_the_model_run_one_after_the_other(hooki
         np.testing.assert_array_equal(images[name], image)
 
 
-@pytest.mark.slow
 def test_a_request_that_fails_inside_a_hook_leaves_none_on_the_model(hooking: RunnerRig) -> None:
     before, _ = hooking.run(request("one"))
     made = 0
