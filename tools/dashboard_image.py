@@ -3,8 +3,8 @@
 
 python -m tools.dashboard_image DATA NAMESPACE MODEL docs/images/dashboard.png
 
-DATA is the folder of its data. `pytest --basetemp=F tests/cluster/test_digits_on_a_cluster.py` leaves one, F/prometheus0/data, with the model
-`digits` in the namespace `diffusion-tests`. The expressions, units and names of lines are those of the dashboard; the drawing is ours, not Grafana's.
+DATA is the folder of its data. `pytest --basetemp=F tests/cluster/test_digits_on_a_cluster.py` leaves one, F/prometheus0/data. It has the
+model `digits` in the namespace `diffusion-tests`. Expressions, units and names of lines are the dashboard's. The drawing is not Grafana's.
 """
 
 from __future__ import annotations
