@@ -1,46 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digits model does what its card says: a hundred prompts for the base and for each adapter, drawn by plain diffusers and peft."""
+"""The digits model does what its card says: prompts for the base and for each adapter, drawn by plain diffusers and peft."""
 
 import json
-from functools import cache
+from typing import Any
 
 import pytest
 
-from support.runner.digit_exam import LORAS, MODEL, Answer, answers, load_pipeline, questions
+from support.runner.digit_exam import LORAS, MODEL, answers, below_the_card, load_pipeline, questions
 from support.runner.digit_judge import STYLES
 
 LARGEST_MODEL_BYTES = 8_000_000
-
-
-@cache
-def exam(adapter: str | None) -> list[Answer]:
-    """Every exam is taken once, whatever number of tests looks at it."""
-    return answers(load_pipeline(adapter=LORAS / adapter if adapter else None), questions())
+# Of ten; `make soak` draws with all.
+SEEDS = 3
 
 
 @pytest.mark.slow
-def test_of_a_hundred_prompts_ninety_give_the_right_digit_in_the_right_colour() -> None:
-    wrong = [(answer.question.prompt, answer.judgement) for answer in exam(None) if not answer.all_right]
-    assert len(wrong) <= 10, wrong
+def test_thirty_prompts_for_the_base_and_for_each_adapter_are_drawn_as_the_card_says() -> None:
+    results = {
+        adapter: answers(load_pipeline(adapter=LORAS / adapter if adapter else None), questions(SEEDS)) for adapter in (None, *STYLES)
+    }
+    assert below_the_card(results) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_an_adapters_style_is_seen_with_it(style: str) -> None:
-    assert sum(style in answer.styles for answer in exam(style)) >= 95
+class SeenAnswer:
+    """An answer with what the judge saw in it; there is no image."""
+
+    def __init__(self, right: bool, *styles: str) -> None:
+        self.all_right = self.digit_right = right
+        self.styles = frozenset(styles)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_an_adapters_style_is_not_seen_without_it(style: str) -> None:
-    for other in {None, *STYLES} - {style}:
-        assert sum(style in answer.styles for answer in exam(other)) <= 5, other
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_the_digit_stays_right_under_an_adapter(style: str) -> None:
-    assert sum(answer.digit_right for answer in exam(style)) >= 85
+def test_each_promise_of_the_card_can_be_broken() -> None:
+    good: dict[str | None, list[Any]] = {None: [SeenAnswer(True)] * 20} | {style: [SeenAnswer(True, style)] * 20 for style in STYLES}
+    assert below_the_card(good) == []
+    for adapter, answer, broken in (
+        (None, SeenAnswer(False), ["base: expected the digit and its colour in 90% of the images, found it in 85%"]),
+        (None, SeenAnswer(True, "frame"), ["base: expected no style frame in 95% of the images, found it in 85%"]),
+        ("paper", SeenAnswer(True), ["paper: expected the style paper in 95% of the images, found it in 85%"]),
+        ("stripes", SeenAnswer(False, "stripes"), []),
+    ):
+        assert below_the_card(good | {adapter: [answer] * 3 + good[adapter][3:]}) == broken
+    worse = good["stripes"][4:] + [SeenAnswer(False, "stripes")] * 4
+    assert below_the_card(good | {"stripes": worse}) == ["stripes: expected the digit in 85% of the images, found it in 80%"]
 
 
 def test_the_exam_asks_for_every_digit_with_ten_seeds_and_in_every_colour() -> None:
