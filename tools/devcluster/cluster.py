@@ -19,6 +19,7 @@ from .node import config as node_config
 from .progress import run_quiet
 from .providers.given import GivenProvider
 from .providers.kind import KindProvider
+from .providers.kind_engine import KindEngineProvider, restore_left
 from .providers.node import NodeProvider
 
 
@@ -69,11 +70,13 @@ def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
 
 def provider() -> Provider:
     """The provider that this machine and environment have."""
-    name = provider_name(os.environ, docker=images.docker_answers())
+    restore_left()
+    docker = images.docker_answers()
+    name = provider_name(os.environ, docker=docker)
     if name == "given":
         return GivenProvider()
     if name == "kind":
-        return KindProvider()
+        return KindProvider() if docker else KindEngineProvider()
     if name == "node":
         return NodeProvider()
     raise DevclusterError(f"DEVCLUSTER_PROVIDER is {name!r}; it must be given, kind or node")

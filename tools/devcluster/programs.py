@@ -20,17 +20,25 @@ SYFT = "v1.57.0"
 # Debian's is of 2022: it knows neither image volumes nor devices of resource claims.
 CONTAINERD = "v2.4.2"
 
-KUBE_NAMES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl", "cri-pull", "kubeadm", "crictl", "kindnetd")
+KUBE_NAMES = (
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kube-proxy",
+    "kubelet",
+    "kubectl",
+    "cri-pull",
+    "kubeadm",
+    "crictl",
+    "kindnetd",
+)
 _VERSION = "k8s.io/component-base/version"
 _KUBE_LDFLAGS = f"-s -w -X {_VERSION}.gitVersion=v{KUBERNETES} -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor={KUBERNETES.split('.')[1]}"
 
 # Unpacked beside each other, never installed: Debian would start them as services, now or after the next boot.
 UNPACKED = ("containernetworking-plugins", "docker-registry", "etcd-server", "runc")
-# Debian's engine, which takes a kernel without modules as it is, and the way out of its namespace (slirp4netns).
-DOCKER = (
-    *("docker.io", "containerd", "runc", "tini", "iptables", "libip4tc2", "libip6tc2", "libnetfilter-conntrack3", "libnfnetlink0"),
-    *("nftables", "libnftables1", "libedit2", "libbsd0", "conntrack", "slirp4netns", "libslirp0", "containernetworking-plugins"),
-)
+# For kind. Debian's engine takes the machine's iptables; kind's images are built elsewhere.
+DOCKER = ("containerd", "docker.io", "runc")
 PACKET_FILTERS = (
     *("libc6", "libmnl0", "libnftnl11", "libxtables12", "libjansson4", "libgmp10", "libgcc-s1", "libtinfo6", "libmd0", "libedit2"),
     *("libbsd0", "libnetfilter-conntrack3", "libnfnetlink0", "libip4tc2", "libip6tc2", "libnftables1", "iptables", "nftables", "conntrack"),

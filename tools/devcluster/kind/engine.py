@@ -28,6 +28,7 @@ LINK_NETWORK, INNER_IP, MACHINE_IP = "198.18.2.0/24", "198.18.2.1", "198.18.2.25
 SERVICE_NETWORK, POD_NETWORK = "198.18.128.0/18", "198.19.128.0/17"
 NETWORKS = (LINK_NETWORK, SERVICE_NETWORK, POD_NETWORK)
 REGISTRY = f"{INNER_IP}:5000"
+NEEDED = ("ip", "iptables", "nsenter", "setpriv", "sysctl")
 ANSWER_S = 30.0
 
 _SOCKET = KIND_STATE / "docker.sock"
@@ -66,7 +67,7 @@ def alive() -> bool:
 
 
 def up() -> None:
-    """Start it, or find it running. What a killed one left is put back first.
+    """Start it, or find it running. What a killed one left is put back first. The machine must have the programs NEEDED.
 
     Raises:
         CommandFailed: a program of it does not start; everything is as before then.
@@ -74,12 +75,11 @@ def up() -> None:
     if alive():
         return
     end()
-    programs.install_debian_packages(("ip", "nsenter", "sysctl"))
-    docker = programs.docker()  # before anything is changed: it is slow the first time
+    folder = programs.docker()  # before anything is changed: it is slow the first time
     with step("kind: Docker engine"):
         machine.record()
         try:
-            _start(docker)
+            _start(folder)
         except BaseException:
             end()
             raise
@@ -96,8 +96,7 @@ def end() -> None:
 
 def environment() -> dict[str, str]:
     """Return the environment in which `docker` and `kind` find this engine, and no other program does."""
-    docker = programs.docker()
-    path = os.pathsep.join([str(docker / "usr/bin"), checks.SYSTEM_PATH])
+    path = os.pathsep.join([str(programs.docker() / "usr/bin"), checks.SYSTEM_PATH])
     return {**os.environ, "PATH": path, "DOCKER_HOST": f"unix://{_SOCKET}"}
 
 
@@ -118,11 +117,10 @@ def lead_to(node_ip: str) -> None:
     for network in (SERVICE_NETWORK, POD_NETWORK):
         inside("ip", "route", "replace", network, "via", node_ip)
         run_quiet(["ip", "route", "replace", network, "via", INNER_IP, "dev", machine.LINK], env=namespace.environment())
-    rule = ["FORWARD", "--in-interface", _INNER_LINK, "--jump", "ACCEPT"]
-    inside(programs.docker() / "usr/sbin/iptables", "--insert", *rule)
+    inside("iptables", "--insert", "FORWARD", "--in-interface", _INNER_LINK, "--jump", "ACCEPT")
 
 
-def _start(docker: Path) -> None:
+def _start(folder: Path) -> None:
     pid = namespace.unshare(programs.pause(), MARK, log=KIND_STATE / "init.log")
     outside = namespace.environment()
     run_quiet(["ip", "link", "add", machine.LINK, "type", "veth", "peer", "name", _INNER_LINK, "netns", str(pid)], env=outside)
@@ -131,13 +129,13 @@ def _start(docker: Path) -> None:
         run_quiet(line.split(), env=outside)
     wrapper = KIND_STATE / "bin/runc"
     wrapper.parent.mkdir()
-    wrapper.write_text(_RUNC.replace("THE_REAL_ONE", str(docker / "usr/sbin/runc")))
+    wrapper.write_text(_RUNC.replace("THE_REAL_ONE", str(folder / "usr/sbin/runc")))
     wrapper.chmod(0o755)
     settings = KIND_STATE / "registry.json"
     storage = {"filesystem": {"rootdirectory": str(registry_root())}}
     settings.write_text(json.dumps({"version": 0.1, "storage": storage, "http": {"addr": REGISTRY}}))
-    folders = [wrapper.parent, docker / "usr/bin", docker / "usr/sbin"]
-    variables = namespace.environment(*folders) | {"LD_LIBRARY_PATH": str(docker / "usr/lib/x86_64-linux-gnu")}
+    folders = [wrapper.parent, folder / "usr/bin", folder / "usr/sbin"]
+    variables = namespace.environment(*folders)
     commands = {
         "registry": [programs.debian() / "usr/bin/docker-registry", "serve", settings],
         "dockerd": [
@@ -152,6 +150,8 @@ def _start(docker: Path) -> None:
         running.append(processes.start(name, [*namespace.entering(pid), *words], log=log, env=variables))
         processes.save(running, _NOTE)
     _wait_answers(running)
+    if left := docker("ps", "--all", "--quiet").split():  # of an engine that was killed
+        docker("rm", "--force", "--volumes", *left)
 
 
 def _wait_answers(running: list[Process]) -> None:

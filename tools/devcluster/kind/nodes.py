@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kind's nodes on our engine: the cluster's configuration, a second node, and the way from the machine into them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .. import programs
+from ..apiserver import AUDIT_POLICY, audit_flags
+from ..errors import CommandFailed, NotRunning
+from ..paths import KIND_STATE, cache_dir
+from ..progress import run_logged, run_quiet, step
+from . import engine, node_image
+
+CLUSTER = "diffusion-operator"
+FIRST, SECOND = f"{CLUSTER}-control-plane", f"{CLUSTER}-worker"
+KUBECONFIG = KIND_STATE / "kubeconfig"
+LOGS = KIND_STATE / "log"
+AUDIT_LOG = LOGS / "audit.log"
+READY_S = 120.0
+_IN_NODE = Path("/devcluster")  # LOGS and the audit log's policy, as the node and its API server see them
+_POLICY = "audit-policy.yaml"
+
+
+def create() -> None:
+    """Make the first node; kind returns when it is Ready."""
+    LOGS.mkdir(parents=True)
+    (LOGS / _POLICY).write_text(AUDIT_POLICY)
+    file = KIND_STATE / "kind.json"
+    file.write_text(json.dumps(configuration()))
+    words = ["create", "cluster", "--name", CLUSTER, "--image", node_image.build(), "--config", file, "--kubeconfig", KUBECONFIG]
+    log = cache_dir() / "log/kind.log"
+    run_logged([programs.kind(), *words, "--wait", "180s"], what="kind cluster", log=log, env=engine.environment(), deadline_s=400)
+    engine.lead_to(_address(FIRST))
+
+
+def configuration() -> dict[str, object]:
+    """Return kind's configuration. The kubelet takes the first version of control groups only where it is asked to."""
+    flags = [flag.removeprefix("--").split("=", 1) for flag in audit_flags(_IN_NODE / _POLICY, _IN_NODE / AUDIT_LOG.name)]
+    volume = {"name": "devcluster", "hostPath": str(_IN_NODE), "mountPath": str(_IN_NODE), "readOnly": False, "pathType": "Directory"}
+    api_server = {"extraArgs": [{"name": name, "value": value} for name, value in flags], "extraVolumes": [volume]}
+    patches = [{"kind": "KubeletConfiguration", "failCgroupV1": False}, {"kind": "ClusterConfiguration", "apiServer": api_server}]
+    networks = {"serviceSubnet": engine.SERVICE_NETWORK, "podSubnet": engine.POD_NETWORK}
+    return {
+        "kind": "Cluster",
+        "apiVersion": "kind.x-k8s.io/v1alpha4",
+        "networking": {"apiServerAddress": engine.INNER_IP, "apiServerPort": 6443, **networks},
+        "nodes": [{"role": "control-plane", "extraMounts": [{"hostPath": str(LOGS), "containerPath": str(_IN_NODE)}]}],
+        "kubeadmConfigPatches": [json.dumps(patch) for patch in patches],
+    }
+
+
+def pull(reference: str) -> None:
+    """Have the nodes unpack an image from the registry."""
+    command = ["cri-pull", "--endpoint", "unix:///run/containerd/containerd.sock", reference]
+    log = cache_dir() / "log/kind-pull.log"
+    for node in existing():
+        words = ["docker", "exec", node, *command]
+        run_logged(words, what=f"{node} unpacks {reference}", log=log, env=engine.environment(), deadline_s=1200)
+
+
+def existing() -> list[str]:
+    """Return the names of the nodes' containers."""
+    return engine.docker("ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.io.kind.cluster={CLUSTER}").split()
+
+
+def add_second() -> str:
+    """Start a second node as kind starts its workers, or find it; return its name. kind itself adds none to a cluster.
+
+    Raises:
+        NotRunning: there is no first node.
+        CommandFailed: it is not Ready in time; nothing of it stays.
+    """
+    if FIRST not in (existing() if engine.alive() else []):
+        raise NotRunning("kind's first node is not running: `python -m tools.devcluster up` starts it")
+    if SECOND in existing():
+        return SECOND
+    with step("kind's second node: Ready"):
+        try:
+            _start_second()
+        except BaseException:
+            remove_second()
+            raise
+    return SECOND
+
+
+def remove_second() -> None:
+    """Take it out of the cluster, with its pods, and end it; do nothing where there is none."""
+    if not engine.alive():
+        return
+    _kubectl("delete", "node", SECOND, "--ignore-not-found", "--wait=false")
+    with contextlib.suppress(CommandFailed):  # nobody else can say that they are gone
+        _kubectl("delete", "pods", "-A", f"--field-selector=spec.nodeName={SECOND}", "--force", "--grace-period=0")
+    if SECOND in existing():
+        engine.docker("rm", "--force", "--volumes", SECOND)
+
+
+@contextmanager
+def unplugged() -> Iterator[None]:
+    """Pull the second node's cable for as long as the block lasts: it and its pods go on, and nobody sees them."""
+    index = engine.docker("exec", SECOND, "cat", "/sys/class/net/eth0/iflink").strip()
+    links = json.loads(engine.inside("ip", "-json", "link", "show", "type", "veth"))
+    (cable,) = [link["ifname"] for link in links if link["ifindex"] == int(index)]
+    engine.inside("ip", "link", "set", cable, "down")
+    try:
+        yield
+    finally:
+        engine.inside("ip", "link", "set", cable, "up")
+
+
+def pid_of(node: str) -> int:
+    """Return the pid of the node's first process, as the engine's namespace counts."""
+    return int(engine.docker("inspect", "--format", "{{.State.Pid}}", node))
+
+
+def _start_second() -> None:
+    labels = [f"--label=io.x-k8s.io.kind.{key}={value}" for key, value in (("cluster", CLUSTER), ("role", "worker"))]
+    places = ["--tmpfs=/tmp", "--tmpfs=/run", "--volume=/var", "--volume=/lib/modules:/lib/modules:ro"]
+    rights = ["--privileged", "--security-opt=seccomp=unconfined", "--security-opt=apparmor=unconfined", "--cgroupns=private"]
+    words = ["run", "--detach", "--tty", "--name", SECOND, "--hostname", SECOND, "--network=kind", *labels, *places, *rights]
+    engine.docker(*words, node_image.reference())
+    join = engine.docker("exec", FIRST, "kubeadm", "token", "create", "--print-join-command").split()
+    join_when_up = "until ctr version > /dev/null 2>&1; do sleep 0.1; done; exec " + " ".join([*join, "--ignore-preflight-errors=all"])
+    engine.docker("exec", SECOND, "sh", "-c", join_when_up, deadline_s=READY_S)
+    ends = time.monotonic() + READY_S
+    ready = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
+    while _kubectl("get", "node", SECOND, "-o", ready).strip() != "True":
+        if time.monotonic() > ends:
+            raise CommandFailed(f"kind's second node is not Ready after {READY_S:.0f} s; `docker logs {SECOND}` says why")
+        time.sleep(0.3)
+
+
+def _address(node: str) -> str:
+    return engine.docker("inspect", "--format", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", node).strip()
+
+
+def _kubectl(*words: str) -> str:
+    return run_quiet([programs.kube() / "kubectl", "--kubeconfig", KUBECONFIG, "--request-timeout=10s", *words])
