@@ -16,6 +16,7 @@ from typing import Protocol
 from . import images, programs
 from .errors import DevclusterError
 from .node import config as node_config
+from .own_nodes import OwnNodes
 from .progress import run_quiet
 from .providers.given import GivenProvider
 from .providers.kind import KindProvider
@@ -50,6 +51,10 @@ class Provider(Protocol):
 
     def kubectl(self) -> Path:
         """A kubectl that suits the cluster."""
+        ...
+
+    def own_nodes(self) -> OwnNodes:
+        """Return the ways into its nodes; raise NotOfThisMachine where they run elsewhere."""
         ...
 
     def load_image(self, reference: str) -> str:

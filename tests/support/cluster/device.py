@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tools.devcluster import cluster, programs
-from tools.devcluster.node import config, namespace
 from tools.devcluster.processes import start
 
 DRIVER = "device.test.diffusion-operator.dev"
@@ -20,11 +19,10 @@ DEVICE = "test-device"
 @contextmanager
 def driver_running(log: Path) -> Iterator[None]:
     """Offer the device on the first node for as long as the block lasts."""
-    node, pid = config.first_node(), namespace.first_process()
-    assert pid is not None, "the node is not running"
-    folders = [f"--kubelet={node.state}/kubelet", f"--cdi={node.cdi}"]
-    words = [programs.device_driver(), f"--kubeconfig={cluster.provider().kubeconfig()}", f"--node={node.name}", *folders]
-    driver = start("device-driver", [*namespace.entering(pid), *words], log=log, dies_with_us=True)
+    nodes = cluster.provider().own_nodes()
+    folders = [f"--kubelet={nodes.kubelet}", f"--cdi={nodes.cdi}"]
+    words = [*nodes.command(programs.device_driver()), f"--kubeconfig={nodes.kubeconfig}", f"--node={nodes.first}", *folders]
+    driver = start("device-driver", words, log=log, dies_with_us=True)
     try:
         yield
     finally:

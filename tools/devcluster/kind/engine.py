@@ -67,7 +67,7 @@ def alive() -> bool:
 
 
 def up() -> None:
-    """Start it, or find it running. What a killed one left is put back first. The machine must have the programs NEEDED.
+    """Start it, or find it running. First put back what a killed one left. The machine must have the programs NEEDED.
 
     Raises:
         CommandFailed: a program of it does not start; everything is as before then.
@@ -150,7 +150,7 @@ def _start(folder: Path) -> None:
         running.append(processes.start(name, [*namespace.entering(pid), *words], log=log, env=variables))
         processes.save(running, _NOTE)
     _wait_answers(running)
-    if left := docker("ps", "--all", "--quiet").split():  # of an engine that was killed
+    if left := docker("ps", "--all", "--quiet").split():  # left by an engine that was killed
         docker("rm", "--force", "--volumes", *left)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Docker archive with the images of kubeadm's static pods and add-ons, of the pause container and of kindnetd.
+"""A Docker archive with the images of kubeadm's static pods and add-ons, of the pause container and of kindnetd.
 
 Nothing is compressed, and images share layers: the same programs and tools give the same bytes.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The image of kind's nodes: `kind build` from our own parts, since it would pull what no module and no Debian package has.
 
-kind is pinned: our base is Debian bookworm with kind's own files, whose systemd still takes the first version of control groups, as the
-machines of this project have them alone. kind 0.33 says that a later one will not.
+kind is pinned, because 0.33 warns that a later version refuses cgroup v1, and some machines of this project have no other. The base is
+Debian bookworm for the same reason: the systemd of kind's own base gave cgroup v1 up.
 """
 
 from __future__ import annotations

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from .. import programs
 from ..apiserver import AUDIT_POLICY, audit_flags
 from ..errors import CommandFailed, NotRunning
+from ..node import namespace
+from ..own_nodes import OwnNodes
 from ..paths import KIND_STATE, cache_dir
 from ..progress import run_logged, run_quiet, step
 from . import engine, node_image
@@ -113,9 +116,42 @@ def unplugged() -> Iterator[None]:
         engine.inside("ip", "link", "set", cable, "up")
 
 
-def pid_of(node: str) -> int:
-    """Return the pid of the node's first process, as the engine's namespace counts."""
-    return int(engine.docker("inspect", "--format", "{{.State.Pid}}", node))
+class Nodes(OwnNodes):
+    """kind's first node and the second beside it."""
+
+    first = FIRST
+    kubeconfig = Path("/etc/kubernetes/admin.conf")
+    audit_log = AUDIT_LOG
+    kubelet = Path("/var/lib/kubelet")
+    cdi = Path("/var/run/cdi")
+
+    def find_program(self, name: str) -> int | None:
+        return next((pid for pid, words, _ in _processes_of(FIRST) if Path(words[0]).name == name), None)
+
+    def command(self, program: Path) -> list[str]:
+        engine.docker("cp", program, f"{FIRST}:/usr/local/bin/{program.name}")
+        first = next(pid for pid, _, pids in _processes_of(FIRST) if len(pids) == 3 and pids[-1] == "1")
+        return [*namespace.entering(first), f"/usr/local/bin/{program.name}"]
+
+    def add_second(self) -> str:
+        return add_second()
+
+    def remove_second(self) -> None:
+        remove_second()
+
+    def unplugged(self) -> AbstractContextManager[None]:
+        return unplugged()
+
+
+def _processes_of(node: str) -> Iterator[tuple[int, list[str], list[str]]]:
+    """List the processes on a node: the pid as the machine counts, the command's words, and the pids in all namespaces."""
+    container = engine.docker("inspect", "--format", "{{.Id}}", node).strip()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if container in (entry / "cgroup").read_text():
+                words = (entry / "cmdline").read_text().split("\0")
+                pids = re.findall(r"(?m)^NSpid:(.*)$", (entry / "status").read_text())[0].split()
+                yield int(entry.name), words, pids
 
 
 def _start_second() -> None:

@@ -10,6 +10,7 @@ from .. import checks, images, programs
 from ..cache import locked
 from ..errors import CommandFailed, NotRunning
 from ..kind import engine, machine, node_image, nodes
+from ..own_nodes import OwnNodes
 from ..paths import KIND_STATE, cache_dir
 from ..progress import run_quiet, say
 from .node import disk_needed_gb as node_disk_needed_gb
@@ -80,6 +81,10 @@ class KindEngineProvider:
     def kubectl(self) -> Path:
         """Return kubectl of the nodes' version."""
         return programs.kube() / "kubectl"
+
+    def own_nodes(self) -> OwnNodes:
+        """Return the ways into kind's nodes."""
+        return nodes.Nodes()
 
     def load_image(self, reference: str) -> str:
         """Push the layers that the registry lacks and have the nodes unpack them; the reference stays the same."""
