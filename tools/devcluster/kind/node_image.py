@@ -135,10 +135,8 @@ def _base() -> str:
     archive = _root_archive()
     name = f"localhost/kind-base:{archive.parent.name.rpartition('-')[2]}"
     if not _exists(name):
-        changes = ("ENV container=docker", "STOPSIGNAL SIGRTMIN+3", _ENTRYPOINT)
-        options = [f"--change={change}" for change in changes]
         with step("kind: base image"):
-            engine.docker("import", *options, archive, name, deadline_s=300)
+            engine.docker("import", "--change=ENV container=docker", f"--change={_ENTRYPOINT}", archive, name, deadline_s=300)
     return name
 
 
