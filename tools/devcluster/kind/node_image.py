@@ -57,8 +57,9 @@ for _ in $(seq 100); do ctr version > /dev/null 2>&1 && exit; sleep 0.1; done; c
 
 def reference() -> str:
     """Return the image's name, with the hash of all that goes in: kind's version, packages, programs and these scripts."""
-    made = [*map(str, _programs()), programs.KIND, programs.KUBERNETES, _PACKAGES, *programs.PACKET_FILTERS]
-    key = content_hash([*(word.removeprefix(str(cache_dir())) for word in made), HERE / "kind"], relative_to=HERE)
+    made = [program.relative_to(cache_dir()) for program in (*_programs(), programs.packet_filters(), _root_archive())]
+    scripts = [HERE / "kind/node_image.py", HERE / "kind/kube_images.py"]
+    key = content_hash([*map(str, made), engine.REGISTRY, *scripts], relative_to=HERE)
     return f"localhost/kind-node:{key}"
 
 

@@ -69,7 +69,7 @@ def pull(reference: str) -> None:
 
 def existing() -> list[str]:
     """Return the names of the nodes' containers."""
-    return engine.docker("ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.io.kind.cluster={CLUSTER}").split()
+    return engine.docker("ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}").split()
 
 
 def add_second() -> str:
@@ -155,11 +155,11 @@ def _processes_of(node: str) -> Iterator[tuple[int, list[str], list[str]]]:
 
 
 def _start_second() -> None:
-    labels = [f"--label=io.x-k8s.io.kind.{key}={value}" for key, value in (("cluster", CLUSTER), ("role", "worker"))]
+    labels = [f"--label=io.x-k8s.kind.{key}={value}" for key, value in (("cluster", CLUSTER), ("role", "worker"))]
     places = ["--tmpfs=/tmp", "--tmpfs=/run", "--volume=/var", "--volume=/lib/modules:/lib/modules:ro"]
     rights = ["--privileged", "--security-opt=seccomp=unconfined", "--security-opt=apparmor=unconfined", "--cgroupns=private"]
     words = ["run", "--detach", "--tty", "--name", SECOND, "--hostname", SECOND, "--network=kind", *labels, *places, *rights]
-    engine.docker(*words, node_image.reference())
+    engine.docker(*words, engine.docker("inspect", "--format", "{{.Config.Image}}", FIRST).strip())
     join = engine.docker("exec", FIRST, "kubeadm", "token", "create", "--print-join-command").split()
     join_when_up = "until ctr version > /dev/null 2>&1; do sleep 0.1; done; exec " + " ".join([*join, "--ignore-preflight-errors=all"])
     engine.docker("exec", SECOND, "sh", "-c", join_when_up, deadline_s=READY_S)
