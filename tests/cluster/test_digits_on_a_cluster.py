@@ -187,17 +187,14 @@ def test_every_expression_of_the_dashboard_has_data(rig_with_digits: ClusterRig,
     rig.wait(DD, ASLEEP, deadline_s=60)
     rig.sleep_policy(NAME, "AlwaysAwake")
     rig.wait(DD, SERVING, deadline_s=60)
-    chosen = {"$__rate_interval": "20s", "$namespace": rig.kubectl.namespace, "$model": NAME}
 
     def without_data() -> list[str]:
-        found = []
-        for panel in (*dashboard.FLEET, *dashboard.ONE_MODEL):
-            for expression in panel.lines.values():
-                for name, value in chosen.items():
-                    expression = expression.replace(name, value)
-                if not metrics.ever(expression):
-                    found.append(f"{panel.title}: {expression}")
-        return found
+        asked = [
+            (panel.title, dashboard.chosen(expression, namespace=rig.kubectl.namespace, model=NAME))
+            for panel in (*dashboard.FLEET, *dashboard.ONE_MODEL)
+            for expression in panel.lines.values()
+        ]
+        return [f"{title}: {expression}" for title, expression in asked if not metrics.ever(expression)]
 
     rig.eventually("data for each", lambda: not without_data(), deadline_s=30)
 

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a cluster have what models in images and shared GPUs need: image volumes, and claims of devices."""
+"""The nodes of a cluster have what models in images and shared GPUs need: image volumes, and claims of devices.
+
+Real: the claim, the scheduler that gives it the device, the kubelet's driver, and the container runtime that puts it into containers.
+Not real: the device, which is an environment variable.
+"""
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.cluster.device import DEVICE, DRIVER, driver_running
 from support.cluster.rig import ClusterRig
 from tools.demo.kubectl import Document
+from tools.devcluster import cluster, programs
+from tools.devcluster.processes import start
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
+DRIVER = "device.test.diffusion-operator.dev"
+DEVICE = "test-device"
 CLAIM = "shared-device"
 RESOURCES = "resource.k8s.io/v1"
 RESTRICTED = {
@@ -36,6 +44,19 @@ def applied(rig: ClusterRig) -> Iterator[Any]:
     yield apply
     for name in reversed(names):
         rig.kubectl.text("delete", name, "--ignore-not-found", "--grace-period=1", deadline_s=60)
+
+
+@contextmanager
+def driver_running(log: Path) -> Iterator[None]:
+    """Offer the device on the first node for as long as the block lasts."""
+    nodes = cluster.provider().own_nodes()
+    folders = [f"--kubelet={nodes.kubelet}", f"--cdi={nodes.cdi}"]
+    words = [*nodes.command(programs.device_driver()), f"--kubeconfig={nodes.kubeconfig}", f"--node={nodes.first}", *folders]
+    driver = start("device-driver", words, log=log, dies_with_us=True)
+    try:
+        yield
+    finally:
+        driver.stop()
 
 
 def pod(name: str, image: str, script: str, *, container: Document | None = None, **spec: Any) -> Document:

@@ -36,6 +36,8 @@ WITH_TORCH = (
     *("tests/worker/processes", "tests/worker/ranks", "tests/worker/runner", "tests/contract/test_private_names.py"),
     *("tests/contract/test_prompts_stay_secret.py", "tests/worker/options/test_withheld.py"),
     "tests/worker/engine/scheduling/test_memory_model.py",
+    # It needs no torch; so both processes take as long.
+    "tests/chart/test_chart_values.py",
 )
 # All of the families' tests are slow ones, and to import them takes seconds.
 WITHOUT_TORCH = ("tests", *(f"--ignore={path}" for path in (*WITH_TORCH, "tests/cluster", "tests/worker/families")))
