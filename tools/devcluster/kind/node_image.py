@@ -150,7 +150,7 @@ def _make_root(draft: Path) -> None:
     programs.install_debian_packages(("debootstrap",))
     root = draft / "root"
     apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    words = [*apart, "debootstrap", "--variant=minbase", f"--include={_PACKAGES}", BASE_SUITE, root]
+    words: list[str | Path] = [*apart, "debootstrap", "--variant=minbase", f"--include={_PACKAGES}", BASE_SUITE, root]
     run_logged(words, what="Debian for kind's nodes (about 2 minutes, once)", log=log_dir() / "kind-debootstrap.log")
     files = programs.kind_sources() / "images/base/files"
     for folder in _FILES:
@@ -162,7 +162,7 @@ def _make_root(draft: Path) -> None:
     _copy(plugins, root / "opt/cni/bin", mode=0o755, names=("host-local", "loopback", "ptp", "portmap", "bridge"))
     (root / "usr/local/sbin/runc").symlink_to("/usr/sbin/runc")
     run_quiet([*apart, "chroot", root, "sh", "-e"], stdin=_SET_UP_BASE)
-    pack = ["tar", "-C", root, "--numeric-owner", "-cf", draft / "root.tar", "."]
+    pack: list[str | Path] = ["tar", "-C", root, "--numeric-owner", "-cf", draft / "root.tar", "."]
     run_logged(pack, what="archive of kind's base", log=log_dir() / "tar.log")
     shutil.rmtree(root)
 

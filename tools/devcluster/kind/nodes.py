@@ -32,11 +32,11 @@ _POLICY = "audit-policy.yaml"
 
 def create() -> None:
     """Make the first node; kind returns when it is Ready."""
-    LOGS.mkdir(parents=True)
+    LOGS.mkdir(parents=True, exist_ok=True)  # Docker makes it too, for the container of a killed run
     (LOGS / _POLICY).write_text(AUDIT_POLICY)
     file = KIND_STATE / "kind.json"
     file.write_text(json.dumps(configuration()))
-    words = ["create", "cluster", "--name", CLUSTER, "--image", node_image.build(), "--config", file, "--kubeconfig", KUBECONFIG]
+    words: list[str | Path] = ["create", "cluster", "--name", CLUSTER, "--image", node_image.build(), "--config", file, "--kubeconfig", KUBECONFIG]
     log = cache_dir() / "log/kind.log"
     run_logged([programs.kind(), *words, "--wait", "180s"], what="kind cluster", log=log, env=engine.environment(), deadline_s=400)
     engine.lead_to(_address(FIRST))
@@ -165,7 +165,7 @@ def _start_second() -> None:
     engine.docker("exec", SECOND, "sh", "-c", join_when_up, deadline_s=READY_S)
     ends = time.monotonic() + READY_S
     ready = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
-    while _kubectl("get", "node", SECOND, "-o", ready).strip() != "True":
+    while _kubectl("get", "node", SECOND, "--ignore-not-found", "-o", ready).strip() != "True":
         if time.monotonic() > ends:
             raise CommandFailed(f"kind's second node is not Ready after {READY_S:.0f} s; `docker logs {SECOND}` says why")
         time.sleep(0.3)

@@ -66,7 +66,7 @@ class KindEngineProvider:
         """Return whether `up` came to its end, the engine lives and the API server says that it is ready."""
         if not _READY.exists() or not engine.alive():
             return False
-        ready = [self.kubectl(), "--kubeconfig", nodes.KUBECONFIG, "--request-timeout=5s", "get", "--raw", "/readyz"]
+        ready: list[str | Path] = [self.kubectl(), "--kubeconfig", nodes.KUBECONFIG, "--request-timeout=5s", "get", "--raw", "/readyz"]
         try:
             return run_quiet(ready).strip() == "ok"
         except CommandFailed:
