@@ -136,7 +136,7 @@ def _start(folder: Path) -> None:
     settings.write_text(json.dumps({"version": 0.1, "storage": storage, "http": {"addr": REGISTRY}}))
     folders = [wrapper.parent, folder / "usr/bin", folder / "usr/sbin"]
     variables = namespace.environment(*folders)
-    commands = {
+    commands: dict[str, list[str | Path]] = {
         "registry": [programs.debian() / "usr/bin/docker-registry", "serve", settings],
         "dockerd": [
             *("dockerd", "--host", f"unix://{_SOCKET}", "--data-root", machine.data_root(), "--exec-root", "/run/docker"),

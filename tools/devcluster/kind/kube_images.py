@@ -95,7 +95,7 @@ def _add_image(tar: tarfile.TarFile, name: str, image: _Image, written: set[str]
     files |= {f"{digest}.tar": layer for digest, layer in zip(digests, image.layers, strict=True)}
     for file in files.keys() - written:
         _add(tar, file, files[file])
-    written |= files.keys()
+    written.update(files)
     return {"Config": next(iter(files)), "RepoTags": [name], "Layers": [f"{digest}.tar" for digest in digests]}
 
 

@@ -59,7 +59,7 @@ def record() -> None:
     """Write the record, unless an earlier one waits to be put back."""
     if RECORD.exists():
         return
-    KIND_STATE.mkdir(parents=True, exist_ok=True)
+    KIND_STATE.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = RECORD.with_suffix(".draft")
     draft.write_text(dumps(asdict(observe())))
     draft.rename(RECORD)

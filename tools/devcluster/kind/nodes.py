@@ -36,7 +36,18 @@ def create() -> None:
     (LOGS / _POLICY).write_text(AUDIT_POLICY)
     file = KIND_STATE / "kind.json"
     file.write_text(json.dumps(configuration()))
-    words: list[str | Path] = ["create", "cluster", "--name", CLUSTER, "--image", node_image.build(), "--config", file, "--kubeconfig", KUBECONFIG]
+    words: list[str | Path] = [
+        "create",
+        "cluster",
+        "--name",
+        CLUSTER,
+        "--image",
+        node_image.build(),
+        "--config",
+        file,
+        "--kubeconfig",
+        KUBECONFIG,
+    ]
     log = cache_dir() / "log/kind.log"
     run_logged([programs.kind(), *words, "--wait", "180s"], what="kind cluster", log=log, env=engine.environment(), deadline_s=400)
     engine.lead_to(_address(FIRST))

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 from .. import checks, images, programs
-from ..cache import locked
+from ..cache import locked, locked_if_free
 from ..errors import CommandFailed, NotRunning
 from ..kind import engine, machine, node_image, nodes
 from ..own_nodes import OwnNodes
@@ -16,6 +17,8 @@ from ..progress import run_quiet, say
 from .node import disk_needed_gb as node_disk_needed_gb
 
 _READY = KIND_STATE / "ready"
+# Docker's data: the image of kind's nodes with the operator's image, and with the worker's.
+_SMALL_GB, _WITH_IMAGES_GB = 2.0, 14.0
 
 
 class KindEngineProvider:
@@ -24,10 +27,18 @@ class KindEngineProvider:
     name = "kind"
 
     def check(self) -> None:
-        """Refuse before anything is changed."""
+        """Refuse before anything is changed. The room is for our images on the nodes too."""
+        self._check(_WITH_IMAGES_GB)
+
+    def check_small(self) -> None:
+        """Refuse before anything is changed, where a cluster without the worker's image has no room."""
+        self._check(_SMALL_GB)
+
+    def _check(self, docker_gb: float) -> None:
         checks.linux_root()
         checks.go()
-        checks.disk_free(cache_dir(), needed_gb=disk_needed_gb(cache_dir()), what="Parts not in the cache yet (programs, images, kind)")
+        needed_gb = disk_needed_gb(cache_dir(), docker_gb)
+        checks.disk_free(cache_dir(), needed_gb=needed_gb, what="Parts not in the cache yet (programs, images, kind)")
         if not engine.alive():
             checks.networks_free(list(engine.NETWORKS), own_link=machine.LINK)
 
@@ -40,7 +51,7 @@ class KindEngineProvider:
 
     def up(self) -> None:
         """Start the engine and the cluster, or find them running; what a killed run left is put back first."""
-        self.check()
+        self.check_small()
         self.prepare()
         with locked("kind"):
             if self.running():
@@ -95,14 +106,14 @@ class KindEngineProvider:
 
 
 def restore_left() -> None:
-    """Put back what a killed run left, if there is any and no other command is at work on it."""
-    if machine.RECORD.exists() and not (engine.alive() and _READY.exists()):
-        with locked("kind"):
-            if not (engine.alive() and _READY.exists()):
+    """Put back what a killed run left, unless a cluster runs on it or another command is at work on it."""
+    if os.geteuid() == 0 and machine.RECORD.exists():
+        with locked_if_free("kind") as alone:
+            if alone and machine.RECORD.exists() and not (_READY.exists() and engine.alive()):
                 engine.end()
 
 
-def disk_needed_gb(cache: Path) -> float:
-    """Return the room for what is not there yet: what our own node needs but for its unpacked images, and Docker's data with them."""
-    missing = {"docker": 14.0, "kind-root-*": 1.0}
+def disk_needed_gb(cache: Path, docker_gb: float) -> float:
+    """Return the room for what is not there yet: what our own node needs, and kind's programs and Docker's data with it."""
+    missing = {"docker": docker_gb, "kind-root-*": 2.0}
     return node_disk_needed_gb(cache) + sum(size for pattern, size in missing.items() if not any(cache.glob(pattern)))
