@@ -29,7 +29,7 @@ class OwnNodes(ABC):
 
     @abstractmethod
     def command(self, program: Path) -> list[str]:
-        """Return the words that run a static program of this machine on the first node."""
+        """Return the words that run a static program of this machine on the first node; SIGTERM ends it with the process they start."""
 
     @abstractmethod
     def add_second(self) -> str:

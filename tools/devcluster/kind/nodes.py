@@ -142,7 +142,7 @@ class Nodes(OwnNodes):
     def command(self, program: Path) -> list[str]:
         engine.docker("cp", program, f"{FIRST}:/usr/local/bin/{program.name}")
         first = next(pid for pid, _, pids in _processes_of(FIRST) if len(pids) == 3 and pids[-1] == "1")
-        return [*namespace.entering(first), f"/usr/local/bin/{program.name}"]
+        return [*namespace.ending_with(first), f"/usr/local/bin/{program.name}"]
 
     def add_second(self) -> str:
         return add_second()

@@ -91,7 +91,7 @@ class Nodes(OwnNodes):
         pid = namespace.first_process()
         if pid is None:
             raise NotRunning("the first node is not running: `python -m tools.devcluster up` starts it")
-        return [*namespace.entering(pid), str(program)]
+        return [*namespace.ending_with(pid), str(program)]
 
     def add_second(self) -> str:
         return add()

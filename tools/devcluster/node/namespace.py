@@ -107,6 +107,11 @@ def entering(pid: int) -> list[str]:
     return ["nsenter", "--target", str(pid), "--net", "--mount", "--pid", "--"]
 
 
+def ending_with(pid: int) -> list[str]:
+    """Return the words of `entering` before a command that gets SIGTERM once the process they start has ended: nsenter passes none on."""
+    return [*entering(pid), "setpriv", "--pdeathsig", "TERM"]
+
+
 def environment(*folders: Path) -> dict[str, str]:
     """The environment of the node's programs: the folders first in PATH, nothing of the user's but HOME."""
     return {"PATH": os.pathsep.join([*map(str, folders), SYSTEM_PATH]), "HOME": os.environ.get("HOME", "/root")}
