@@ -17,17 +17,18 @@ export PYTHONPYCACHEPREFIX ?= $(CACHE)/compiled
 PYTHON ?= python3
 PY := .venv/bin/python
 SUITE := $(PY) -m tools.suite
+PREFLIGHT :=
 GOAL ?=
 SOAK ?=
 
-.PHONY: help preflight venv lint test test-fast test-slow test-cluster demo cluster cluster-down digits bench soak
+.PHONY: help preflight venv lint test test-fast test-slow test-cluster test-kind demo cluster cluster-down digits bench soak
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 preflight: # what the machine must have, asked of the system's Python before anything is changed
 	@tools/make-venv --check
-	@$(PYTHON) -m tools.devcluster.preflight
+	@$(PYTHON) -m tools.devcluster.preflight $(PREFLIGHT)
 
 venv: ## the one virtual environment, made again when a pin or a dependency changes
 	@PYTHON="$(PYTHON)" tools/make-venv
@@ -39,6 +40,7 @@ lint: venv ## ruff, mypy strict, plain English, the layers
 	@$(PY) -m tools.words
 	@.venv/bin/lint-imports --no-logo 2>/dev/null | tail -n 25 | grep -v '^$$'
 
+test: PREFLIGHT := --kind-too
 test: preflight venv ## every test, in the stages that follow; the cluster is brought up for the last of them
 	@$(SUITE)
 
@@ -50,6 +52,10 @@ test-slow: preflight venv ## the tests with real ranks, workers and API servers
 
 test-cluster: preflight venv ## the tests on a cluster with our images
 	@$(SUITE) images cluster
+
+test-kind: export DEVCLUSTER_PROVIDER := kind
+test-kind: preflight venv ## all tests on a cluster, on kind; a skipped one fails
+	@$(SUITE) images kind
 
 demo: preflight venv ## from nothing to an image, an adapter, a sleep and a waking
 	@$(PY) -m tools.demo

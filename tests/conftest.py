@@ -23,7 +23,7 @@ settings.load_profile("untimed")
 # Modules and test items stay to the end: looking for garbage among them took a quarter of the imports' time.
 gc.disable()
 
-pytest_plugins = ("tools.suite.ledger", "tools.suite.order")
+pytest_plugins = ("tools.suite.ledger", "tools.suite.order", "tools.suite.skips")
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,8 @@ At the end its audit log must show that the operator was refused nothing; after 
 not use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from support.cluster.audit import all_selected, check_rights
 from support.cluster.rig import ClusterRig
 from tools.demo.stage import stage
+from tools.devcluster.errors import NotOfThisMachine
 
 NAMESPACE = "diffusion-tests"
 
@@ -26,3 +28,25 @@ def rig(request: pytest.FixtureRequest) -> Iterator[ClusterRig]:
         set_up.kubectl.text("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
         yield ClusterRig(set_up.kubectl, set_up.images.worker)
         check_rights(set_up.kubectl, since=began, whole=all_selected(request.session, Path(__file__).parent))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    """Skip a test whose fixtures need nodes on this machine, where the provider has none."""
+    with skipped_elsewhere():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Skip a test that needs nodes on this machine, where the provider has none."""
+    with skipped_elsewhere():
+        return (yield)
+
+
+@contextmanager
+def skipped_elsewhere() -> Iterator[None]:
+    try:
+        yield
+    except NotOfThisMachine as error:
+        pytest.skip(str(error))

@@ -7,7 +7,6 @@ Not real: the device, which is an environment variable.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from support.cluster.rig import ClusterRig
 from tools.demo.kubectl import Document
 from tools.devcluster import cluster, programs
-from tools.devcluster.node import config, namespace
 from tools.devcluster.processes import start
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -47,14 +45,13 @@ def applied(rig: ClusterRig) -> Iterator[Any]:
         rig.kubectl.text("delete", name, "--ignore-not-found", "--grace-period=1", deadline_s=60)
 
 
-@contextmanager
-def driver_running(log: Path) -> Iterator[None]:
-    """Offer the device on the first node for as long as the block lasts."""
-    node, pid = config.first_node(), namespace.first_process()
-    assert pid is not None, "the node is not running"
-    folders = [f"--kubelet={node.state}/kubelet", f"--cdi={node.cdi}"]
-    words = [programs.device_driver(), f"--kubeconfig={cluster.provider().kubeconfig()}", f"--node={node.name}", *folders]
-    driver = start("device-driver", [*namespace.entering(pid), *words], log=log, dies_with_us=True)
+@pytest.fixture
+def device_driver(tmp_path: Path) -> Iterator[None]:
+    """The device on the first node. A test names this before `applied`: without the driver no pod with the device ends."""
+    nodes = cluster.provider().own_nodes()
+    folders = [f"--kubelet={nodes.kubelet}", f"--cdi={nodes.cdi}"]
+    words = [*nodes.command(programs.device_driver()), f"--kubeconfig={nodes.kubeconfig}", f"--node={nodes.first}", *folders]
+    driver = start("device-driver", words, log=tmp_path / "driver.log", dies_with_us=True)
     try:
         yield
     finally:
@@ -82,29 +79,27 @@ def test_a_pod_reads_the_files_of_an_image_that_is_its_volume(rig: ClusterRig, a
     assert {"model_index.json", "transformer", "vae"} <= set(found)
 
 
-def test_two_pods_share_the_one_device_of_a_claim(rig: ClusterRig, applied: Any, tmp_path: Path) -> None:
-    with driver_running(tmp_path / "driver.log"):
-        of_driver = [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]
-        applied({"apiVersion": RESOURCES, "kind": "DeviceClass", "metadata": {"name": CLAIM}, "spec": {"selectors": of_driver}})
-        requests = [{"name": "device", "exactly": {"deviceClassName": CLAIM}}]
-        applied(
-            {"apiVersion": RESOURCES, "kind": "ResourceClaim", "metadata": {"name": CLAIM}, "spec": {"devices": {"requests": requests}}}
-        )
-        says = "import os, time; print(os.environ['TEST_DEVICE'], flush=True); time.sleep(600)"
-        claims = {"resources": {"claims": [{"name": "shared"}]}}
-        pods = ["shares-a-device-0", "shares-a-device-1"]
-        for name in pods:
-            applied(pod(name, rig.worker_image, says, container=claims, resourceClaims=[{"name": "shared", "resourceClaimName": CLAIM}]))
-        rig.eventually("both pods run", lambda: [phase(rig, name) for name in pods] == ["Running", "Running"])
-        told = [rig.eventually("it says its device", lambda name=name: rig.kubectl.text("logs", name)) for name in pods]
-        assert told == [f"{DEVICE}\n"] * 2
-        status = rig.kubectl.get(f"resourceclaim/{CLAIM}")["status"]
-        assert sorted(user["name"] for user in status["reservedFor"]) == pods
-        assert [(given["driver"], given["device"]) for given in status["allocation"]["devices"]["results"]] == [(DRIVER, DEVICE)]
-        # The kubelet gives the device back to its driver, which must be there for that.
-        for name in pods:
-            rig.kubectl.text("delete", f"pod/{name}", "--grace-period=1")
-        rig.eventually("the device is free", lambda: "allocation" not in rig.kubectl.get(f"resourceclaim/{CLAIM}").get("status", {}))
+@pytest.mark.usefixtures("device_driver")
+def test_two_pods_share_the_one_device_of_a_claim(rig: ClusterRig, applied: Any) -> None:
+    of_driver = [{"cel": {"expression": f"device.driver == '{DRIVER}'"}}]
+    applied({"apiVersion": RESOURCES, "kind": "DeviceClass", "metadata": {"name": CLAIM}, "spec": {"selectors": of_driver}})
+    requests = [{"name": "device", "exactly": {"deviceClassName": CLAIM}}]
+    applied({"apiVersion": RESOURCES, "kind": "ResourceClaim", "metadata": {"name": CLAIM}, "spec": {"devices": {"requests": requests}}})
+    says = "import os, time; print(os.environ['TEST_DEVICE'], flush=True); time.sleep(600)"
+    claims = {"resources": {"claims": [{"name": "shared"}]}}
+    pods = ["shares-a-device-0", "shares-a-device-1"]
+    for name in pods:
+        applied(pod(name, rig.worker_image, says, container=claims, resourceClaims=[{"name": "shared", "resourceClaimName": CLAIM}]))
+    rig.eventually("both pods run", lambda: [phase(rig, name) for name in pods] == ["Running", "Running"])
+    told = [rig.eventually("it says its device", lambda name=name: rig.kubectl.text("logs", name)) for name in pods]
+    assert told == [f"{DEVICE}\n"] * 2
+    status = rig.kubectl.get(f"resourceclaim/{CLAIM}")["status"]
+    assert sorted(user["name"] for user in status["reservedFor"]) == pods
+    assert [(given["driver"], given["device"]) for given in status["allocation"]["devices"]["results"]] == [(DRIVER, DEVICE)]
+    # The kubelet gives the device back to its driver, which must be there for that.
+    for name in pods:
+        rig.kubectl.text("delete", f"pod/{name}", "--grace-period=1")
+    rig.eventually("the device is free", lambda: "allocation" not in rig.kubectl.get(f"resourceclaim/{CLAIM}").get("status", {}))
 
 
 def phase(rig: ClusterRig, name: str) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.cluster.faults import need_own_node, service_address
+from support.cluster.faults import service_address
 from support.cluster.rig import PROMPT, SERVING, START_S, Clients, ClusterRig
 from tools.demo.images import Request
 from tools.demo.kubectl import Document, condition
-from tools.devcluster.node import joined
+from tools.devcluster import cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -31,8 +31,7 @@ SCHEDULING = {
 @pytest.fixture(scope="module")
 def second(rig: ClusterRig) -> Iterator[str]:
     """The name of the second node."""
-    need_own_node()
-    with joined.second_node() as name:
+    with cluster.provider().own_nodes().second_node() as name:
         yield name
         rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
         rig.eventually("the pods are gone", lambda: not rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"])
@@ -58,7 +57,7 @@ def test_a_lost_node_takes_its_replica_out_of_service_and_another_takes_its_plac
     rig.serve(NAME, replicas=2, scheduling=SCHEDULING)
     lost = on_node(rig, second)
     right = rig.image(NAME)
-    with joined.unplugged():
+    with cluster.provider().own_nodes().unplugged():
         rig.eventually("the node is NotReady", lambda: not node_ready(rig, second), deadline_s=SILENCE_S)
         rig.eventually("unrouted", lambda: not routable(rig, lost), deadline_s=15)
         with Clients(lambda: service_address(rig.kubectl, NAME), right, REQUEST) as asking:

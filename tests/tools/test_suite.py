@@ -152,3 +152,12 @@ def test_recorded_seconds_are_those_of_the_stage_that_takes_a_file_longer() -> N
 
 def test_what_takes_longest_comes_first_and_what_nobody_recorded_before_it() -> None:
     assert longest_first(["short.py", "long.py", "new.py"], {"short.py": 1.0, "long.py": 9.0}) == ["new.py", "long.py", "short.py"]
+
+
+def test_a_skipped_test_fails_where_skips_are_not_wanted(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("import pytest\n\ndef test_one():\n    pytest.skip('no engine')\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.suite.skips", "-c", "/dev/null", str(tmp_path)]
+    for options, code in (([], 0), (["--no-skips"], 1)):
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stdout
+    assert "expected no skipped test, because of --no-skips; Skipped: no engine" in done.stdout

@@ -47,6 +47,20 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def locked_if_free(name: str) -> Iterator[bool]:
+    """Take the lock unless another process has it; give whether it was taken."""
+    directory = cache_dir() / "locks"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / name).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
 def cached(name: str, key: str, make: Callable[[Path], None]) -> Path:
     """The folder that `make` fills, made only where there is none for this key; older ones of that name go."""
     target = cache_dir() / f"{name}-{key}"

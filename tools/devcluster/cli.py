@@ -13,7 +13,6 @@ import click
 from . import apiserver, cluster, images
 from .connect import connect as connected
 from .errors import DevclusterError
-from .node import joined
 
 
 class _Group(click.Group):
@@ -110,13 +109,12 @@ def connect(namespace: str, target: str) -> None:
 @main.command()
 @click.argument("action", type=click.Choice(["add", "remove"]))
 def node(action: str) -> None:
-    """Give the node a second one beside it, or take it away; only where the cluster is our own node."""
-    if cluster.provider().name != "node":
-        raise DevclusterError("a second node can be had only where the provider is `node`")
+    """Give the node a second one beside it, or take it away; only where the nodes are on this machine."""
+    nodes = cluster.provider().own_nodes()
     if action == "add":
-        click.echo(joined.add())
+        click.echo(nodes.add_second())
     else:
-        joined.remove()
+        nodes.remove_second()
 
 
 @main.command(name="build-image")

@@ -16,9 +16,11 @@ from typing import Protocol
 from . import images, programs
 from .errors import DevclusterError
 from .node import config as node_config
+from .own_nodes import OwnNodes
 from .progress import run_quiet
 from .providers.given import GivenProvider
 from .providers.kind import KindProvider
+from .providers.kind_engine import KindEngineProvider, restore_left
 from .providers.node import NodeProvider
 
 
@@ -51,6 +53,10 @@ class Provider(Protocol):
         """A kubectl that suits the cluster."""
         ...
 
+    def own_nodes(self) -> OwnNodes:
+        """Return the ways into its nodes; raise NotOfThisMachine where they run elsewhere."""
+        ...
+
     def load_image(self, reference: str) -> str:
         """Brings a built image to the cluster; gives the name by which pods ask for it."""
         ...
@@ -69,11 +75,13 @@ def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
 
 def provider() -> Provider:
     """The provider that this machine and environment have."""
-    name = provider_name(os.environ, docker=images.docker_answers())
+    restore_left()
+    docker = images.docker_answers()
+    name = provider_name(os.environ, docker=docker)
     if name == "given":
         return GivenProvider()
     if name == "kind":
-        return KindProvider()
+        return KindProvider() if docker else KindEngineProvider()
     if name == "node":
         return NodeProvider()
     raise DevclusterError(f"DEVCLUSTER_PROVIDER is {name!r}; it must be given, kind or node")

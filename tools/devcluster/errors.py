@@ -4,6 +4,7 @@
 DevclusterError
 ├── PrerequisiteMissing
 ├── CommandFailed
+├── NotOfThisMachine
 └── NotRunning
 """
 
@@ -20,6 +21,10 @@ class PrerequisiteMissing(DevclusterError):
 
 class CommandFailed(DevclusterError):
     """A program that we ran ended badly; the message carries the end of what it printed."""
+
+
+class NotOfThisMachine(DevclusterError):
+    """The cluster's nodes run elsewhere, so nobody here can break them or look beneath them; tests of that are skipped."""
 
 
 class NotRunning(DevclusterError):

@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 # The node runs as root, one a machine, so its places are fixed: a later `up` or `down` finds what a killed one left.
 NODE_STATE = Path("/var/lib/diffusion-operator/node")
 NODE_RUN = Path("/run/diffusion-operator/node")
+KIND_STATE = Path("/var/lib/diffusion-operator/kind")
 IMAGES_RUN = Path("/run/diffusion-operator/images")
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python3 -m tools.devcluster.preflight`: the checks of the machine, by the system's Python before any environment exists.
+"""`python3 -m tools.devcluster.preflight [--kind-too]`: the checks of the machine, by the system's Python before any environment exists.
+
+With `--kind-too`, where the cluster is our own node: also those of a kind cluster beside it, without the worker's image.
 
 Standard library alone, changes nothing, says one sentence and exits 1 where something is missing.
 """
@@ -18,9 +20,13 @@ def main() -> int:
     # Only now: an older Python cannot read these.
     from .cluster import provider
     from .errors import DevclusterError
+    from .providers.kind_engine import KindEngineProvider
 
     try:
-        provider().check()
+        where = provider()
+        where.check()
+        if "--kind-too" in sys.argv[1:] and where.name == "node":
+            KindEngineProvider().check_small()
     except DevclusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

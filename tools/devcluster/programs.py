@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from . import checks
 from .cache import cached, content_hash, locked
 from .paths import HERE, log_dir
-from .progress import run_logged
+from .progress import run_logged, run_quiet
 
 KUBERNETES = "1.36.2"
 HELM = "v3.22.0"
@@ -19,12 +20,29 @@ SYFT = "v1.57.0"
 # Debian's is of 2022: it knows neither image volumes nor devices of resource claims.
 CONTAINERD = "v2.4.2"
 
-KUBE_NAMES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl", "cri-pull")
+KUBE_NAMES = (
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kube-proxy",
+    "kubelet",
+    "kubectl",
+    "cri-pull",
+    "kubeadm",
+    "crictl",
+    "kindnetd",
+)
 _VERSION = "k8s.io/component-base/version"
 _KUBE_LDFLAGS = f"-s -w -X {_VERSION}.gitVersion=v{KUBERNETES} -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor={KUBERNETES.split('.')[1]}"
 
 # Unpacked beside each other, never installed: Debian would start them as services, now or after the next boot.
 UNPACKED = ("containernetworking-plugins", "docker-registry", "etcd-server", "runc")
+# For kind. Debian's engine takes the machine's iptables; kind's images are built elsewhere.
+DOCKER = ("containerd", "docker.io", "runc")
+PACKET_FILTERS = (
+    *("libc6", "libmnl0", "libnftnl11", "libxtables12", "libjansson4", "libgmp10", "libgcc-s1", "libtinfo6", "libmd0", "libedit2"),
+    *("libbsd0", "libnetfilter-conntrack3", "libnfnetlink0", "libip4tc2", "libip6tc2", "libnftables1", "iptables", "nftables", "conntrack"),
+)
 # Installed, where they are missing: program -> package.
 INSTALLED = {
     "buildah": "buildah",
@@ -95,6 +113,28 @@ def containerd() -> Path:
     modules = [f"{of}/cmd/{name}@{CONTAINERD}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")]
     its_version = f"-X {of}/version.Version={CONTAINERD}"
     return _installed("containerd", modules, what=f"containerd {CONTAINERD} (about a minute, once)", ldflags=its_version)
+
+
+def kind_sources() -> Path:
+    """Return the folder of kind's own module, with the files of its node."""
+    wanted = f"sigs.k8s.io/kind@{KIND}"
+    said = run_quiet([checks.go(), "mod", "download", "-json", wanted], env=_go_environment(), deadline_s=120)
+    return Path(json.loads(said)["Dir"])
+
+
+def docker() -> Path:
+    """Return a folder with a Docker engine and all it runs, in Debian's own folders."""
+    return _unpacked("docker", DOCKER, what="the Docker engine")
+
+
+def packet_filters() -> Path:
+    """Return a folder with iptables, nft, conntrack and their libraries: the system beneath kube-proxy in its image."""
+    return _unpacked("packet-filters", PACKET_FILTERS, what="kube-proxy's tools")
+
+
+def kubeadms_etcd() -> Path:
+    """Return an etcd that knows the options kubeadm gives it; Debian's is older."""
+    return _own_program("etcd", what="etcd (about 2 minutes, once)")
 
 
 def debian() -> Path:

@@ -24,8 +24,8 @@ class Stage(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
 
 
-def _tests(name: str, what: str, *options: str) -> Stage:
-    return Stage(name, what, (sys.executable, "-m", "pytest", "-q", "--durations=10", f"--ledger={LEDGER / name}", *options))
+def _tests(name: str, what: str, *options: str, before: tuple[str, ...] = ()) -> Stage:
+    return Stage(name, what, (*before, sys.executable, "-m", "pytest", "-q", "--durations=10", f"--ledger={LEDGER / name}", *options))
 
 
 LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-print-directory", "lint"))
@@ -51,10 +51,22 @@ IMAGES = Stage(
 SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(apiserver or slow) and not cluster", *ON_TWO)
 # All tests that need a cluster are here; other folders would only cost the import of torch.
 ON_CLUSTER = ("tests/cluster", "tests/devcluster")
-CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster", *ON_CLUSTER)
+# These are about kind's engine, whose cluster another stage has.
+KIND_ENGINE = "tests/devcluster/kind"
+CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster", *ON_CLUSTER, f"--ignore={KIND_ENGINE}")
+WITH_KIND = ("env", "DEVCLUSTER_PROVIDER=kind")
+KIND_SMOKE = _tests(
+    *("kind-smoke", "kind's engine, and the operator on a kind cluster, without the worker's image"),
+    *("--no-skips", "-m", "cluster", KIND_ENGINE, "tests/devcluster/test_real_cluster.py"),
+    before=WITH_KIND,
+)
+KIND = _tests(
+    "kind", "all tests on a cluster, on kind; not a part of `make test`", "--no-skips", "-m", "cluster", *ON_CLUSTER, before=WITH_KIND
+)
 # The stages of a group run side by side. A cluster's tests mostly wait, and the slow ones compute.
-GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER))
-STAGES = tuple(stage for group in GROUPS for stage in group)
+GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER, KIND_SMOKE))
+OF_MAKE_TEST = tuple(stage for group in GROUPS for stage in group)
+STAGES = (*OF_MAKE_TEST, KIND)
 
 
 class StageRun(msgspec.Struct, frozen=True):

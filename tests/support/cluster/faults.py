@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults made from under the cluster: signals to its programs and to those in pods, packets that get lost.
 
-Real: the faults, made by the kernel of the node. The node must be of this machine for that; where it is not, the test is skipped.
+Real: the faults, made by the kernel of the node. The node must be of this machine for that. Otherwise
+`own_nodes` says so, and the test is skipped.
 """
 
 import os
@@ -12,24 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
 from tools.demo.kubectl import Document, Kubectl
 from tools.devcluster import cluster
-from tools.devcluster.node import namespace
 
 CONTROL_PORT = 8001
 
 
-def need_own_node() -> None:
-    """Skip the test on another provider."""
-    if cluster.provider().name != "node":
-        pytest.skip("the node is not of this machine")
-
-
 def service_address(kubectl: Kubectl, name: str) -> str:
     """The Service's own address, which answers from here and without the API server, unlike `kubectl port-forward`."""
-    need_own_node()
+    cluster.provider().own_nodes()
     spec = kubectl.get(f"service/{name}")["spec"]
     return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
 
@@ -37,8 +29,7 @@ def service_address(kubectl: Kubectl, name: str) -> str:
 @contextmanager
 def api_server_stopped() -> Iterator[None]:
     """It stands still, with its connections open, as when its machine swaps or its store hangs."""
-    need_own_node()
-    pid = namespace.find_program("kube-apiserver")
+    pid = cluster.provider().own_nodes().find_program("kube-apiserver")
     assert pid is not None, "the node has no kube-apiserver"
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -96,7 +87,7 @@ def operator_pods(kubectl: Kubectl) -> list[Document]:
 
 
 def processes_of(pod: Document) -> list[int]:
-    """List the pids, as this machine counts, of all processes in the pod's containers, the sandbox's among them; skips without any."""
+    """List the pids, as this machine counts, of all processes in the pod's containers, the sandbox's among them."""
     uid = str(pod["metadata"]["uid"])
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -105,6 +96,6 @@ def processes_of(pod: Document) -> list[int]:
             if uid in groups or uid.replace("-", "_") in groups:
                 found.append(int(folder.name))
     if not found:
-        need_own_node()
+        cluster.provider().own_nodes()
     assert found, f"no process of pod {pod['metadata']['name']} is to be seen"
     return sorted(found)

@@ -20,6 +20,7 @@ import (
 	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
 	proxy "k8s.io/kubernetes/cmd/kube-proxy/app"
 	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
+	kubeadm "k8s.io/kubernetes/cmd/kubeadm/app/cmd"
 	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 )
 
@@ -31,6 +32,9 @@ var programs = map[string]func() *cobra.Command{
 	"kubelet":                 func() *cobra.Command { return kubelet.NewKubeletCommand(context.Background()) },
 	"kubectl":                 kubectl.NewDefaultKubectlCommand,
 	"cri-pull":                newPullCommand,
+	"crictl":                  newCrictlCommand,
+	"kindnetd":                newKindnetCommand,
+	"kubeadm":                 func() *cobra.Command { return kubeadm.NewKubeadmCommand(os.Stdin, os.Stdout, os.Stderr) },
 }
 
 func main() {

@@ -13,12 +13,14 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 from .. import processes, programs
 from ..cache import locked
 from ..certs import Authority
 from ..errors import CommandFailed, NotRunning
+from ..own_nodes import OwnNodes
 from ..processes import Process
 from ..progress import run_quiet, step
 from . import config, daemons, namespace, runtime
@@ -63,15 +65,6 @@ def remove() -> None:
 
 
 @contextmanager
-def second_node() -> Iterator[str]:
-    """The second node for as long as the block lasts; gives its name."""
-    try:
-        yield add()
-    finally:
-        remove()
-
-
-@contextmanager
 def unplugged() -> Iterator[None]:
     """The second node without its cable: it and its pods go on, and nobody sees them."""
     _in_first("ip", "link", "set", _FIRST_LINK, "down")
@@ -80,6 +73,34 @@ def unplugged() -> Iterator[None]:
     finally:
         _in_first("ip", "link", "set", _FIRST_LINK, "up")
         _in_first("ip", "route", "replace", config.SECOND_POD_NETWORK, "via", config.SECOND_IP)
+
+
+class Nodes(OwnNodes):
+    """The first node and the second beside it."""
+
+    first = config.NODE_NAME
+    kubeconfig = config.KUBECONFIG
+    audit_log = config.AUDIT_LOG
+    kubelet = config.first_node().state / "kubelet"
+    cdi = config.first_node().cdi
+
+    def find_program(self, name: str) -> int | None:
+        return namespace.find_program(name)
+
+    def command(self, program: Path) -> list[str]:
+        pid = namespace.first_process()
+        if pid is None:
+            raise NotRunning("the first node is not running: `python -m tools.devcluster up` starts it")
+        return [*namespace.ending_with(pid), str(program)]
+
+    def add_second(self) -> str:
+        return add()
+
+    def remove_second(self) -> None:
+        remove()
+
+    def unplugged(self) -> AbstractContextManager[None]:
+        return unplugged()
 
 
 def end() -> None:

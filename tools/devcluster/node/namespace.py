@@ -24,7 +24,7 @@ from .config import LOGS, MACHINE_IP, MACHINE_LINK, NODE_IP, NODE_LINK, POD_NETW
 MARK = "diffusion-operator-node"  # the argument by which a later run knows our first process
 
 # The kubelet writes these for the whole machine; copies over them take its writes.
-_SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys kernel/keys/root_maxbytes"
+SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys kernel/keys/root_maxbytes"
 
 
 def inside(run: Path, *, link: str, ip: str, gateway: str) -> str:
@@ -36,7 +36,7 @@ def inside(run: Path, *, link: str, ip: str, gateway: str) -> str:
 mount --make-rprivate /
 mkdir -p {run}/cgroup; mount --rbind /sys/fs/cgroup {run}/cgroup; mount -t sysfs sysfs /sys
 mount --rbind {run}/cgroup /sys/fs/cgroup; umount -l {run}/cgroup
-for f in {_SYSCTLS}; do
+for f in {SYSCTLS}; do
   mkdir -p {run}/sysctl/${{f%/*}}; cat /proc/sys/$f > {run}/sysctl/$f; mount --bind {run}/sysctl/$f /proc/sys/$f
 done
 mount --make-rshared /
@@ -105,6 +105,11 @@ def unshare(pause: Path, mark: str, *, log: Path, deadline_s: float = 10.0) -> i
 def entering(pid: int) -> list[str]:
     """The words before a command that is to run in the node."""
     return ["nsenter", "--target", str(pid), "--net", "--mount", "--pid", "--"]
+
+
+def ending_with(pid: int) -> list[str]:
+    """Return the words of `entering` before a command that gets SIGTERM once the process they start has ended: nsenter passes none on."""
+    return [*entering(pid), "setpriv", "--pdeathsig", "TERM"]
 
 
 def environment(*folders: Path) -> dict[str, str]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .. import checks, images, programs
-from ..errors import CommandFailed, NotRunning, PrerequisiteMissing
+from ..errors import CommandFailed, NotOfThisMachine, NotRunning, PrerequisiteMissing
+from ..own_nodes import OwnNodes
 from ..paths import cache_dir
 from ..progress import run_quiet, say
 
@@ -75,6 +76,10 @@ class GivenProvider:
         """The machine's kubectl, or ours."""
         found = shutil.which("kubectl")
         return Path(found) if found else programs.kube() / "kubectl"
+
+    def own_nodes(self) -> OwnNodes:
+        """Raise NotOfThisMachine: nothing here can reach beneath these nodes."""
+        raise NotOfThisMachine("this needs nodes on this machine: set DEVCLUSTER_PROVIDER=node, or leave out the cluster that was given")
 
     def load_image(self, reference: str) -> str:
         """Pushes the image to REGISTRY, from where the cluster pulls it; gives the name it has there."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .. import checks, programs
 from ..cache import cached, content_hash, locked
-from ..errors import NotRunning
+from ..errors import NotOfThisMachine, NotRunning
+from ..own_nodes import OwnNodes
 from ..paths import cache_dir, log_dir
 from ..progress import run_logged, run_quiet, say
 
@@ -75,6 +76,10 @@ class KindProvider:
             run_quiet(["docker", "cp", f"{CLUSTER}-control-plane:/usr/bin/kubectl", draft / "kubectl"])
 
         return cached("kubectl", content_hash([programs.KIND], relative_to=cache_dir()), copy) / "kubectl"
+
+    def own_nodes(self) -> OwnNodes:
+        """Raise NotOfThisMachine: nothing here can reach beneath these nodes."""
+        raise NotOfThisMachine("this needs nodes on this machine: set DEVCLUSTER_PROVIDER=node, or leave out the cluster that was given")
 
     def load_image(self, reference: str) -> str:
         """Copies the image from the Docker engine into kind's node; the reference stays the same."""

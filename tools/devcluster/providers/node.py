@@ -13,6 +13,7 @@ from ..apiserver import wait_ready
 from ..cache import content_hash, locked
 from ..errors import CommandFailed, NotRunning
 from ..node import config, daemons, joined, namespace, runtime
+from ..own_nodes import OwnNodes
 from ..paths import IMAGES_RUN, NODE_RUN, NODE_STATE, cache_dir
 from ..processes import Process
 from ..progress import run_logged, run_quiet, say, step
@@ -87,6 +88,10 @@ class NodeProvider:
     def kubectl(self) -> Path:
         """kubectl of the node's version."""
         return programs.kube() / "kubectl"
+
+    def own_nodes(self) -> OwnNodes:
+        """Return the ways into the node and the second one."""
+        return joined.Nodes()
 
     def load_image(self, reference: str) -> str:
         """Pushes the layers that the node's registry lacks and has the node unpack them; the reference stays the same."""

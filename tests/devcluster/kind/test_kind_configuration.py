@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kind's cluster is asked for as we need it, and the archive of its images is one that containerd can import."""
+
+import ipaddress
+import itertools
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tools.devcluster import cluster, images, programs
+from tools.devcluster.errors import CommandFailed
+from tools.devcluster.kind import engine, kube_images, nodes
+from tools.devcluster.node import config
+from tools.devcluster.providers import kind_engine
+from tools.devcluster.providers.kind import KindProvider
+
+
+@pytest.mark.parametrize(("docker", "expected"), [(True, KindProvider), (False, kind_engine.KindEngineProvider)])
+def test_kind_brings_an_engine_where_none_answers(monkeypatch: pytest.MonkeyPatch, docker: bool, expected: type) -> None:
+    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "kind")
+    monkeypatch.setattr(images, "docker_answers", lambda: docker)
+    assert type(cluster.provider()) is expected
+
+
+def test_kinds_networks_are_apart_from_those_of_our_own_node() -> None:
+    networks = [ipaddress.ip_network(network) for network in (*engine.NETWORKS, *config.NETWORKS)]
+    assert [pair for pair in itertools.combinations(networks, 2) if pair[0].overlaps(pair[1])] == []
+
+
+def test_kinds_api_server_keeps_the_same_audit_log_as_that_of_our_own_node() -> None:
+    made = nodes.configuration()
+    patches = [json.loads(patch) for patch in made["kubeadmConfigPatches"]]  # type: ignore[attr-defined]
+    (kubelet, servers) = patches
+    assert kubelet["failCgroupV1"] is False
+    arguments = {argument["name"]: argument["value"] for argument in servers["apiServer"]["extraArgs"]}
+    assert arguments["audit-log-path"] == "/devcluster/audit.log"
+    assert made["networking"]["apiServerAddress"] == engine.INNER_IP  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("held", "ended"), [(True, 0), (False, 1)])
+def test_a_killed_runs_engine_is_left_to_the_command_that_is_at_work_on_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: bool, ended: int
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "machine.json").touch()
+    monkeypatch.setattr(kind_engine.machine, "RECORD", tmp_path / "machine.json")
+    monkeypatch.setattr(kind_engine, "_READY", tmp_path / "ready")
+    monkeypatch.setattr(kind_engine.os, "geteuid", lambda: 0)
+    ends: list[None] = []
+    monkeypatch.setattr(kind_engine.engine, "end", lambda: ends.append(None))
+    with kind_engine.locked("kind" if held else "another"):
+        kind_engine.restore_left()
+    assert len(ends) == ended
+
+
+@pytest.fixture
+def small_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files in place of the programs, which take minutes to build."""
+    (tmp_path / "kube").write_text("all of Kubernetes")
+    monkeypatch.setattr(programs, "kube", lambda: tmp_path)
+    for name in ("kubeadms_etcd", "coredns", "pause"):
+        (tmp_path / name).write_text(name)
+        monkeypatch.setattr(programs, name, lambda name=name: tmp_path / name)
+    (tmp_path / "tree").mkdir()
+    monkeypatch.setattr(programs, "packet_filters", lambda: tmp_path / "tree")
+
+
+@pytest.mark.usefixtures("small_programs")
+def test_images_of_kubernetes_share_the_layer_of_its_programs(tmp_path: Path) -> None:
+    names = [
+        "registry.k8s.io/kube-apiserver:v1",
+        "registry.k8s.io/kube-scheduler:v1",
+        "registry.k8s.io/etcd:3",
+        "registry.k8s.io/pause:3.10",
+    ]
+    kube_images.write(names, tmp_path / "images.tar")
+    with tarfile.open(tmp_path / "images.tar") as tar:
+        members = tar.getnames()
+        manifest = {entry["RepoTags"][0]: entry for entry in json.load(tar.extractfile("manifest.json"))}  # type: ignore[arg-type]
+        configs = {name: json.load(tar.extractfile(entry["Config"])) for name, entry in manifest.items()}  # type: ignore[arg-type]
+    assert len(members) == len(set(members))
+    assert manifest[names[0]]["Layers"] == manifest[names[1]]["Layers"] != manifest[names[2]]["Layers"]
+    assert [configs[name]["config"]["Entrypoint"] for name in names] == [
+        *(["kube-apiserver"], ["kube-scheduler"], ["/usr/local/bin/etcd"], ["/usr/local/bin/pause"])
+    ]
+
+
+@pytest.mark.usefixtures("small_programs")
+def test_an_image_that_kubeadm_asks_for_and_we_do_not_make_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match=r"the image registry.k8s.io/konnectivity:1; expected one of coredns, etcd"):
+        kube_images.write(["registry.k8s.io/konnectivity:1"], tmp_path / "images.tar")
+
+
+def test_the_room_for_kind_comes_on_top_of_that_for_our_node(tmp_path: Path) -> None:
+    empty = kind_engine.disk_needed_gb(tmp_path, 14.0)
+    for name in ("docker", "kind-root-0123"):
+        (tmp_path / name).mkdir()
+    assert empty - kind_engine.disk_needed_gb(tmp_path, 14.0) == 16.0
+    assert kind_engine.disk_needed_gb(tmp_path, 14.0) == kind_engine.node_disk_needed_gb(tmp_path)

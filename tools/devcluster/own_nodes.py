@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways into nodes that run on this machine, so that tests can break them and look beneath them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+
+class OwnNodes(ABC):
+    """The nodes of a provider that has them on this machine; their Services and pods answer under their own addresses."""
+
+    first: str
+    """The first node's name."""
+    kubeconfig: Path
+    """The administrator's kubeconfig, as the first node sees it."""
+    audit_log: Path
+    """The API server's log of who asked what; the file before it lies beside it."""
+    kubelet: Path
+    """The kubelet's folder, as the first node sees it."""
+    cdi: Path
+    """The folder in which drivers of devices tell the runtime what a container gets, as the first node sees it."""
+
+    @abstractmethod
+    def find_program(self, name: str) -> int | None:
+        """Return the pid, as the machine counts, of a Kubernetes program of the first node."""
+
+    @abstractmethod
+    def command(self, program: Path) -> list[str]:
+        """Return the words that run a static program of this machine on the first node; SIGTERM ends it with the process they start."""
+
+    @abstractmethod
+    def add_second(self) -> str:
+        """Start a second node, or find it; return its name."""
+
+    @abstractmethod
+    def remove_second(self) -> None:
+        """Take it out of the cluster, with its pods, and end it."""
+
+    @abstractmethod
+    def unplugged(self) -> AbstractContextManager[None]:
+        """Pull the second node's cable for as long as the block lasts."""
+
+    @contextmanager
+    def second_node(self) -> Iterator[str]:
+        """Have the second node for as long as the block lasts; give its name."""
+        try:
+            yield self.add_second()
+        finally:
+            self.remove_second()
