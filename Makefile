@@ -72,6 +72,6 @@ digits: venv ## train the model and the adapters of examples/digits again
 bench: venv ## one benchmark (GOAL=P4) or all of them
 	@$(PY) -m benchmarks $(GOAL)
 
-soak: venv ## 10,000 generated requests on a real worker, 1,000 while its ranks are killed, 10,000 at its edge, 5,000 over changing adapters, 500 sequences of sleep and wake, 5,000 generated manifests and 500 sequences of edits under an operator that is killed; 400 images of the digits (SOAK="--minutes 5")
+soak: venv ## the fuzz tests and soaks at full size, and all images of the digits' exam (SOAK="--minutes 5", SOAK="--help")
 	@PYTHONPATH=.:tests $(PY) -m support.soak.run $(SOAK)
 	@$(if $(SOAK),,$(PY) examples/digits/evaluate.py --no-sheet)

@@ -10,7 +10,7 @@ from support.runner.digit_exam import LORAS, MODEL, answers, below_the_card, loa
 from support.runner.digit_judge import STYLES
 
 LARGEST_MODEL_BYTES = 8_000_000
-# Of ten; `make soak` draws with all.
+# The first of ten; `make soak` draws with all.
 SEEDS = 3
 
 
