@@ -2,6 +2,9 @@
 """The parts of the demo that judge what they see: the kernel's account of memory, conditions, the table, the images."""
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,11 @@ from PIL import Image
 
 from tools.demo.errors import DemoFailed, TookTooLong
 from tools.demo.images import DemoImage, contact_sheet, mean_difference, same_bits
+from tools.demo.installation import ROOT
 from tools.demo.kubectl import Kubectl, Wanted, wait_for
 from tools.demo.story import Story
 from tools.demo.weights_memory import RankMemory, check_given_back, parse_range, resident_bytes
+from tools.devcluster.cache import locked
 
 SMAPS = """\
 7f0000000000-7f0000400000 rw-p 00000000 00:00 0
@@ -25,6 +30,17 @@ Rss:                 100 kB
 Size:               1024 kB
 Rss:                 512 kB
 """
+
+
+def test_a_second_demo_is_refused_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with locked("demo"):
+        second = subprocess.run([sys.executable, "-m", "tools.demo"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert (
+        second.stdout
+        == "error: another `make demo` of this user runs on this machine, and both would change the same model: wait for its end\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,13 @@ def test_too_little_disk_is_said_with_both_figures(tmp_path: Path) -> None:
         checks.disk_free(tmp_path / "not" / "there" / "yet", needed_gb=1e6, what="Everything")
 
 
+def test_too_little_memory_is_said_with_both_figures(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:        8000000 kB\nMemAvailable:    2500000 kB\n")
+    with pytest.raises(PrerequisiteMissing, match=r"need about 4 GB of free memory; there are 2\.6"):
+        checks.memory_free(needed_gb=4.0, table=tmp_path / "meminfo")
+    checks.memory_free(needed_gb=2.0, table=tmp_path / "meminfo")
+
+
 def test_a_missing_go_is_named_with_the_version_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda *_args, **_named: None)
     with pytest.raises(PrerequisiteMissing, match=r"Go 1\.26 or later is needed"):

@@ -24,6 +24,7 @@ def test_an_error_is_a_sentence_and_exit_code_one(monkeypatch: pytest.MonkeyPatc
 def test_status_of_a_cluster_that_is_not_there_is_one_json_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEVCLUSTER_PROVIDER", "kind")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(images, "docker_answers", lambda: True)
     result = CliRunner().invoke(cli.main, ["status", "--json"])
     assert json.loads(result.stdout) == {"provider": "kind", "running": False}
 

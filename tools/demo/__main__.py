@@ -5,6 +5,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from tools.devcluster.cache import locked_if_free
 from tools.devcluster.errors import DevclusterError
 
 from .cluster import Ground, address_of, prepare
@@ -24,12 +25,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the images (default: %(default)s)")
     arguments = parser.parse_args()
     story = Story()
-    try:
-        ground = prepare(story)
-    except DevclusterError as error:
-        story.say(str(error))
-        return 1
-    return _tell(story, ground, arguments.output)
+    with locked_if_free("demo") as alone:
+        if not alone:
+            story.say("error: another `make demo` runs on this machine, and both would change the same model: wait for its end")
+            return 1
+        try:
+            ground = prepare(story)
+        except DevclusterError as error:
+            story.say(str(error))
+            return 1
+        return _tell(story, ground, arguments.output)
 
 
 def _tell(story: Story, ground: Ground, output: Path) -> int:

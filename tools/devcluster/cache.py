@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from .paths import cache_dir
 
@@ -38,27 +39,31 @@ def _files_in(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(name: str) -> Iterator[None]:
-    """One process at a time; a killed one's lock goes with it."""
-    directory = cache_dir() / "locks"
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / name).open("w") as file:
+def locked(name: str, *, directory: Path | None = None) -> Iterator[None]:
+    """One process at a time; a killed one's lock goes with it. The lock lies with the cache, or in the given folder."""
+    with _lock_file(name, directory) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def locked_if_free(name: str) -> Iterator[bool]:
+def locked_if_free(name: str, *, directory: Path | None = None) -> Iterator[bool]:
     """Take the lock unless another process has it; give whether it was taken."""
-    directory = cache_dir() / "locks"
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / name).open("w") as file:
+    with _lock_file(name, directory) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
         yield True
+
+
+@contextmanager
+def _lock_file(name: str, directory: Path | None) -> Iterator[IO[str]]:
+    directory = directory or cache_dir() / "locks"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / name).open("w") as file:
+        yield file
 
 
 def cached(name: str, key: str, make: Callable[[Path], None]) -> Path:

@@ -17,6 +17,8 @@ from .progress import run_quiet
 
 SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin"])
 GO_MINIMUM = (1, 26)
+# Kubernetes' programs take 1.3 GB, the operator and a worker of two ranks 1.5; building Kubernetes at first peaks at 3.
+MEMORY_GB = 4.0
 
 
 def go() -> str:
@@ -61,6 +63,16 @@ def disk_free(directory: Path, *, needed_gb: float, what: str) -> None:
     if free_gb < needed_gb:
         raise PrerequisiteMissing(
             f"{what} needs about {needed_gb:.0f} GB free under {existing}; there are {free_gb:.1f}. XDG_CACHE_HOME moves it elsewhere"
+        )
+
+
+def memory_free(*, needed_gb: float, table: Path = Path("/proc/meminfo")) -> None:
+    """Refuse to start a cluster with workers where the kernel says that programs cannot have so much memory."""
+    match = re.search(r"(?m)^MemAvailable: +(\d+) kB$", table.read_text())
+    free_gb = int(match[1]) * 1024 / 1e9 if match else needed_gb
+    if free_gb < needed_gb:
+        raise PrerequisiteMissing(
+            f"The cluster and a worker need about {needed_gb:.0f} GB of free memory; there are {free_gb:.1f}: end other programs"
         )
 
 

@@ -56,6 +56,8 @@ def down(purge: bool, only_apiserver: bool) -> None:
     """End the cluster and what `up --only-apiserver` left."""
     apiserver.down()
     if not only_apiserver:
+        if purge:
+            cluster.end_others()
         cluster.provider().down(purge=purge)
 
 

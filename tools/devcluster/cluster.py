@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +86,15 @@ def provider() -> Provider:
     if name == "node":
         return NodeProvider()
     raise DevclusterError(f"DEVCLUSTER_PROVIDER is {name!r}; it must be given, kind or node")
+
+
+def end_others() -> None:
+    """End the clusters of the other providers on this machine, which use the same cache."""
+    chosen = provider().name
+    if sys.platform == "linux" and os.geteuid() == 0:
+        for other in (NodeProvider(), KindEngineProvider()):
+            if other.name != chosen:
+                other.down(purge=False)
 
 
 def prepare(names: tuple[str, ...] = ()) -> None:

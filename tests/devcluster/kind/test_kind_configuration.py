@@ -43,14 +43,14 @@ def test_kinds_api_server_keeps_the_same_audit_log_as_that_of_our_own_node() -> 
 def test_a_killed_runs_engine_is_left_to_the_command_that_is_at_work_on_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: bool, ended: int
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kind_engine, "LOCKS", tmp_path)
     (tmp_path / "machine.json").touch()
     monkeypatch.setattr(kind_engine.machine, "RECORD", tmp_path / "machine.json")
     monkeypatch.setattr(kind_engine, "_READY", tmp_path / "ready")
     monkeypatch.setattr(kind_engine.os, "geteuid", lambda: 0)
     ends: list[None] = []
     monkeypatch.setattr(kind_engine.engine, "end", lambda: ends.append(None))
-    with kind_engine.locked("kind" if held else "another"):
+    with kind_engine.locked("kind" if held else "another", directory=tmp_path):
         kind_engine.restore_left()
     assert len(ends) == ended
 

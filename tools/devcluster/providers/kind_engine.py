@@ -17,6 +17,8 @@ from ..progress import run_quiet, say
 from .node import disk_needed_gb as node_disk_needed_gb
 
 _READY = KIND_STATE / "ready"
+LOCKS = Path("/run/diffusion-operator")
+"""The folder of the engine's lock, which is the machine's as the engine is, whatever cache a command has."""
 # Docker's data: the image of kind's nodes with the operator's image, and with the worker's.
 _SMALL_GB, _WITH_IMAGES_GB = 2.0, 14.0
 
@@ -40,6 +42,7 @@ class KindEngineProvider:
         needed_gb = disk_needed_gb(cache_dir(), docker_gb)
         checks.disk_free(cache_dir(), needed_gb=needed_gb, what="Parts not in the cache yet (programs, images, kind)")
         if not engine.alive():
+            checks.memory_free(needed_gb=checks.MEMORY_GB)
             checks.networks_free(list(engine.NETWORKS), own_link=machine.LINK)
 
     def prepare(self) -> None:
@@ -53,7 +56,7 @@ class KindEngineProvider:
         """Start the engine and the cluster, or find them running; what a killed run left is put back first."""
         self.check_small()
         self.prepare()
-        with locked("kind"):
+        with locked("kind", directory=LOCKS):
             if self.running():
                 say("the kind cluster is running")
                 return
@@ -68,7 +71,7 @@ class KindEngineProvider:
 
     def down(self, *, purge: bool) -> None:
         """End all of it and restore the machine; with `purge` the cache goes too, Docker's data with it."""
-        with locked("kind"):
+        with locked("kind", directory=LOCKS):
             engine.end()
         if purge:
             shutil.rmtree(cache_dir(), ignore_errors=True)
@@ -108,7 +111,7 @@ class KindEngineProvider:
 def restore_left() -> None:
     """Put back what a killed run left, unless a cluster runs on it or another command is at work on it."""
     if os.geteuid() == 0 and machine.RECORD.exists():
-        with locked_if_free("kind") as alone:
+        with locked_if_free("kind", directory=LOCKS) as alone:
             if alone and machine.RECORD.exists() and not (_READY.exists() and engine.alive()):
                 engine.end()
 

@@ -34,6 +34,7 @@ class NodeProvider:
         checks.go()
         checks.disk_free(cache_dir(), needed_gb=disk_needed_gb(cache_dir()), what="Parts not in the cache yet (programs, images, node)")
         if namespace.first_process() is None:
+            checks.memory_free(needed_gb=checks.MEMORY_GB)
             checks.networks_free(list(config.NETWORKS), own_link=config.MACHINE_LINK)
 
     def prepare(self) -> None:
