@@ -37,10 +37,7 @@ def test_a_second_demo_is_refused_before_it_changes_anything(monkeypatch: pytest
     with locked("demo"):
         second = subprocess.run([sys.executable, "-m", "tools.demo"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
-    assert (
-        second.stdout
-        == "error: another `make demo` of this user runs on this machine, and both would change the same model: wait for its end\n"
-    )
+    assert "another `make demo` runs on this machine, and both would change the same model" in second.stdout
 
 
 @pytest.mark.parametrize(
