@@ -32,6 +32,7 @@ requests: {defaults: {}, limits: {maxSteps: 200, maxPixels: 4194304, maxImages: 
 rollout: {type: RollingUpdate, progressDeadlineSeconds: 1800}
 replicaRecovery: {backoffSeconds: 10, backoffMaxSeconds: 300, failureThreshold: 5, windowSeconds: 3600}
 control: {networkPolicy: Managed}
+networkPolicy: {data: Open}
 scheduling: {}
 podMetadata: {}
 podDisruptionBudget: Auto

@@ -64,6 +64,10 @@ def engine(sleep: str = "AlwaysAwake", **fields: Any) -> Document:
     return dd(engine=fields, sleep={"policy": sleep})
 
 
+def policy(data: str, *, managed: str = "Managed") -> Document:
+    return dd(networkPolicy={"data": data}, control={"networkPolicy": managed})
+
+
 def api_key(**secret: str) -> Document:
     return dd(service={"apiKeySecret": secret})
 
@@ -162,6 +166,7 @@ CREATIONS = [
     ("a class", pipeline("FluxPipeline"), pipeline("diffusers.FluxPipeline"), "model.pipeline"),
     ("an import path", pipeline("a.b:C", "CustomPipeline"), pipeline("a.b:C"), "must be an import path"),
     ("an import path is needed", pipeline("a:C", "CustomPipeline"), pipeline("Auto", "CustomPipeline"), "must be an import path"),
+    ("data port", policy("SameNamespace"), policy("SameNamespace", managed="None"), "because without it there is no policy"),
     ("offload and sleep", engine(offload="Model"), engine("OnIdle", offload="Model"), "with engine.offload"),
     ("shard and sleep", shard(), dd(**shard()["spec"], sleep={"policy": "Asleep"}), "with parallelism.shard"),
     ("compile", engine(compile="Default"), engine(compile="Default", exact=True), "engine.compile excludes engine.exact"),

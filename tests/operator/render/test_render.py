@@ -356,6 +356,19 @@ def test_the_control_port_is_open_to_the_operators_pods_alone() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("access", "rules"),
+    [
+        ("SameNamespace", [{"ports": [{"port": 8000, "protocol": "TCP"}], "from": [{"podSelector": {}}]}]),
+        ("None", []),
+    ],
+)
+def test_the_data_port_is_open_to_those_whom_the_spec_names(access: str, rules: list[dict[str, Any]]) -> None:
+    *data, control = network_policy(made(networkPolicy={"data": access}), OPERATOR_PODS)["spec"]["ingress"]
+    assert data == rules
+    assert control["ports"] == [{"port": 8001, "protocol": "TCP"}]
+
+
 def test_a_drain_takes_one_replica_at_a_time_and_is_never_held_up_by_the_only_one_or_by_one_that_does_not_serve() -> None:
     spec = disruption_budget(made())["spec"]
     assert spec["selector"]["matchLabels"].items() <= rendered_pod()["metadata"]["labels"].items()

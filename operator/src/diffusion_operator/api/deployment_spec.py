@@ -100,6 +100,14 @@ class PolicyMode(StrEnum):
     NONE = "None"
 
 
+class DataPortAccess(StrEnum):
+    """Pods that the operator's NetworkPolicy lets connect to the data port."""
+
+    OPEN = "Open"
+    SAME_NAMESPACE = "SameNamespace"
+    NONE = "None"
+
+
 class BudgetMode(StrEnum):
     """Whether the operator makes a PodDisruptionBudget."""
 
@@ -311,6 +319,10 @@ class Control(_Spec, frozen=True):
     network_policy: PolicyMode = PolicyMode.MANAGED
 
 
+class NetworkPolicy(_Spec, frozen=True):
+    data: DataPortAccess = DataPortAccess.OPEN
+
+
 class PodMetadata(_Spec, frozen=True):
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -332,6 +344,7 @@ class DeploymentSpec(_Spec, frozen=True):
     rollout: Rollout = Rollout()
     replica_recovery: ReplicaRecovery = ReplicaRecovery()
     control: Control = Control()
+    network_policy: NetworkPolicy = NetworkPolicy()
     scheduling: Scheduling = Scheduling()
     pod_metadata: PodMetadata = PodMetadata()
     pod_disruption_budget: BudgetMode = BudgetMode.AUTO

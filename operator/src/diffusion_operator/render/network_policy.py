@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may connect to a deployment's pods: anybody to the data port, only the operator's pods to the control port.
+"""Peers that may connect to a deployment's pods: to the data port as the spec says, to the control port only the operator's pods.
 
-A second lock beside the control token. Whether it is closed is up to the cluster's network plugin. Probes of the kubelet pass any policy.
+Policies add up: one of the team's may let in more, and none can take away. A policy is a second lock beside the control token. The
+cluster's network plugin enforces it, or does not. Probes of the kubelet pass any policy.
 """
 
 from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_spec import DataPortAccess
 from diffusion_operator.api.names import CONTROL_PORT, DATA_PORT, LABEL_DEPLOYMENT, control_policy_name
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata
@@ -27,8 +29,15 @@ def network_policy(deployment: DiffusionDeployment, operator: OperatorPods) -> M
             "podSelector": {"matchLabels": {LABEL_DEPLOYMENT: name}},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"ports": [{"port": DATA_PORT, "protocol": "TCP"}]},
+                *_data_rules(deployment.spec.network_policy.data),
                 {"ports": [{"port": CONTROL_PORT, "protocol": "TCP"}], "from": [operator_pods]},
             ],
         },
     }
+
+
+def _data_rules(access: DataPortAccess) -> list[Manifest]:
+    rule: Manifest = {"ports": [{"port": DATA_PORT, "protocol": "TCP"}]}
+    if access is DataPortAccess.NONE:
+        return []
+    return [rule if access is DataPortAccess.OPEN else {**rule, "from": [{"podSelector": {}}]}]
