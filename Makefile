@@ -55,7 +55,7 @@ test-cluster: preflight venv ## the tests on a cluster with our images
 
 test-kind: export DEVCLUSTER_PROVIDER := kind
 test-kind: preflight venv ## all tests on a cluster, on kind; a skipped one fails
-	@$(SUITE) images kind
+	@$(SUITE) images kind-smoke kind
 
 demo: preflight venv ## from nothing to an image, an adapter, a sleep and a waking
 	@$(PY) -m tools.demo

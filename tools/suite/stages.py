@@ -53,16 +53,16 @@ SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(
 ON_CLUSTER = ("tests/cluster", "tests/devcluster")
 # These are about kind's engine, whose cluster another stage has.
 KIND_ENGINE = "tests/devcluster/kind"
-CLUSTER = _tests("cluster", "tests on a cluster with our images", "-m", "cluster", *ON_CLUSTER, f"--ignore={KIND_ENGINE}")
+WITHOUT_ENGINE = ("-m", "cluster", *ON_CLUSTER, f"--ignore={KIND_ENGINE}")
+CLUSTER = _tests("cluster", "tests on a cluster with our images", *WITHOUT_ENGINE)
 WITH_KIND = ("env", "DEVCLUSTER_PROVIDER=kind")
 KIND_SMOKE = _tests(
     *("kind-smoke", "kind's engine, and the operator on a kind cluster, without the worker's image"),
     *("--no-skips", "-m", "cluster", KIND_ENGINE, "tests/devcluster/test_real_cluster.py"),
     before=WITH_KIND,
 )
-KIND = _tests(
-    "kind", "all tests on a cluster, on kind; not a part of `make test`", "--no-skips", "-m", "cluster", *ON_CLUSTER, before=WITH_KIND
-)
+# Not a part of `make test`.
+KIND = _tests("kind", "tests on a cluster with our images, on kind", "--no-skips", *WITHOUT_ENGINE, before=WITH_KIND)
 # The stages of a group run side by side. A cluster's tests mostly wait, and the slow ones compute.
 GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER, KIND_SMOKE))
 OF_MAKE_TEST = tuple(stage for group in GROUPS for stage in group)
