@@ -34,6 +34,7 @@ replicaRecovery: {backoffSeconds: 10, backoffMaxSeconds: 300, failureThreshold: 
 control: {networkPolicy: Managed}
 networkPolicy: {data: Open}
 scheduling: {}
+securityContext: {identity: Image}
 podMetadata: {}
 podDisruptionBudget: Auto
 suspend: false

@@ -302,11 +302,26 @@ def test_the_pod_is_placed_as_the_spec_says_in_the_words_of_kubernetes() -> None
     assert not rendered_pod()["spec"].keys() & {*PLACED, "topologySpreadConstraints"}
 
 
-def test_a_spread_is_over_the_pods_of_the_deployment() -> None:
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, {"runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}),
+        ({"runAsUser": 7, "supplementalGroups": [8]}, {"runAsUser": 7, "runAsGroup": 65532, "fsGroup": 65532, "supplementalGroups": [8]}),
+        ({"identity": "Platform"}, {}),
+    ],
+)
+def test_the_pods_user_is_that_of_the_spec_of_our_images_or_of_the_platform(asked: dict[str, Any], expected: dict[str, Any]) -> None:
+    fixed = {"runAsNonRoot": True, "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}}
+    assert rendered_pod(securityContext=asked)["spec"]["securityContext"] == fixed | expected
+
+
+def test_a_spread_is_over_the_pods_of_one_revision_of_the_deployment() -> None:
     spread = [{"topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 2}]
     (constraint,) = rendered_pod(scheduling={"topologySpread": spread})["spec"]["topologySpreadConstraints"]
-    selector = constraint.pop("labelSelector")["matchLabels"]
+    selector, keys = constraint.pop("labelSelector")["matchLabels"], constraint.pop("matchLabelKeys")
     assert constraint == spread[0]
+    assert keys == ["diffusion-operator.dev/revision"]
+    assert set(keys) <= rendered_pod()["metadata"]["labels"].keys()
     assert selector.items() <= rendered_pod()["metadata"]["labels"].items()
 
 
