@@ -161,7 +161,7 @@ def test_the_worker_is_started_as_the_spec_says() -> None:
         "--cache-dir=/var/cache/diffusion-operator",
         "--secrets-dir=/var/run/diffusion-operator/secrets", "--claims-dir=/var/run/diffusion-operator/claims",
         "--state-dir=/tmp/diffusion-worker",
-        "--startup-timeout-seconds=60", "--drain-timeout-seconds=45",
+        "--startup-timeout-seconds=60", "--drain-timeout-seconds=300",
     ]  # fmt: skip
 
 
@@ -355,6 +355,12 @@ def test_a_pod_waits_for_its_api_key_and_gets_no_other_entry_of_the_secret() -> 
     assert read_only
     assert "--api-key-file=/etc/diffusion/api-key/token" in worker(service={"apiKeySecret": api_key})["args"]
     assert "/etc/diffusion/api-key" not in mounts()
+
+
+@pytest.mark.parametrize(("drain", "seconds"), [({}, 300), ({"timeoutSeconds": 7200}, 7200)])
+def test_a_replica_may_finish_its_requests_and_its_pod_has_the_time_for_it(drain: dict[str, int], seconds: int) -> None:
+    assert f"--drain-timeout-seconds={seconds}" in worker(drain=drain)["args"]
+    assert rendered_pod(drain=drain)["spec"]["terminationGracePeriodSeconds"] == seconds + 15
 
 
 def test_the_control_port_is_open_to_the_operators_pods_alone() -> None:

@@ -322,6 +322,10 @@ class ReplicaRecovery(_Spec, frozen=True):
     window_seconds: int = 3600
 
 
+class Drain(_Spec, frozen=True):
+    timeout_seconds: int = 300
+
+
 class Control(_Spec, frozen=True):
     network_policy: PolicyMode = PolicyMode.MANAGED
 
@@ -360,6 +364,7 @@ class DeploymentSpec(_Spec, frozen=True):
     requests: Requests = Requests()
     rollout: Rollout = Rollout()
     replica_recovery: ReplicaRecovery = ReplicaRecovery()
+    drain: Drain = Drain()
     control: Control = Control()
     network_policy: NetworkPolicy = NetworkPolicy()
     scheduling: Scheduling = Scheduling()

@@ -88,12 +88,13 @@ class ModelStatus(_Status, frozen=True):
 
 
 class RolloutStatus(_Status, frozen=True):
-    """A template change that is not done. `served` and `remaining` are the best so far."""
+    """A template change that is not done. `served`, `remaining` and `draining` are the best so far."""
 
     revision: str
     served: int
     remaining: int
     progress_time: datetime
+    draining: int = 0
 
 
 class EndpointsStatus(_Status, frozen=True):

@@ -21,7 +21,7 @@ from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata, with_asked
 from diffusion_operator.render.scheduling import pod_scheduling
 from diffusion_operator.render.volumes import pod_volumes
-from diffusion_operator.render.worker_arguments import TERMINATION_GRACE_S, worker_arguments
+from diffusion_operator.render.worker_arguments import STOP_MARGIN_S, worker_arguments
 
 WORKER_UID = 65532
 """The user and group of our container images."""
@@ -39,7 +39,7 @@ def pod(deployment: DiffusionDeployment, template: Template, *, index: int, inca
         "spec": {
             **pod_scheduling(deployment),
             "restartPolicy": "Always",
-            "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
+            "terminationGracePeriodSeconds": deployment.spec.drain.timeout_seconds + STOP_MARGIN_S,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "securityContext": _security_context(deployment.spec.security_context),
