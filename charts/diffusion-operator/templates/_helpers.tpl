@@ -111,7 +111,7 @@ capabilities:
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, patch]
-- apiGroups: [events.k8s.io]
+- apiGroups: [""]
   resources: [events]
   verbs: [create]
 {{- end -}}

@@ -447,6 +447,22 @@ def test_a_token_belongs_to_one_uid_and_one_key() -> None:
     assert len(tokens) == 4
 
 
+def test_an_event_has_the_times_by_which_kubectl_describe_sorts() -> None:
+    planned = PlannedEvent(type=EventType.NORMAL, reason="Slept", key="1", message="asleep")
+    made_event = event(planned, kind=DEPLOYMENT, about=made().metadata, now=EPOCH)
+    assert made_event["firstTimestamp"] == made_event["lastTimestamp"] == EPOCH.strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert made_event["count"] == 1
+    assert made_event["involvedObject"]["name"] == "d"
+
+
+def test_an_event_about_an_object_with_the_longest_name_has_a_name_of_its_own() -> None:
+    about = msgspec.structs.replace(made().metadata, name=f"{'a' * 235}.{'b' * 17}")
+    planned = [PlannedEvent(type=EventType.NORMAL, reason="Slept", key=key, message="m") for key in ("1", "2")]
+    names = {event(one, kind=DEPLOYMENT, about=about, now=EPOCH)["metadata"]["name"] for one in planned}
+    assert len(names) == 2
+    assert all(len(name) <= 253 and name.startswith(f"{'a' * 235}.") and ".." not in name for name in names)
+
+
 def test_an_events_name_depends_on_what_it_is_about_and_not_on_the_time() -> None:
     deployment = made()
     planned = PlannedEvent(type=EventType.WARNING, reason="ReplicaRestarted", message="m", key="boot-1")
