@@ -33,6 +33,7 @@ def test_the_operator_is_started_with_the_release_namespace_by_default(chart: Ch
     documents = chart.documents()
     assert operator_arguments(documents) == [
         *("run", "--engine-image", "registry.example/diffusion-worker:0.1.0", "--operator-key-file", "/etc/diffusion-operator/key/key"),
+        *("--operator-key-secret", "demo-diffusion-operator-key"),
         *("--operator-namespace", NAMESPACE, "--operator-label", "app.kubernetes.io/component=operator"),
         *("--operator-label", "app.kubernetes.io/instance=demo", "--operator-label", "app.kubernetes.io/name=diffusion-operator"),
         *("--namespace", NAMESPACE, "--liveness-port", "8080", "--metrics-port", "9090", "--log-format", "plain"),
