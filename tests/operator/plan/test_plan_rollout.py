@@ -153,21 +153,22 @@ def test_a_stuck_rollout_makes_no_surge_but_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pods", "draining", "stalled", "again"),
+    ("pods", "paused", "stalled", "again"),
     [
         ([old(0), old(1, terminating=True), coming(1)], 1, False, False),
         ([old(0), coming(1)], 1, False, True),
         ([old(0), coming(1)], 0, True, False),
         ([old(0), old(1, terminating=True, lost=True), coming(1)], 0, True, False),
         ([old(0), old(1, terminating=True, finished=True), coming(1)], 0, True, False),
+        ([old(0), pod(1, 1, ready=False, scheduled=False, node="", gated=True)], 0, False, False),
     ],
-    ids=["one drains", "it has drained", "none drained", "its node is lost", "it has ended"],
+    ids=["one drains", "it has drained", "none drained", "its node is lost", "it has ended", "one waits for quota"],
 )
-def test_a_rollouts_clock_stands_while_a_replica_drains_and_begins_again_afterwards(
-    pods: list[Pod], draining: int, stalled: bool, again: bool
+def test_a_rollouts_clock_stands_while_a_replica_drains_or_waits_for_quota_and_begins_again_afterwards(
+    pods: list[Pod], paused: int, stalled: bool, again: bool
 ) -> None:
     status = stuck_since(31, remaining=1)
-    status["rollout"]["draining"] = draining
+    status["rollout"]["paused"] = paused
     plan = planned(*pods, states={1: STARTING}, status=status, replicas=2)
     progressing, record = condition_of(plan.status.conditions, "Progressing"), plan.status.rollout
     assert progressing is not None and record is not None

@@ -88,13 +88,14 @@ class ModelStatus(_Status, frozen=True):
 
 
 class RolloutStatus(_Status, frozen=True):
-    """A template change that is not done. `served`, `remaining` and `draining` are the best so far."""
+    """A template change that is not done. `served` and `remaining` are the best so far."""
 
     revision: str
     served: int
     remaining: int
     progress_time: datetime
-    draining: int = 0
+    paused: int = 0
+    """Pods for which the clock stands: they drain, or wait for quota."""
 
 
 class EndpointsStatus(_Status, frozen=True):

@@ -17,7 +17,7 @@ from diffusion_operator.plan.observed.replica_state import Group, observe_groups
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
 from diffusion_operator.plan.replicas.recovery import with_failures
 from diffusion_operator.plan.replicas.revision import Template, template_of
-from diffusion_operator.plan.replicas.rollout import count_draining, progress_of
+from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
 from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
@@ -69,7 +69,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         deployment.status,
         present,
         revision=template.revision,
-        draining=count_draining(observed.pods),
+        paused=count_paused(observed.pods),
         refused=bool(trial.refusal),
         now=now,
     )

@@ -141,7 +141,8 @@ def _encode(kind: Kind, manifest: Manifest) -> bytes:
     if kind == POD:
         spec = manifest.get("spec", {})
         containers = [{"name": one["name"], "image": one["image"]} for one in spec.get("containers", ())]
-        kept["spec"] = {"nodeName": spec.get("nodeName", ""), "containers": containers}
+        gates = {"schedulingGates": spec["schedulingGates"]} if spec.get("schedulingGates") else {}
+        kept["spec"] = {"nodeName": spec.get("nodeName", ""), "containers": containers, **gates}
     return zlib.compress(msgspec.json.encode(kept), _FAST)
 
 

@@ -47,15 +47,15 @@ def progress_of(
     groups: Sequence[Group],
     *,
     revision: str,
-    draining: int = 0,
+    paused: int = 0,
     refused: bool = False,
     now: datetime,
 ) -> RolloutProgress:
     """`refused`: there is no rollout yet, and its clock does not run. `groups` are those that are not on their way out.
 
-    It gets further with every replica more that serves the new template, every old one less, and every one less of the `draining`: pods on
-    their way out that finish requests, for as long as `spec.drain` allows. While there is one the rollout waits and is not stuck. The
-    numbers are kept as the best so far, so that a replica that comes and goes is no progress.
+    It gets further with every replica more that serves the new template, and every old one less. Both are kept as the best so far, so
+    that a replica that comes and goes is no progress. While pods are `paused` the clock stands, and it begins again with each of them
+    less.
     """
     if spec.suspend or refused:
         return RolloutProgress()
@@ -64,16 +64,18 @@ def progress_of(
     known = before.rollout if before.rollout is not None and before.rollout.revision == revision else None
     if remaining == 0 and (served >= spec.replicas or (known is None and before.current_revision == revision)):
         return RolloutProgress(done=True)
-    if known is None or served > known.served or remaining < known.remaining or draining < known.draining:
-        record = RolloutStatus(revision=revision, served=served, remaining=remaining, draining=draining, progress_time=now)
+    if known is None or served > known.served or remaining < known.remaining or paused < known.paused:
+        record = RolloutStatus(revision=revision, served=served, remaining=remaining, paused=paused, progress_time=now)
         return RolloutProgress(record=record)
     deadline = timedelta(seconds=spec.rollout.progress_deadline_seconds)
-    return RolloutProgress(record=known, stalled=not draining and now - known.progress_time >= deadline)
+    record = msgspec.structs.replace(known, paused=paused)
+    return RolloutProgress(record=record, stalled=not paused and now - known.progress_time >= deadline)
 
 
-def count_draining(pods: Sequence[Pod]) -> int:
-    """Count the pods on their way out that may still finish requests: not those that ended, nor those of a lost node."""
-    return sum(pod.terminating and not pod.finished and not pod.lost for pod in pods)
+def count_paused(pods: Sequence[Pod]) -> int:
+    """Count the pods that the rollout waits for, however long that takes: on their way out they may finish requests, for as long as
+    `spec.drain` allows; behind a scheduling gate they wait for quota. Those that ended or whose node is lost do not count."""
+    return sum((pod.terminating or pod.gated) and not pod.finished and not pod.lost for pod in pods)
 
 
 def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> int:
