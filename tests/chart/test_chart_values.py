@@ -135,7 +135,7 @@ def test_the_operators_user_is_that_of_its_image_unless_it_is_left_to_the_platfo
 
 
 def test_a_label_of_the_charts_own_is_refused_by_its_name(chart: Chart) -> None:
-    with pytest.raises(RenderError, match="podLabels: the label app.kubernetes.io/name is the chart's own"):
+    with pytest.raises(RenderError, match=r"podLabels: the label app\.kubernetes\.io/name is the chart's own"):
         chart.text(overrides={"podLabels": {"app.kubernetes.io/name": "mine"}})
 
 

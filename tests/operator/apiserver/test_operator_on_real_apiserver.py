@@ -393,7 +393,7 @@ QUEUED, GATE, HELD = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/admission", "k
 
 
 async def act_as_kueue(namespace: Namespace) -> None:
-    """Have the API server give pods with a queue's label Kueue's gate and finalizer; Kueue's own webhook does so, which is not to be had."""
+    """Have the API server give pods with a queue's label Kueue's gate and finalizer, in place of Kueue's own webhook."""
     rules = [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}]
     metadata, spec = (
         f'Object.metadata{{finalizers: ["{HELD}"]}}',

@@ -73,8 +73,11 @@ def progress_of(
 
 
 def count_paused(pods: Sequence[Pod]) -> int:
-    """Count the pods that the rollout waits for, however long that takes: on their way out they may finish requests, for as long as
-    `spec.drain` allows; behind a scheduling gate they wait for quota. Those that ended or whose node is lost do not count."""
+    """Count the pods that the rollout waits for, however long that takes.
+
+    On their way out they may finish requests, as `spec.drain` allows. Behind a scheduling gate they wait for quota. Those that ended, or
+    whose node is lost, do not count.
+    """
     return sum((pod.terminating or pod.gated) and not pod.finished and not pod.lost for pod in pods)
 
 
