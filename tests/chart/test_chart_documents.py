@@ -36,7 +36,7 @@ def test_every_namespaced_object_names_its_namespace(documents: list[Document]) 
 def test_every_pod_meets_the_restricted_profile(documents: list[Document]) -> None:
     for name, spec in pod_specs(documents):
         security = spec["securityContext"]
-        assert security["runAsNonRoot"] is True and security["runAsUser"] == 65532, name
+        assert security["runAsNonRoot"] is True and security.get("runAsUser") in (65532, None), name
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), name
         assert all(volume.keys() <= {"name", "secret", "emptyDir"} for volume in spec.get("volumes", [])), name

@@ -33,6 +33,7 @@ def test_the_operator_is_started_with_the_release_namespace_by_default(chart: Ch
     documents = chart.documents()
     assert operator_arguments(documents) == [
         *("run", "--engine-image", "registry.example/diffusion-worker:0.1.0", "--operator-key-file", "/etc/diffusion-operator/key/key"),
+        *("--operator-key-secret", "demo-diffusion-operator-key"),
         *("--operator-namespace", NAMESPACE, "--operator-label", "app.kubernetes.io/component=operator"),
         *("--operator-label", "app.kubernetes.io/instance=demo", "--operator-label", "app.kubernetes.io/name=diffusion-operator"),
         *("--namespace", NAMESPACE, "--liveness-port", "8080", "--metrics-port", "9090", "--log-format", "plain"),
@@ -117,9 +118,25 @@ def test_optional_keys_of_the_pod_arrive(chart: Chart) -> None:
     assert operator_container(documents)["resources"] == values["resources"]
     assert operator_container(documents)["imagePullPolicy"] == "Always"
     assert the_only(documents, "Deployment")["spec"]["template"]["metadata"]["annotations"] == values["podAnnotations"]
+    assert operator_container(documents)["env"] == values["env"]
+    assert the_only(documents, "Deployment")["spec"]["template"]["metadata"]["labels"].items() > values["podLabels"].items()
     assert the_only(documents, "ServiceAccount")["metadata"]["annotations"] == values["serviceAccount"]["annotations"]
     assert the_only(documents, "ServiceAccount")["metadata"]["name"] == pod["serviceAccountName"] == "images-operator"
     assert the_only(documents, "Pod")["spec"]["containers"][0]["image"] == "registry.example/python:3.13"
+
+
+def test_the_operators_user_is_that_of_its_image_unless_it_is_left_to_the_platform(chart: Chart) -> None:
+    restricted = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    own = {"runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}
+    assert operator_pod(chart.documents())["securityContext"] == restricted | own
+    documents = chart.documents("namespaces-values.yaml")
+    assert operator_pod(documents)["securityContext"] == the_only(documents, "Pod")["spec"]["securityContext"] == restricted
+    assert operator_pod(chart.documents(overrides={"podSecurityContext.runAsUser": 7}))["securityContext"]["runAsUser"] == 7
+
+
+def test_a_label_of_the_charts_own_is_refused_by_its_name(chart: Chart) -> None:
+    with pytest.raises(RenderError, match=r"podLabels: the label app\.kubernetes\.io/name is the chart's own"):
+        chart.text(overrides={"podLabels": {"app.kubernetes.io/name": "mine"}})
 
 
 def test_metrics_have_a_port_and_a_monitor_when_asked(chart: Chart) -> None:
@@ -229,6 +246,10 @@ def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
         {"resources.limits": {"memory": "lots"}},
         {"resources.claims": []},
         {"podAnnotations": {"a": 1}},
+        {"podLabels": {"a": 1}},
+        {"env": [{"value": "nameless"}]},
+        {"podSecurityContext.runAsUser": 0},
+        {"podSecurityContext.privileged": True},
         {"nodeSelector": {"gpu": True}},
         {"tolerations": [{"key": "a", "effekt": "NoSchedule"}]},
         {"affinity": {"nodeAffinities": {}}},

@@ -31,9 +31,11 @@ service: {type: ClusterIP, port: 80}
 requests: {defaults: {}, limits: {maxSteps: 200, maxPixels: 4194304, maxImages: 8}}
 rollout: {type: RollingUpdate, progressDeadlineSeconds: 1800}
 replicaRecovery: {backoffSeconds: 10, backoffMaxSeconds: 300, failureThreshold: 5, windowSeconds: 3600}
+drain: {timeoutSeconds: 300}
 control: {networkPolicy: Managed}
 networkPolicy: {data: Open}
 scheduling: {}
+securityContext: {identity: Image}
 podMetadata: {}
 podDisruptionBudget: Auto
 suspend: false

@@ -167,6 +167,7 @@ CREATIONS = [
     ("an import path", pipeline("a.b:C", "CustomPipeline"), pipeline("a.b:C"), "must be an import path"),
     ("an import path is needed", pipeline("a:C", "CustomPipeline"), pipeline("Auto", "CustomPipeline"), "must be an import path"),
     ("data port", policy("SameNamespace"), policy("SameNamespace", managed="None"), "because without it there is no policy"),
+    ("identity", dd(securityContext={"runAsUser": 7}), dd(securityContext={"identity": "Platform", "fsGroup": 7}), "Platform excludes"),
     ("offload and sleep", engine(offload="Model"), engine("OnIdle", offload="Model"), "with engine.offload"),
     ("shard and sleep", shard(), dd(**shard()["spec"], sleep={"policy": "Asleep"}), "with parallelism.shard"),
     ("compile", engine(compile="Default"), engine(compile="Default", exact=True), "engine.compile excludes engine.exact"),

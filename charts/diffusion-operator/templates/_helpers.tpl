@@ -62,12 +62,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (list .Release.Namespace) .Values.watchNamespaces | toJson -}}
 {{- end -}}
 
-{{/* The restricted profile of Pod Security. */}}
+{{/* The restricted profile of Pod Security, with the user and groups of the values. */}}
 {{- define "diffusion-operator.podSecurity" -}}
+{{- with .Values.podSecurityContext }}
+{{- toYaml . }}
+{{ end -}}
 runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
@@ -111,7 +111,7 @@ capabilities:
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, patch]
-- apiGroups: [events.k8s.io]
+- apiGroups: [""]
   resources: [events]
   verbs: [create]
 {{- end -}}

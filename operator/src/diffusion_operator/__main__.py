@@ -27,6 +27,7 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help="A file with the key that control tokens are derived from; further lines hold keys from before a rotation.",
 )
+@click.option("--operator-key-secret", default="", help="The Secret with that key in the operator's namespace, which no worker may mount.")
 @click.option("--operator-namespace", default=None, help="Namespace of the operator's own pods, for NetworkPolicies that let them in.")
 @click.option("--operator-label", "operator_labels", multiple=True, metavar="NAME=VALUE", help="A label of those pods; may be repeated.")
 @click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
@@ -37,6 +38,7 @@ def main() -> None:
 def run(
     engine_image: str,
     operator_key_file: Path,
+    operator_key_secret: str,
     operator_namespace: str | None,
     operator_labels: tuple[str, ...],
     namespaces: tuple[str, ...],
@@ -58,6 +60,7 @@ def run(
         engine_image=engine_image,
         operator_key=current,
         previous_keys=tuple(previous),
+        operator_key_secret=operator_key_secret,
         operator_pods=own_pods,
         namespaces=namespaces,
         metrics_port=metrics_port,

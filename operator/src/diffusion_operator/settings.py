@@ -28,6 +28,8 @@ class Settings(msgspec.Struct, frozen=True):
     """Keys from before a rotation: tokens of theirs are tried with workers that do not have the new one yet."""
     operator_pods: OperatorPods | None = None
     """None, as for an operator outside the cluster: no policy could let it in, so none is made."""
+    operator_key_secret: str = ""
+    """The Secret in the operator's namespace that has the key; empty where it comes from elsewhere."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; empty means all of them."""
     metrics_port: int | None = None

@@ -78,7 +78,7 @@ class Place:
         return sorted(pod["metadata"]["name"] for pod in await self._client.list(POD, self.namespace))
 
     async def notes(self, reason: str) -> list[str]:
-        return [event["note"] for event in await self._client.list(EVENT, self.namespace) if event["reason"] == reason]
+        return [event["message"] for event in await self._client.list(EVENT, self.namespace) if event["reason"] == reason]
 
     async def status(self) -> dict[str, Any]:
         return dict((await self.get(DEPLOYMENT, "d")).get("status", {}))

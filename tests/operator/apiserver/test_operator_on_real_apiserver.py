@@ -387,3 +387,59 @@ async def _policy_told(progressing: Callable[[str], Awaitable[str | None]]) -> b
 async def _replaced(namespace: Namespace, before: set[str]) -> bool:
     now = {pod["metadata"]["uid"] for pod in await namespace.list("pods") if not pod["metadata"].get("deletionTimestamp")}
     return len(now) == 2 and not now & before
+
+
+QUEUED, GATE, HELD = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/admission", "kueue.x-k8s.io/managed"
+
+
+async def act_as_kueue(namespace: Namespace) -> None:
+    """Have the API server give pods with a queue's label Kueue's gate and finalizer, in place of Kueue's own webhook."""
+    rules = [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}]
+    metadata, spec = (
+        f'Object.metadata{{finalizers: ["{HELD}"]}}',
+        f'Object.spec{{schedulingGates: [Object.spec.schedulingGates{{name: "{GATE}"}}]}}',
+    )
+    policy = {
+        "failurePolicy": "Fail",
+        "reinvocationPolicy": "Never",
+        "matchConstraints": {"resourceRules": rules},
+        "matchConditions": [{"name": "queued", "expression": f"has(object.metadata.labels) && '{QUEUED}' in object.metadata.labels"}],
+        "mutations": [
+            {
+                "patchType": "ApplyConfiguration",
+                "applyConfiguration": {"expression": f"Object{{metadata: {metadata}, spec: {spec}}}"},
+            }
+        ],
+    }
+    selected = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace.name}}}
+    for kind, made in (("", policy), ("Binding", {"policyName": "as-kueue", "matchResources": selected})):
+        about = {"apiVersion": POLICY["apiVersion"], "kind": f"MutatingAdmissionPolicy{kind}", "metadata": {"name": "as-kueue"}}
+        await namespace.create(about | {"spec": made})
+    named = {"name": "tried", "labels": {QUEUED: "q"}}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+
+    async def gates() -> bool:
+        return GATE in await namespace.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", stdin=json.dumps(pod))
+
+    await eventually(gates)
+
+
+async def test_a_replica_waits_in_a_queue_of_kueue_and_one_that_ended_there_is_replaced(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await act_as_kueue(namespace)
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        await namespace.create(deployment(podMetadata={"labels": {QUEUED: "q"}}))
+        await eventually(lambda: _is(namespace.reason("dd", "d", "Scheduled"), "WaitingForQuota"))
+        (pod,) = await namespace.list("pods")
+        assert pod["spec"]["schedulingGates"] == [{"name": GATE}]
+
+        await namespace.kubectl("patch", "pod", "d-0-0", "--type=json", "-p", '[{"op": "remove", "path": "/spec/schedulingGates"}]')
+        await eventually(lambda: _is(namespace.reason("dd", "d", "Scheduled"), "Scheduling"))
+        ended = {"status": {"phase": "Failed", "reason": "Evicted"}}
+        await namespace.kubectl("patch", "pod", "d-0-0", "--subresource=status", "--type=merge", "-p", json.dumps(ended))
+        await namespace.kubectl("delete", "pod", "d-0-0", "--grace-period=0", "--force", "--wait=false")
+        await eventually(lambda: namespace.get("pod", "d-0-1"))
+        held = await namespace.get("pod", "d-0-0")
+        assert held["metadata"]["deletionTimestamp"] and held["metadata"]["finalizers"] == [HELD]
+        await namespace.kubectl("patch", "pod", "d-0-0", "--type=merge", "-p", '{"metadata": {"finalizers": null}}')

@@ -248,6 +248,7 @@ NO_GPU, TAINTED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.", "0/
 SHOWN = [
     ("RF11: an image", NO_IMAGE, "Progressing", "ImagePullError", "ErrImagePull: pull access denied"),
     ("RF11: a GPU", unscheduled(NO_GPU), "Scheduled", "InsufficientGPU", NO_GPU),
+    ("a queue", unscheduled("") | {"gated": True}, "Scheduled", "WaitingForQuota", "1 of 1 replicas wait behind a scheduling gate"),
     ("RF11: a taint", unscheduled(TAINTED), "Scheduled", "Unschedulable", TAINTED),
 ]
 

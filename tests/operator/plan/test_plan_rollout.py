@@ -152,6 +152,30 @@ def test_a_stuck_rollout_makes_no_surge_but_what_is_missing() -> None:
     assert come(planned(old(0), status=stuck_since(31), replicas=2, rollout=SURGE)) == [1]
 
 
+@pytest.mark.parametrize(
+    ("pods", "paused", "stalled", "again"),
+    [
+        ([old(0), old(1, terminating=True), coming(1)], 1, False, False),
+        ([old(0), coming(1)], 1, False, True),
+        ([old(0), coming(1)], 0, True, False),
+        ([old(0), old(1, terminating=True, lost=True), coming(1)], 0, True, False),
+        ([old(0), old(1, terminating=True, finished=True), coming(1)], 0, True, False),
+        ([old(0), pod(1, 1, ready=False, scheduled=False, node="", gated=True)], 0, False, False),
+    ],
+    ids=["one drains", "it has drained", "none drained", "its node is lost", "it has ended", "one waits for quota"],
+)
+def test_a_rollouts_clock_stands_while_a_replica_drains_or_waits_for_quota_and_begins_again_afterwards(
+    pods: list[Pod], paused: int, stalled: bool, again: bool
+) -> None:
+    status = stuck_since(31, remaining=1)
+    status["rollout"]["paused"] = paused
+    plan = planned(*pods, states={1: STARTING}, status=status, replicas=2)
+    progressing, record = condition_of(plan.status.conditions, "Progressing"), plan.status.rollout
+    assert progressing is not None and record is not None
+    assert (progressing.reason == "DeadlineExceeded") is stalled
+    assert (record.progress_time == NOW) is again
+
+
 def test_a_stuck_rollout_that_is_scaled_to_nothing_leaves_nothing() -> None:
     assert gone(planned(old(0), new(1), status=stuck_since(31, served=1), replicas=0, rollout=SURGE)) == [0, 1]
 

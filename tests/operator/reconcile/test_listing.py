@@ -97,3 +97,25 @@ async def test_an_api_server_that_is_down_is_no_reason_to_stop_listing() -> None
     rig.cluster.down, rig.cluster.items = False, [pod("a", 3)]
     await rig.run()
     assert rig.changes == ["a"]
+
+
+async def test_after_the_api_servers_store_was_restored_from_a_backup_older_versions_are_taken_again() -> None:
+    rig = Rig()
+    for manifest in (pod("a", 100), pod("b", 200), pod("gone", 300)):
+        rig.store.put(POD, manifest)
+    rig.store.remove(POD, pod("b", 250))
+    rig.cluster.items = [pod("a", 7), pod("b", 8)]
+    del rig.changes[:]
+    await rig.run()
+    assert rig.changes == ["a", "b", "gone"]
+    assert [manifest["metadata"]["resourceVersion"] for manifest in rig.store.manifests(POD, "n")] == ["7", "8"]
+    rig.store.put(POD, pod("a", 9))
+    assert rig.changes[3:] == ["a"], "what the watch tells then is news"
+
+
+async def test_a_listing_as_new_as_what_is_known_takes_no_older_version() -> None:
+    rig = Rig()
+    rig.store.put(POD, pod("a", 90))
+    rig.cluster.items = [pod("a", 7)]
+    await rig.run()
+    assert rig.changes == ["a"]

@@ -409,7 +409,7 @@ async def test_a_replica_that_starts_its_ranks_again_is_told_as_degraded_and_lef
     assert (rig.condition("Degraded"), rig.condition("Ready")) == (("False", "AsExpected"), ("True", "Serving"))
     assert rig.cluster.names(POD) == ["d-0-0"]
     [event] = await events(rig, "RankLost")
-    assert (event["type"], words in event["note"]) == ("Warning", True)
+    assert (event["type"], words in event["message"]) == ("Warning", True)
 
 
 async def test_a_rank_lost_between_two_looks_is_an_event_all_the_same() -> None:
@@ -419,7 +419,7 @@ async def test_a_rank_lost_between_two_looks_is_an_event_all_the_same() -> None:
     rig.restart_operator()
     await rig.run(60)
     [event] = await events(rig, "RankLost")
-    assert "Stalled: rank 0 (pid 9) was stopped by a signal" in event["note"]
+    assert "Stalled: rank 0 (pid 9) was stopped by a signal" in event["message"]
 
 
 async def test_the_operator_restarts_without_a_trace() -> None:

@@ -161,7 +161,7 @@ def test_the_worker_is_started_as_the_spec_says() -> None:
         "--cache-dir=/var/cache/diffusion-operator",
         "--secrets-dir=/var/run/diffusion-operator/secrets", "--claims-dir=/var/run/diffusion-operator/claims",
         "--state-dir=/tmp/diffusion-worker",
-        "--startup-timeout-seconds=60", "--drain-timeout-seconds=45",
+        "--startup-timeout-seconds=60", "--drain-timeout-seconds=300",
     ]  # fmt: skip
 
 
@@ -302,11 +302,26 @@ def test_the_pod_is_placed_as_the_spec_says_in_the_words_of_kubernetes() -> None
     assert not rendered_pod()["spec"].keys() & {*PLACED, "topologySpreadConstraints"}
 
 
-def test_a_spread_is_over_the_pods_of_the_deployment() -> None:
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, {"runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}),
+        ({"runAsUser": 7, "supplementalGroups": [8]}, {"runAsUser": 7, "runAsGroup": 65532, "fsGroup": 65532, "supplementalGroups": [8]}),
+        ({"identity": "Platform"}, {}),
+    ],
+)
+def test_the_pods_user_is_that_of_the_spec_of_our_images_or_of_the_platform(asked: dict[str, Any], expected: dict[str, Any]) -> None:
+    fixed = {"runAsNonRoot": True, "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}}
+    assert rendered_pod(securityContext=asked)["spec"]["securityContext"] == fixed | expected
+
+
+def test_a_spread_is_over_the_pods_of_one_revision_of_the_deployment() -> None:
     spread = [{"topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 2}]
     (constraint,) = rendered_pod(scheduling={"topologySpread": spread})["spec"]["topologySpreadConstraints"]
-    selector = constraint.pop("labelSelector")["matchLabels"]
+    selector, keys = constraint.pop("labelSelector")["matchLabels"], constraint.pop("matchLabelKeys")
     assert constraint == spread[0]
+    assert keys == ["diffusion-operator.dev/revision"]
+    assert set(keys) <= rendered_pod()["metadata"]["labels"].keys()
     assert selector.items() <= rendered_pod()["metadata"]["labels"].items()
 
 
@@ -340,6 +355,12 @@ def test_a_pod_waits_for_its_api_key_and_gets_no_other_entry_of_the_secret() -> 
     assert read_only
     assert "--api-key-file=/etc/diffusion/api-key/token" in worker(service={"apiKeySecret": api_key})["args"]
     assert "/etc/diffusion/api-key" not in mounts()
+
+
+@pytest.mark.parametrize(("drain", "seconds"), [({}, 300), ({"timeoutSeconds": 7200}, 7200)])
+def test_a_replica_may_finish_its_requests_and_its_pod_has_the_time_for_it(drain: dict[str, int], seconds: int) -> None:
+    assert f"--drain-timeout-seconds={seconds}" in worker(drain=drain)["args"]
+    assert rendered_pod(drain=drain)["spec"]["terminationGracePeriodSeconds"] == seconds + 15
 
 
 def test_the_control_port_is_open_to_the_operators_pods_alone() -> None:
@@ -424,6 +445,22 @@ def test_a_token_belongs_to_one_uid_and_one_key() -> None:
     one = made().metadata
     tokens = {control_token(key, metadata) for key in (KEY, b"j" * 32) for metadata in (one, msgspec.structs.replace(one, uid="v"))}
     assert len(tokens) == 4
+
+
+def test_an_event_has_the_times_by_which_kubectl_describe_sorts() -> None:
+    planned = PlannedEvent(type=EventType.NORMAL, reason="Slept", key="1", message="asleep")
+    made_event = event(planned, kind=DEPLOYMENT, about=made().metadata, now=EPOCH)
+    assert made_event["firstTimestamp"] == made_event["lastTimestamp"] == EPOCH.strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert made_event["count"] == 1
+    assert made_event["involvedObject"]["name"] == "d"
+
+
+def test_an_event_about_an_object_with_the_longest_name_has_a_name_of_its_own() -> None:
+    about = msgspec.structs.replace(made().metadata, name=f"{'a' * 235}.{'b' * 17}")
+    planned = [PlannedEvent(type=EventType.NORMAL, reason="Slept", key=key, message="m") for key in ("1", "2")]
+    names = {event(one, kind=DEPLOYMENT, about=about, now=EPOCH)["metadata"]["name"] for one in planned}
+    assert len(names) == 2
+    assert all(len(name) <= 253 and name.startswith(f"{'a' * 235}.") and ".." not in name for name in names)
 
 
 def test_an_events_name_depends_on_what_it_is_about_and_not_on_the_time() -> None:

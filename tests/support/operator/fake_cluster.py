@@ -150,7 +150,7 @@ class FakeCluster:
 
     def notes(self, reason: str) -> list[str]:
         """What the Events of a reason say."""
-        return [manifest["note"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
+        return [manifest["message"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
 
     # the kubelet, by hand ---------------------------------------------------------------------------------------------
 

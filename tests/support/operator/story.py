@@ -131,7 +131,7 @@ class Teller:
         self._workers += self.rig.start_all()
 
     async def _end(self) -> End:
-        events = Counter((one["reason"], one["regarding"]["name"]) for one in await self.rig.cluster.list(EVENT, "default"))
+        events = Counter((one["reason"], one["involvedObject"]["name"]) for one in await self.rig.cluster.list(EVENT, "default"))
         return End(self._standing(), self._pods_made, sorted(map(_operations, self._workers)), events)
 
     def _standing(self) -> dict[str, Any]:

@@ -108,6 +108,13 @@ class DataPortAccess(StrEnum):
     NONE = "None"
 
 
+class Identity(StrEnum):
+    """Choice of the user and groups of a pod that the spec does not say."""
+
+    IMAGE = "Image"
+    PLATFORM = "Platform"
+
+
 class BudgetMode(StrEnum):
     """Whether the operator makes a PodDisruptionBudget."""
 
@@ -315,12 +322,26 @@ class ReplicaRecovery(_Spec, frozen=True):
     window_seconds: int = 3600
 
 
+class Drain(_Spec, frozen=True):
+    timeout_seconds: int = 300
+
+
 class Control(_Spec, frozen=True):
     network_policy: PolicyMode = PolicyMode.MANAGED
 
 
 class NetworkPolicy(_Spec, frozen=True):
     data: DataPortAccess = DataPortAccess.OPEN
+
+
+class SecurityContext(_Spec, frozen=True):
+    """The user and groups of the pods, as Kubernetes names them."""
+
+    identity: Identity = Identity.IMAGE
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    fs_group: int | None = None
+    supplemental_groups: tuple[int, ...] = ()
 
 
 class PodMetadata(_Spec, frozen=True):
@@ -343,9 +364,11 @@ class DeploymentSpec(_Spec, frozen=True):
     requests: Requests = Requests()
     rollout: Rollout = Rollout()
     replica_recovery: ReplicaRecovery = ReplicaRecovery()
+    drain: Drain = Drain()
     control: Control = Control()
     network_policy: NetworkPolicy = NetworkPolicy()
     scheduling: Scheduling = Scheduling()
+    security_context: SecurityContext = SecurityContext()
     pod_metadata: PodMetadata = PodMetadata()
     pod_disruption_budget: BudgetMode = BudgetMode.AUTO
     suspend: bool = False

@@ -94,6 +94,8 @@ class RolloutStatus(_Status, frozen=True):
     served: int
     remaining: int
     progress_time: datetime
+    paused: int = 0
+    """Pods for which the clock stands: they drain, or wait for quota."""
 
 
 class EndpointsStatus(_Status, frozen=True):

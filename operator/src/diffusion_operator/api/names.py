@@ -56,7 +56,7 @@ CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 SECRET = Kind("v1", "Secret", "secrets")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
-EVENT = Kind("events.k8s.io/v1", "Event", "events")
+EVENT = Kind("v1", "Event", "events")
 
 KINDS = {kind.kind: kind for kind in (DEPLOYMENT, ADAPTER, POD, SERVICE, CONFIG_MAP, SECRET, NETWORK_POLICY, DISRUPTION_BUDGET, EVENT)}
 

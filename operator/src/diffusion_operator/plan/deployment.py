@@ -17,7 +17,7 @@ from diffusion_operator.plan.observed.replica_state import Group, observe_groups
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
 from diffusion_operator.plan.replicas.recovery import with_failures
 from diffusion_operator.plan.replicas.revision import Template, template_of
-from diffusion_operator.plan.replicas.rollout import progress_of
+from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
 from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import ReplicaPlan, plan_replicas
 from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
@@ -64,7 +64,15 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     departures, told = plan_removals(observed.departures, groups, views=adapters.views, removals=adapters.removals)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     trial = plan_trial(observed, present, revision=template.revision, now=now)
-    progress = progress_of(deployment.spec, deployment.status, present, revision=template.revision, refused=bool(trial.refusal), now=now)
+    progress = progress_of(
+        deployment.spec,
+        deployment.status,
+        present,
+        revision=template.revision,
+        paused=count_paused(observed.pods),
+        refused=bool(trial.refusal),
+        now=now,
+    )
     resolution = resolve_model(deployment, template, present, now)
     replicas = plan_replicas(
         observed, groups, revision=template.revision, progress=progress, held=trial.holds, raced=unpinned(resolution), now=now

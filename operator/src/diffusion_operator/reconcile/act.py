@@ -30,6 +30,7 @@ from diffusion_operator.plan.results.actions import (
 )
 from diffusion_operator.plan.results.child_events import pod_name_taken
 from diffusion_operator.plan.sleep.policy import retry_key
+from diffusion_operator.reconcile.key_secret import guard_key
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.repairs import tell, tell_repaired
 from diffusion_operator.reconcile.runtime import Runtime
@@ -104,6 +105,7 @@ async def _create(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
 ) -> bool:
     manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
+    guard_key(runtime.settings, manifest)
     created = await runtime.cluster.create(manifest)
     log.info("pod made namespace=%s pod=%s new=%s", deployment.metadata.namespace, manifest["metadata"]["name"], created)
     return created or await _is_ours(runtime, deployment, memory, action, manifest["metadata"]["name"])

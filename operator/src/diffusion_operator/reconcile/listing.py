@@ -56,7 +56,13 @@ class Listing:
         """List everything into the store; return whether there was news."""
         kind, namespace = self.scope.kind, self.scope.namespace
         before, seen, version, news = self._store.places(kind, namespace), set(), "", False
+        newest = self._store.newest(kind, namespace)
         async for page in self._cluster.pages(kind, namespace, labels=self.scope.labels):
+            if not version and int(page.version) < newest:
+                log.warning(
+                    "the API server went back kind=%s version=%s known=%d: its store was restored", self.scope, page.version, newest
+                )
+                self._store.rewind(kind, namespace)
             for manifest in page.items:
                 seen.add(manifest["metadata"]["uid"])
                 news = self._store.put(kind, manifest) or news

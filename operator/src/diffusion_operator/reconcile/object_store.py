@@ -81,6 +81,16 @@ class ObjectStore:
             del self._known[kind.kind][place]
             self._changed(kind, _decode(known))
 
+    def newest(self, kind: Kind, namespace: str) -> int:
+        """Return the highest version that is known; 0 where nothing is."""
+        return max((self._known[kind.kind][place].version for place in self.places(kind, namespace)), default=0)
+
+    def rewind(self, kind: Kind, namespace: str) -> None:
+        """Take any version for news from now on: the versions of an API server go back when its store is restored from a backup."""
+        for place in self.places(kind, namespace):
+            self._known[kind.kind][place] = self._known[kind.kind][place]._replace(version=0)
+        self._removed.clear()
+
     def keep_only(self, kind: Kind, before: dict[ObjectPlace, str], seen: Collection[str], *, version: str) -> bool:
         """After a whole listing: what was known before it began and is not in it has gone unheard. Gives whether there was any."""
         news = False
@@ -131,7 +141,8 @@ def _encode(kind: Kind, manifest: Manifest) -> bytes:
     if kind == POD:
         spec = manifest.get("spec", {})
         containers = [{"name": one["name"], "image": one["image"]} for one in spec.get("containers", ())]
-        kept["spec"] = {"nodeName": spec.get("nodeName", ""), "containers": containers}
+        gates = {"schedulingGates": spec["schedulingGates"]} if spec.get("schedulingGates") else {}
+        kept["spec"] = {"nodeName": spec.get("nodeName", ""), "containers": containers, **gates}
     return zlib.compress(msgspec.json.encode(kept), _FAST)
 
 

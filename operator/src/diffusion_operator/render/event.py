@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An Event about one of our objects. Its name is a hash of what it says, so the same one is never written twice."""
+"""An Event about one of our objects. Its name is a hash of what it says, so the same one is never written twice.
+
+It is of the core group: only there may it have the first and last time by which `kubectl describe` sorts.
+"""
 
 import hashlib
 from datetime import datetime
@@ -9,21 +12,28 @@ from diffusion_operator.api.names import EVENT, FIELD_MANAGER, GROUP, Kind
 from diffusion_operator.plan.results.events import PlannedEvent
 from diffusion_operator.render import Manifest
 
+NAME_LENGTH = 253
+"""The longest name of an object."""
+
 
 def event(planned: PlannedEvent, *, kind: Kind, about: ObjectMeta, now: datetime) -> Manifest:
-    identity = hashlib.sha256(f"{about.uid}/{planned.reason}/{planned.key}".encode()).hexdigest()[:16]
+    second = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,
-        "metadata": {"name": f"{about.name}.{identity}", "namespace": about.namespace},
+        "metadata": {"name": _name(planned, about), "namespace": about.namespace},
+        "firstTimestamp": second,
+        "lastTimestamp": second,
         "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "count": 1,
         "type": planned.type.value,
         "reason": planned.reason,
         "action": planned.reason,
-        "note": planned.message or planned.reason,
-        "reportingController": f"{GROUP}/{FIELD_MANAGER}",
+        "message": planned.message or planned.reason,
+        "source": {"component": FIELD_MANAGER},
+        "reportingComponent": f"{GROUP}/{FIELD_MANAGER}",
         "reportingInstance": FIELD_MANAGER,
-        "regarding": {
+        "involvedObject": {
             "apiVersion": kind.api_version,
             "kind": kind.kind,
             "name": about.name,
@@ -31,3 +41,9 @@ def event(planned: PlannedEvent, *, kind: Kind, about: ObjectMeta, now: datetime
             "uid": about.uid,
         },
     }
+
+
+def _name(planned: PlannedEvent, about: ObjectMeta) -> str:
+    """Return the object's name, cut where there is no room for the hash behind it, and the hash."""
+    identity = hashlib.sha256(f"{about.uid}/{planned.reason}/{planned.key}".encode()).hexdigest()[:16]
+    return f"{about.name[: NAME_LENGTH - len(identity) - 1].rstrip('.-')}.{identity}"

@@ -4,7 +4,7 @@
 import math
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_spec import DeploymentSpec
+from diffusion_operator.api.deployment_spec import DeploymentSpec, Identity, SecurityContext
 from diffusion_operator.api.names import (
     CONTAINER,
     CONTROL_PORT,
@@ -21,9 +21,10 @@ from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata, with_asked
 from diffusion_operator.render.scheduling import pod_scheduling
 from diffusion_operator.render.volumes import pod_volumes
-from diffusion_operator.render.worker_arguments import TERMINATION_GRACE_S, worker_arguments
+from diffusion_operator.render.worker_arguments import STOP_MARGIN_S, worker_arguments
 
 WORKER_UID = 65532
+"""The user and group of our container images."""
 PROBE_PERIOD_S = 2
 STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the kubelet only if it hangs
 
@@ -38,22 +39,29 @@ def pod(deployment: DiffusionDeployment, template: Template, *, index: int, inca
         "spec": {
             **pod_scheduling(deployment),
             "restartPolicy": "Always",
-            "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
+            "terminationGracePeriodSeconds": deployment.spec.drain.timeout_seconds + STOP_MARGIN_S,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": WORKER_UID,
-                "runAsGroup": WORKER_UID,
-                "fsGroup": WORKER_UID,
-                "fsGroupChangePolicy": "OnRootMismatch",  # or each start walks through a cache of many models
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": _security_context(deployment.spec.security_context),
             "containers": [_container(deployment, template)],
             "volumes": [one.volume for one in pod_volumes(deployment)],
             **_pull_secrets(deployment.spec),
             **_device_claims(deployment.spec),
         },
+    }
+
+
+def _security_context(asked: SecurityContext) -> Manifest:
+    """Return the restricted profile with the user and groups of the spec, else those of our images, else none."""
+    own = {"runAsUser": WORKER_UID, "runAsGroup": WORKER_UID, "fsGroup": WORKER_UID} if asked.identity is Identity.IMAGE else {}
+    said = {"runAsUser": asked.run_as_user, "runAsGroup": asked.run_as_group, "fsGroup": asked.fs_group}
+    return {
+        "runAsNonRoot": True,
+        **own,
+        **{name: value for name, value in said.items() if value is not None},
+        **({"supplementalGroups": list(asked.supplemental_groups)} if asked.supplemental_groups else {}),
+        "fsGroupChangePolicy": "OnRootMismatch",  # or each start walks through a cache of many models
+        "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 

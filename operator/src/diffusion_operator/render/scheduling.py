@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import LABEL_DEPLOYMENT
+from diffusion_operator.api.names import LABEL_DEPLOYMENT, LABEL_REVISION
 from diffusion_operator.api.scheduling import TopologySpread
 from diffusion_operator.render import Manifest
 
@@ -25,4 +25,6 @@ def _spread(asked: TopologySpread, deployment: str) -> Manifest:
         "whenUnsatisfiable": asked.when_unsatisfiable.value,
         "maxSkew": asked.max_skew,
         "labelSelector": {"matchLabels": {LABEL_DEPLOYMENT: deployment}},
+        # A rollout's new pods are spread among themselves: those that are about to go would crowd them together.
+        "matchLabelKeys": [LABEL_REVISION],
     }

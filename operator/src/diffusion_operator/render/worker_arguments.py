@@ -28,8 +28,8 @@ from diffusion_operator.api.names import (
 from diffusion_operator.api.source import ModelSource
 from diffusion_operator.render.quantity import quantity_bytes
 
-TERMINATION_GRACE_S = 60  # a drain finishes running images; more than that is cut off, as a node's shutdown would
-STOP_MARGIN_S = 15  # from the end of a worker's drain to the end of its ranks
+STOP_MARGIN_S = 15
+"""From the end of a worker's drain to the end of its ranks."""
 WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
 OTHER_WORDS: dict[str, str] = {Compile.DISABLED: "none"}
 
@@ -58,7 +58,7 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
         "claims-dir": CLAIMS_DIR,
         "state-dir": STATE_DIR,
         "startup-timeout-seconds": spec.startup.timeout_seconds,
-        "drain-timeout-seconds": TERMINATION_GRACE_S - STOP_MARGIN_S,
+        "drain-timeout-seconds": spec.drain.timeout_seconds,
     }
     return ["serve", *(argument for name, value in options.items() for argument in _argument(name, value))]
 

@@ -54,6 +54,8 @@ class Pod(msgspec.Struct, frozen=True):
     scheduled: bool = False
     unschedulable: str = ""
     """The scheduler's message, empty while it has none."""
+    gated: bool = False
+    """Somebody set a scheduling gate, as Kueue does until there is quota: the scheduler does not look at it yet."""
     node: str = ""
     set_up_at: datetime | None = None
     """When its node had all that the containers need but their container images."""
@@ -90,6 +92,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         disruption=_disruption(conditions.get("DisruptionTarget", {})),
         scheduled=bool(spec.get("nodeName")),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
+        gated=bool(spec.get("schedulingGates")),
         node=spec.get("nodeName", ""),
         set_up_at=_when(conditions.get("PodReadyToStartContainers", {})),
         ip=status.get("podIP", ""),

@@ -59,6 +59,8 @@ def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:
         "requests": spec.requests,
         "apiKeySecret": spec.service.api_key_secret,
         "scheduling": spec.scheduling,
+        "drain": spec.drain,
+        "securityContext": spec.security_context,
         "podMetadata": spec.pod_metadata,
         "restartedAt": deployment.metadata.annotations.get(ANNOTATION_RESTARTED_AT),
     }

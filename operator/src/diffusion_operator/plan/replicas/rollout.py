@@ -42,12 +42,20 @@ def usable(group: Group, revision: str) -> bool:
 
 
 def progress_of(
-    spec: DeploymentSpec, before: DeploymentStatus, groups: Sequence[Group], *, revision: str, refused: bool = False, now: datetime
+    spec: DeploymentSpec,
+    before: DeploymentStatus,
+    groups: Sequence[Group],
+    *,
+    revision: str,
+    paused: int = 0,
+    refused: bool = False,
+    now: datetime,
 ) -> RolloutProgress:
     """`refused`: there is no rollout yet, and its clock does not run. `groups` are those that are not on their way out.
 
     It gets further with every replica more that serves the new template, and every old one less. Both are kept as the best so far, so
-    that a replica that comes and goes is no progress.
+    that a replica that comes and goes is no progress. While pods are `paused` the clock stands, and it begins again with each of them
+    less.
     """
     if spec.suspend or refused:
         return RolloutProgress()
@@ -56,10 +64,21 @@ def progress_of(
     known = before.rollout if before.rollout is not None and before.rollout.revision == revision else None
     if remaining == 0 and (served >= spec.replicas or (known is None and before.current_revision == revision)):
         return RolloutProgress(done=True)
-    if known is None or served > known.served or remaining < known.remaining:
-        return RolloutProgress(record=RolloutStatus(revision=revision, served=served, remaining=remaining, progress_time=now))
+    if known is None or served > known.served or remaining < known.remaining or paused < known.paused:
+        record = RolloutStatus(revision=revision, served=served, remaining=remaining, paused=paused, progress_time=now)
+        return RolloutProgress(record=record)
     deadline = timedelta(seconds=spec.rollout.progress_deadline_seconds)
-    return RolloutProgress(record=known, stalled=now - known.progress_time >= deadline)
+    record = msgspec.structs.replace(known, paused=paused)
+    return RolloutProgress(record=record, stalled=not paused and now - known.progress_time >= deadline)
+
+
+def count_paused(pods: Sequence[Pod]) -> int:
+    """Count the pods that the rollout waits for, however long that takes.
+
+    On their way out they may finish requests, as `spec.drain` allows. Behind a scheduling gate they wait for quota. Those that ended, or
+    whose node is lost, do not count.
+    """
+    return sum((pod.terminating or pod.gated) and not pod.finished and not pod.lost for pod in pods)
 
 
 def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> int:

@@ -145,6 +145,10 @@ def scheduled(now: Situation) -> Verdict:
     if waiting:
         gpu = any(group.problem is Problem.WAITING_FOR_GPU for group in waiting)
         return verdict("Scheduled", False, "InsufficientGPU" if gpu else "Unschedulable", _about(waiting[0]))
+    gated = sum(group.pod.gated for group in now.groups)
+    if gated:
+        text = f"{gated} of {now.wanted} replicas wait behind a scheduling gate, as one of Kueue's until its queue has quota"
+        return verdict("Scheduled", False, "WaitingForQuota", text)
     if now.refusal:
         return verdict("Scheduled", False, "QuotaExceeded" if "exceeded quota" in now.refusal else "PodsRefused", now.refusal)
     if len(now.groups) < now.wanted or not all(group.pod.scheduled for group in now.groups):

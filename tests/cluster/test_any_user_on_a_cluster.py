@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator and a worker under users that their images do not know, as OpenShift gives each namespace its own range of them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.cluster.faults import operator_pods
+from support.cluster.rig import ADAPTER_READY, ClusterRig, HelmRig
+from tools.demo.images import mean_difference
+from tools.demo.installation import Images
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+NAME = "any-user"
+USER = 1_000_700_000
+IDENTITY = {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+
+
+@pytest.fixture
+def helm(rig: ClusterRig) -> Iterator[HelmRig]:
+    """The release of the other tests, which is as before afterwards."""
+    (container,) = operator_pods(rig.kubectl)[0]["spec"]["containers"]
+    own = HelmRig(rig.kubectl.namespace, Images(operator=container["image"], worker=rig.worker_image))
+    yield own
+    own.upgrade()
+
+
+def test_a_worker_and_the_operator_run_under_any_user(rig: ClusterRig, helm: HelmRig) -> None:
+    helm.upgrade(**{f"podSecurityContext_{name}": str(value) for name, value in IDENTITY.items()})
+    (operator,) = operator_pods(rig.kubectl)
+    assert operator["spec"]["securityContext"].items() > IDENTITY.items()
+    rig.serve(NAME, ranks=2, securityContext=IDENTITY)
+    rig.adapt("frame", NAME, "/models/loras/frame")
+    rig.wait("lora/frame", ADAPTER_READY)
+    (pod,) = rig.pods(NAME)
+    assert rig.kubectl.text("exec", pod["metadata"]["name"], "--", "id", "-u").strip() == str(USER)
+    assert mean_difference(rig.image(NAME), rig.image(NAME, "frame")) > 5
+    rig.kubectl.text("delete", f"dd/{NAME}", "lora/frame", deadline_s=10)
