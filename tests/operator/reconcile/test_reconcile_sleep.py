@@ -13,7 +13,7 @@ from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ClusterUnavailable
 from diffusion_operator.metrics import Replicas
-from support.operator.rig import Rig, serving
+from support.operator.rig import Rig, adapter, serving
 from support.operator.scripted_workers import ScriptedWorker
 
 SHORT = {"policy": "OnIdle", "idleSeconds": 60, "minAwakeSeconds": 20}
@@ -46,6 +46,28 @@ async def idle(replicas: int = 1, **sleep: Any) -> Rig:
         worker(rig, number).request()
         worker(rig, number).calls.clear()
     return rig
+
+
+async def test_an_adapter_of_a_model_that_a_request_wakes_is_ready_if_its_replica_will_load_it() -> None:
+    rig = await idle()
+    rig.cluster.put(adapter())
+    await rig.run(70)
+    assert (rig.states(), rig.instance()["state"]) == (["Asleep"], "Deferred")
+    assert rig.adapter_condition("Ready") == ("True", "AsleepWakeable")
+    assert rig.adapter_condition("Loaded") == ("False", "WaitingForWake")
+    assert rig.condition("AdaptersReady") == ("True", "AllReady")
+
+    worker(rig).refusals["/loras/y"] = WireError(code="SourceNotFound", message="/loras/y: no such file", retryable=True)
+    rig.cluster.put(adapter("y", "/loras/y"))
+    await rig.run()
+    assert rig.adapter_condition("Ready", "y") == ("False", "SourceError")
+    del worker(rig).refusals["/loras/y"]
+    await rig.run(60)
+    assert rig.adapter_condition("Ready", "y") == ("True", "AsleepWakeable"), "it was put while the model slept"
+
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep=SHORT | {"policy": "Asleep"}))
+    await rig.run()
+    assert rig.adapter_condition("Ready") == ("False", "Deferred"), "no request wakes it now"
 
 
 async def test_a_model_that_nobody_asks_sleeps_after_the_idle_time_and_a_request_wakes_it() -> None:

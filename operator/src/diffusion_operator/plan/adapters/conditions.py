@@ -38,6 +38,8 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     if view.suspended:
         return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true; it is loaded when that is taken back")
     text = _tally(view)
+    if view.wakeable:
+        return verdict("Ready", True, "AsleepWakeable", f"{text}; the next request wakes the model, which loads it first")
     if view.ready:
         whole = all(one.status.state is InstanceState.LOADED for one in view.awake)
         return verdict("Ready", True, "LoadedEverywhere" if whole else "CachedOnDemand", text)

@@ -12,7 +12,7 @@ from datetime import datetime
 import msgspec
 
 from diffusion_operator.api.adapter import InstanceState, Residency, UsageStatus
-from diffusion_operator.api.deployment_spec import Lora, OnMissing
+from diffusion_operator.api.deployment_spec import Lora, OnMissing, SleepPolicy
 from diffusion_operator.api.deployment_status import AdaptersStatus, ReplicaState
 from diffusion_operator.api.worker_state import AdapterRecord, WireError
 from diffusion_operator.plan.adapters.acceptance import Decision, DesiredAdapter, Holders, decide_all, overruled
@@ -22,7 +22,7 @@ from diffusion_operator.plan.adapters.refilling import refills
 from diffusion_operator.plan.adapters.usage import usage_of
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Observed
 from diffusion_operator.plan.observed.replica_state import Group
-from diffusion_operator.plan.observed.states import ADAPTER_CALL_STATES, ADAPTER_SERVING_STATES
+from diffusion_operator.plan.observed.states import ADAPTER_CALL_STATES, ADAPTER_SERVING_STATES, RESTING_STATES
 from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter
 
 
@@ -38,6 +38,8 @@ class AdapterView(msgspec.Struct, frozen=True):
     """A request for it is held while it is loaded, where it is out of memory."""
     suspended: bool = False
     """The deployment is, so there is nothing to load it on."""
+    on_idle: bool = False
+    """The replicas sleep because nobody needs them, and a request wakes them."""
     usage: UsageStatus | None = None
 
     def count(self, *states: InstanceState) -> int:
@@ -63,6 +65,15 @@ class AdapterView(msgspec.Struct, frozen=True):
     def serves(self, instance: Instance) -> bool:
         state = instance.status.state
         return state is InstanceState.LOADED or (state is InstanceState.CACHED and self.loads_on_request)
+
+    @property
+    def wakeable(self) -> bool:
+        """Return whether all replicas sleep until a request comes, and each has found it and will load it before it serves."""
+        asleep = self.on_idle and bool(self.instances) and all(state in RESTING_STATES for state in self.group_states)
+        return asleep and all(
+            one.status.state is InstanceState.DEFERRED and one.push is None and one.record is not None and one.record.error is None
+            for one in self.instances
+        )
 
     @property
     def evicted(self) -> tuple[Instance, ...]:
@@ -139,6 +150,7 @@ def _view(
         group_states=tuple(states[instance.status.replica] for instance in row),
         loads_on_request=_loads_on_request(decision, observed.deployment.spec.lora),
         suspended=observed.deployment.spec.suspend,
+        on_idle=observed.deployment.spec.sleep.policy is SleepPolicy.ON_IDLE,
         usage=usage,
     )
 

@@ -210,9 +210,10 @@ def adapters_ready(now: Situation) -> Verdict:
         text = f"{names}: out of memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} fit (spec.lora.maxCached)"
         return verdict("AdaptersReady", False, "CapacityExceeded", text)
     wanted = [view for view in views if view.decision.desired is not None]
-    behind = [view for view in wanted if not view.ready]
+    behind = [view for view in wanted if not view.ready and not view.wakeable]
     if not behind:
-        return verdict("AdaptersReady", True, "AllReady", f"every awake replica serves {len(wanted)} adapters")
+        who = "every awake replica serves" if any(view.ready for view in wanted) else "each replica will serve once a request wakes it"
+        return verdict("AdaptersReady", True, "AllReady", f"{who} {len(wanted)} adapters")
     names = ", ".join(view.decision.adapter.metadata.name for view in behind)
     if now.groups and not now.count(ReplicaState.AWAKE, ReplicaState.VERIFYING):
         return verdict("AdaptersReady", False, "Deferred", f"{names}: loaded before a replica is awake again")
