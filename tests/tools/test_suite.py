@@ -61,6 +61,16 @@ def test_a_stage_that_fails_is_named_and_the_others_run_to_their_end(tmp_path: P
     assert {name: run.passed for name, run in last.read().items()} == {"bad": False, "good": True}
 
 
+def test_the_messages_of_failed_tests_are_shown_again_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_bad.py").write_text("def test_bad():\n    assert 1 == 2, 'one is not two'\n")
+    tests = Stage("bad", "a stage of this test", (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)))
+    assert not runner.run_beside([tests, stage("good", "import time; time.sleep(0.5)")], LastRuns(tmp_path))
+    at_the_end = capsys.readouterr().out.partition("bad: FAILED in ")[2]
+    assert "bad: E       AssertionError: one is not two" in at_the_end
+    assert "::test_bad" in at_the_end
+    assert "good: " not in at_the_end
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """SIGINT as in a terminal, also where a shell had the tests ignore it."""

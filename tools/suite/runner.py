@@ -15,6 +15,9 @@ from .stages import LastRuns, Stage, StageRun
 
 LOAD_EVERY_S = 5.0
 PART_OF_A_LINE_S = 20.0
+# pytest begins the lines of a failure's message, and those of its summary, with these.
+OF_A_FAILURE = (b"E  ", b"FAILED ", b"ERROR ")
+SHOWN_AGAIN = 25
 
 
 def describe(stages: Sequence[Stage], last: dict[str, StageRun]) -> str:
@@ -35,7 +38,10 @@ def minutes(seconds: float) -> str:
 
 
 def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
-    """Run stages side by side; return whether all passed. Ctrl-C and SIGTERM end what they started."""
+    """Run stages side by side; return whether all passed. Ctrl-C and SIGTERM end what they started.
+
+    The messages of failed tests are shown again at the end: a long output is often kept by its end alone.
+    """
     processes = [_Running(stage, prefix=len(stages) > 1) for stage in stages]
     try:
         while sum(process.lives() for process in processes):  # each is asked, since it notes its own end
@@ -44,9 +50,11 @@ def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
         for process in processes:
             process.end()
         raise
-    for process in processes:
+    for process in sorted(processes, key=lambda process: not process.passed):
         last.note(process.stage, process.result())
         print(f"{process.stage.name}: {'passed' if process.passed else 'FAILED'} in {minutes(process.seconds)}", flush=True)
+        if not process.passed:
+            process.show_failures()
     return all(process.passed for process in processes)
 
 
@@ -61,6 +69,7 @@ class _Running:
         self._loads = [os.getloadavg()[0]]
         self._busy_s = _busy_s()
         self._prefix = f"{stage.name}: " if prefix else ""
+        self._of_failures: list[bytes] = []
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=unbuffered
@@ -94,6 +103,11 @@ class _Running:
         load, busy_cores = sum(self._loads) / len(self._loads), self._busy_s / self.seconds
         return StageRun(round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(busy_cores, 2), self.passed)
 
+    def show_failures(self) -> None:
+        """Show the last lines about its failed tests once more."""
+        for line in self._of_failures[-SHOWN_AGAIN:]:
+            self._print(line[:300])
+
     def _show(self) -> None:
         """Show whole lines, and a part of one that has waited for its end too long: pytest's dots make a line in minutes."""
         assert self._process.stdout is not None
@@ -102,6 +116,7 @@ class _Running:
             *lines, part = (part + read).split(b"\n")
             if part and time.monotonic() - shown > PART_OF_A_LINE_S:
                 lines, part = [*lines, part], b""
+            self._of_failures += [line for line in lines if line.startswith(OF_A_FAILURE)]
             for line in lines:
                 self._print(line)
                 shown = time.monotonic()
