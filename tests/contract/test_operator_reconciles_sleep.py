@@ -176,7 +176,7 @@ async def test_adapters_that_change_while_the_model_sleeps_are_right_at_the_firs
         rig.restart_operator()
         await told.wait(lambda: told.records().get("comes", ("",))[0] == "Deferred", told.records)
         await told.wait(lambda: told.records()["goes"][0] == "Draining", told.records)
-        assert rig.adapter_condition("Ready", "comes") == ("False", "Deferred")
+        assert rig.adapter_condition("Ready", "comes") == ("True", "AsleepWakeable")
         assert (await answer(told, IMAGE | {"model": "goes"})).status_code == 404
         assert state(told) == "asleep", "a request for what is not there wakes nobody"
 
