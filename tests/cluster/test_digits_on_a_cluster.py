@@ -120,18 +120,18 @@ def test_a_deleted_adapter_is_unknown_and_one_applied_again_is_served_again(rig_
     assert digit_judge.has_style(opened(rig.image(NAME, STYLE)), STYLE)
 
 
-def kill_a_rank(rig: ClusterRig) -> None:
+def kill_a_rank(rig: ClusterRig, name: str) -> None:
     """End a rank, and return once another group of ranks was started."""
-    before = rig.state(NAME)
-    rig.kill_in_pod(rig.pod(NAME), before["ranks"][1]["pid"])
-    rig.eventually("another generation", lambda: rig.state(NAME)["generation"] > before["generation"], deadline_s=START_S)
+    before = rig.state(name)
+    rig.kill_in_pod(rig.pod(name), before["ranks"][1]["pid"])
+    rig.eventually("another generation", lambda: rig.state(name)["generation"] > before["generation"], deadline_s=START_S)
 
 
 def test_a_killed_rank_is_replaced_inside_the_pod_with_its_adapter(rig_with_digits: ClusterRig) -> None:
     rig = rig_with_digits
     before = rig.image(NAME, STYLE)
     state, restarts = rig.state(NAME), _replica(rig)["restarts"]
-    kill_a_rank(rig)
+    kill_a_rank(rig, NAME)
     rig.eventually("the loss is told", lambda: "SIGKILL" in (_replica(rig).get("lastRankLoss") or ""), deadline_s=60)
     rig.wait(DD, SERVING)
     assert rig.condition(DD, "Degraded")["status"] == "False"
@@ -201,25 +201,27 @@ def test_every_expression_of_the_dashboard_has_data(rig_with_digits: ClusterRig,
 
 def test_alerts_fire_at_real_faults(rig_with_digits: ClusterRig, metrics: Prometheus) -> None:
     """Without their `for`: that is promtool's to test."""
-    rig = rig_with_digits
+    rig, lossy = rig_with_digits, "lossy"
     rules = {rule["alert"]: rule["expr"] for group in yaml.safe_load(ALERTS.read_text()) for rule in group["rules"]}
-    lost, failing = rules["DiffusionRanksLost"], rules["DiffusionRequestsFailing"]
-    rig.eventually("the worker's metrics are read", lambda: rig.pod(NAME) in metrics.up())
-    assert metrics.now(lost) == metrics.now(failing) == []
-    rig.deploy("too-much", resources={"gpuResourceName": "example.com/none"})
-    rig.adapt("broken", NAME, "/models/digits")
+    alerts = ("DiffusionRanksLost", "DiffusionRequestsFailing", "DiffusionAdaptersFailing", "DiffusionDeploymentsNotReady")
+    # So many steps that the image is not done before its rank is killed, however slow the machine is to kill it.
+    steps = 1000
     try:
-        with ThreadPoolExecutor(4) as threads, rig.client(NAME) as patient:
-            client = patient.with_options(max_retries=0)
-            # Made again twice at most; the third loss is their end. Four, because requests of the tests before count as well.
-            asked = [threads.submit(ask_and_be_refused, client, Request(PROMPT, 1, NAME, steps=200)) for _ in range(4)]
+        rig.serve(lossy, ranks=2, requests={"limits": {"maxSteps": steps}})
+        rig.eventually("the worker's metrics are read", lambda: rig.pod(lossy) in metrics.up())
+        assert metrics.now(rules["DiffusionRanksLost"]) == metrics.now(rules["DiffusionRequestsFailing"]) == []
+        rig.deploy("too-much", resources={"gpuResourceName": "example.com/none"})
+        rig.adapt("broken", NAME, "/models/digits")
+        with ThreadPoolExecutor(1) as thread, rig.client(lossy) as client:
+            asked = thread.submit(ask_and_be_refused, client, Request(PROMPT, 1, lossy, steps=steps))
+            # It is made again twice at most; the third loss is its end.
             for _ in range(3):
-                rig.eventually("the images are being made", lambda: rig.state(NAME)["inFlight"] == 4, deadline_s=START_S)
-                kill_a_rank(rig)
-            assert {each.result(START_S).code for each in asked} == {"RankFailed"}
-        for alert in ("DiffusionRanksLost", "DiffusionRequestsFailing", "DiffusionAdaptersFailing", "DiffusionDeploymentsNotReady"):
+                rig.eventually("the image is being made", lambda: asked.done() or rig.state(lossy)["inFlight"], deadline_s=START_S)
+                assert not asked.done(), f"ended before its last loss: {asked.exception() or asked.result()}"
+                kill_a_rank(rig, lossy)
+            assert asked.result(START_S).code == "RankFailed"
+        for alert in alerts:
             fired = rig.eventually(f"{alert} fires", partial(metrics.now, rules[alert]), deadline_s=60)
             print(alert, [one["metric"] | {"value": one["value"][1]} for one in fired])
     finally:
-        rig.kubectl.text("delete", "dd/too-much", "lora/broken", "--ignore-not-found")
-        rig.wait(DD, SERVING)
+        rig.kubectl.text("delete", f"dd/{lossy}", "dd/too-much", "lora/broken", "--ignore-not-found")
