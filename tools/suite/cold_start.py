@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.suite.cold_start`: run `make demo` from a clean clone with empty caches, and write its timeline as a page."""
+"""`python -m tools.suite.cold_start`: run `make demo` or `make test` with empty caches, and write a page of its timeline."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from tools.devcluster.paths import REPOSITORY
 from .page import table
 from .runner import minutes
 
-PAGE = REPOSITORY / "docs" / "development" / "cold-start.md"
-DEADLINE_S = 3600.0
+PAGES = {"demo": "cold-start.md", "test": "cold-start-of-tests.md"}
+DEADLINE_S = {"demo": 3600.0, "test": 5400.0}
 WIDTH = 48
 SHORTEST_S = 2.0
 
-HEAD = """# Cold start
+HEAD = """# Cold start of `make {target}`
 
-`python -m tools.suite.cold_start` writes this page. It clones the repository and runs `make demo` there, with empty caches of this project,
-Go, uv and pip. Debian's packages that were installed before stay installed.
+`python -m tools.suite.cold_start --target {target}` writes this page. It clones the repository and runs `make {target}` there, with empty
+caches of this project, Go, uv and pip. Debian's packages that were installed before stay installed.
 
 """
 # devcluster says the end of a step; the demo says a heading, and later its end.
 _STEP = re.compile(r"\[ *[\d.]+ s\] (.+): done in ([\d.]+) s$")
 _ENVIRONMENT = re.compile(r"Made (\.venv) in (\d+) s$")
+_STAGE = re.compile(r"([a-z-]+): (?:passed|failed) in ([\d.]+) (s|min)$")
 _HEADING = re.compile(r"\[ *\d+:\d+\]  (.+)$")
 _END = re.compile(r" +done in ([\d.]+) s")
 
@@ -55,6 +56,9 @@ def steps_of(lines: Iterable[tuple[float, str]]) -> list[Step]:
             heading = match[1]
         elif match := _STEP.match(line) or _ENVIRONMENT.match(line):
             found.append(Step(match[1].replace(", once)", ")"), now - float(match[2]), float(match[2])))
+        elif match := _STAGE.match(line):
+            seconds = float(match[2]) * (60 if match[3] == "min" else 1)
+            found.append(Step(f"**{match[1]}**", now - seconds, seconds))
         elif match := _END.match(line):
             found.append(Step(f"**{heading}**", now - float(match[1]), float(match[1])))
     return sorted((step for step in found if step.seconds >= SHORTEST_S), key=lambda step: step.began)
@@ -76,13 +80,13 @@ def empty_caches(folder: Path) -> dict[str, str]:
     return {**os.environ, **{name: str(folder / place) for name, place in caches.items()}}
 
 
-def run(folder: Path) -> tuple[list[tuple[float, str]], float]:
-    """Run `make demo` in a clone in the folder; return its lines with their seconds, and how long it took."""
+def run(folder: Path, target: str) -> tuple[list[tuple[float, str]], float]:
+    """Run make in a clone in the folder; return its lines with their seconds, and how long it took."""
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True, timeout=60)
     environment, began, lines = empty_caches(folder), time.monotonic(), []
     make = subprocess.Popen(
-        ["make", "demo"], cwd=clone, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ["make", target], cwd=clone, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         assert make.stdout is not None
@@ -90,10 +94,10 @@ def run(folder: Path) -> tuple[list[tuple[float, str]], float]:
             now = time.monotonic() - began
             lines.append((now, line.rstrip("\n")))
             click.echo(line, nl=False, err=True)
-            if now > DEADLINE_S:
-                raise click.ClickException(f"the demo was not done after {DEADLINE_S:.0f} s")
+            if now > DEADLINE_S[target]:
+                raise click.ClickException(f"make {target} was not done after {DEADLINE_S[target]:.0f} s")
         if make.wait(60) != 0:
-            raise click.ClickException(f"the demo ended with code {make.returncode}")
+            raise click.ClickException(f"make {target} ended with code {make.returncode}")
         return lines, time.monotonic() - began
     finally:
         make.kill()
@@ -102,14 +106,18 @@ def run(folder: Path) -> tuple[list[tuple[float, str]], float]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", type=click.Path(path_type=Path, exists=False))
-def main(folder: Path) -> None:
-    """Run the demo with its caches in FOLDER, which must not exist and is removed afterwards, and write the page. It takes 30 GB."""
+@click.option("--target", type=click.Choice(list(PAGES)), default="demo", show_default=True, help="The command: make demo or make test.")
+def main(folder: Path, target: str) -> None:
+    """Run the command with its caches in FOLDER, which must not exist and is removed afterwards, and write the page.
+
+    It takes 30 GB for the demo and 45 GB for the tests.
+    """
     if folder.exists():
         raise click.ClickException(f"expected no folder {folder}; it is there")
     folder.mkdir(parents=True)
     load, times = os.getloadavg()[0], os.times()
     try:
-        lines, whole_s = run(folder.resolve())
+        lines, whole_s = run(folder.resolve(), target)
     finally:
         # Go makes its modules read-only.
         subprocess.run(["chmod", "-R", "u+w", folder], check=False, timeout=300)
@@ -117,8 +125,9 @@ def main(folder: Path) -> None:
     cpu_s = os.times().children_user + os.times().children_system - times.children_user - times.children_system
     machine = f"{os.cpu_count()} cores, with a load of {load:.1f} before"
     summary = f"In all {minutes(whole_s)} on {machine}; make and what it waited for used {cpu_s:.0f} s of CPU.\n\n"
-    PAGE.write_text(HEAD + summary + "\n".join(timeline(steps_of(lines), whole_s)) + "\n")
-    click.echo(f"wrote {PAGE}")
+    page = REPOSITORY / "docs" / "development" / PAGES[target]
+    page.write_text(HEAD.format(target=target) + summary + "\n".join(timeline(steps_of(lines), whole_s)) + "\n")
+    click.echo(f"wrote {page}")
 
 
 if __name__ == "__main__":
