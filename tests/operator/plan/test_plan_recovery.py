@@ -14,13 +14,19 @@ from diffusion_operator.plan.observed.observed import Observed, Poll
 from diffusion_operator.plan.observed.pods import Container, Exit, Pod, read_pod
 from diffusion_operator.plan.observed.replica_state import Problem, read_group
 from diffusion_operator.plan.replicas.recovery import backoff
-from diffusion_operator.plan.results.actions import DeletePod, SetRoutable
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SetRoutable
 from diffusion_operator.plan.results.events import deployment_events
 from support.operator.fake_cluster import EPOCH
 from support.operator.plan_builders import NOW, READY, REVISION, made, planned, pod, says
 
 DIED, REFUSED = Exit(code=70, message="rank 1 died"), Exit(code=1, message="no such model")
-EVICTED = {"finished": True, "finished_message": "Evicted: The node was low on memory", "ready": False, "container": Container()}
+EVICTED = {
+    "finished": True,
+    "finished_message": "Evicted: Usage of EmptyDir volume exceeds the limit",
+    "ready": False,
+    "container": Container(),
+}
+REJECTED = EVICTED | {"finished_message": "UnexpectedAdmissionError: no healthy devices", "node_fault": True}
 
 
 def down(restarts: int, ended: Exit = DIED) -> dict[str, Any]:
@@ -65,11 +71,12 @@ LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, boo
     ("RF13: and not when it came up", pod(**(up(4) | {"ready": True})), recorded(4, restarts=4, next_in_s=-9), 4, None, False),
     ("RF13: the count outlives the pod", pod(0, 1), recorded(4, restarts=3, next_in_s=0), 4, None, False),
     ("RF13: the next pod adds to it", pod(0, 1, **up(1)), recorded(4, pod="d-0-1", restarts=0), 5, None, False),
-    ("RF13: at the threshold nothing is made again", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, None, False),
-    ("RF13: and stays so when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, None, False),
+    ("T6: at the threshold the pace slows", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, 600, False),
+    ("T6: and a pod is still made", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, next_in_s=0), 5, 0, True),
+    ("T6: also when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, 600, False),
     ("RF13: restarts of long ago are no loop", pod(**down(9)), recorded(restarts=9), None, None, False),
     ("RF13: what was given up and starts in place is counted once", pod(**up(4)), recorded(3, restarts=3, next_in_s=9), 4, 9, False),
-    ("RF13: also when it ends once more then", pod(0, 1, **down(10)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 6, None, False),
+    ("T6: a window that is over counts anew", pod(0, 1, **down(10)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 1, None, False),
     ("RF13: another template forgets", pod(0, 1), recorded(5, revision="old"), None, None, False),
     ("RF13: a live replica forgets when the window is over", pod(), recorded(5, age_s=3600), None, None, False),
     ("RF13: and not before", pod(), recorded(5, age_s=3599), 5, None, False),
@@ -78,7 +85,11 @@ LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, boo
     ("evicted", pod(**EVICTED), recorded(), 1, 10, False),
     ("evicted, after the pause", pod(**EVICTED), recorded(1, next_in_s=0), 1, 0, True),
     ("evicted once more", pod(0, 1, **EVICTED), recorded(1), 2, 20, False),
-    ("evicted without end", pod(0, 5, **EVICTED), recorded(4), 5, None, False),
+    ("evicted without end", pod(0, 5, **EVICTED), recorded(4), 5, 600, False),
+    ("evicted without end, after the window", pod(0, 5, **EVICTED), recorded(5, age_s=9999), 1, 10, False),
+    ("T6: rejected by its node", pod(**REJECTED), recorded(), None, 10, False),
+    ("T6: rejected, after the pause", pod(**REJECTED), recorded(next_in_s=0), None, 0, True),
+    ("T6: a node's fault leaves the failures alone", pod(**REJECTED), recorded(5), 5, 10, False),
 ]  # fmt: skip
 
 
@@ -107,10 +118,67 @@ def test_rf13_a_spent_replica_says_so_and_what_to_do() -> None:
     assert degraded is not None
     assert (ready.status.value, ready.reason) == ("False", "CrashLooping")
     assert (degraded.status.value, degraded.reason) == ("True", "CrashLooping")
-    assert "5 failures within 3600 s (spec.replicaRecovery), so no pod is made again until the template or the restartedAt" in ready.message
+    text = "5 failures within 3600 s, so a new pod is made every ten minutes at most, the next at 00:15:00 UTC (spec.replicaRecovery): "
+    assert text in ready.message
     assert "rank 1 died" in ready.message
     [event] = [one for one in deployment_events(made().status, plan.status) if one.reason == "CrashLooping"]
-    assert "no pod is made again" in event.message
+    assert "a new pod is made every ten minutes at most" in event.message
+
+
+def node(name: str = "node", *, faults: int = 1, for_s: float = 60) -> dict[str, Any]:
+    return {"name": name, "faults": faults, "until": (NOW + timedelta(seconds=for_s)).isoformat()}
+
+
+# name, nodes in the status of the last pass, the record of the replica, faults of each node, seconds to the new pod
+NODES: list[tuple[str, list[dict[str, Any]], dict[str, Any], dict[str, int], float]] = [
+    ("the first fault", [], recorded(), {"node": 1}, 10),
+    ("the third, with the pause of a third", [node(faults=2)], recorded(), {"node": 3}, 40),
+    ("counted once", [node(faults=2)], recorded(next_in_s=7), {"node": 2}, 7),
+    ("after ten minutes none is left", [node(faults=9, for_s=0)], recorded(), {"node": 1}, 10),
+    ("each node has faults of its own", [node("other", faults=4)], recorded(), {"node": 1, "other": 4}, 10),
+]
+
+
+@pytest.mark.parametrize(("before", "record", "faults", "pause_s"), [row[1:] for row in NODES], ids=[row[0] for row in NODES])
+def test_t6_faults_of_nodes_are_counted_and_waited_for(
+    before: list[dict[str, Any]], record: dict[str, Any], faults: dict[str, int], pause_s: float
+) -> None:
+    deployment = made({"replicaStates": [record], "currentRevision": REVISION, "avoidedNodes": before})
+    plan = plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=(pod(**REJECTED),)), NOW)
+    assert {one.name: one.faults for one in plan.status.avoided_nodes} == faults
+    [replica] = plan.status.replica_states
+    assert (replica.failures, replica.next_restart_time) == (None, NOW + timedelta(seconds=pause_s))
+    assert "the fault is that of node node, others are preferred for the new pod, which is made at" in (replica.message or "")
+
+
+def test_t6_a_new_pod_prefers_nodes_without_faults_of_their_own() -> None:
+    deployment = made({"avoidedNodes": [node("a"), node("b"), node("over", for_s=0)]})
+    plan = plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=()), NOW)
+    assert plan.created == (CreatePod(0, 0, avoided_nodes=("a", "b")),)
+
+
+DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+ENDS = [
+    ("pressure on the node", {"reason": "Evicted", "conditions": [DISRUPTED]}, True),
+    ("too much of its own disk", {"reason": "Evicted"}, False),
+    ("a shutdown", {"reason": "Terminated", "message": "Pod was terminated in response to imminent node shutdown."}, True),
+    ("a device that is gone", {"reason": "UnexpectedAdmissionError"}, True),
+    ("devices on two sockets", {"reason": "TopologyAffinityError"}, True),
+    ("a label of the node was taken away", {"reason": "NodeAffinity"}, True),
+    ("others came first", {"reason": "OutOfcpu"}, True),
+    ("others have the GPUs", {"reason": "OutOfnvidia.com/gpu"}, True),
+    ("past its deadline", {"reason": "DeadlineExceeded"}, False),
+    ("no reason", {}, False),
+]
+
+
+@pytest.mark.parametrize(("status", "fault"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS])
+@pytest.mark.parametrize("phase", ["Failed", "Running"])
+def test_t6_what_ended_a_pod_is_the_fault_of_its_node_or_its_own(status: dict[str, Any], fault: bool, phase: str) -> None:
+    metadata = {"name": "d-0-0", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    assert read_pod({"metadata": metadata, "status": {"phase": phase} | status}, index=0, incarnation=0).node_fault is (
+        fault and phase == "Failed"
+    )
 
 
 def test_rf13_a_waiting_replica_says_when_its_next_pod_comes() -> None:

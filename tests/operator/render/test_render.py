@@ -302,6 +302,19 @@ def test_the_pod_is_placed_as_the_spec_says_in_the_words_of_kubernetes() -> None
     assert not rendered_pod()["spec"].keys() & {*PLACED, "topologySpreadConstraints"}
 
 
+@pytest.mark.parametrize("asked", [{}, PLACED])
+def test_a_pod_prefers_nodes_without_faults_to_others_beside_what_the_spec_prefers(asked: dict[str, Any]) -> None:
+    deployment = made(scheduling=asked)
+    template = template_of(deployment, default_image="worker:1")
+    affinity = pod(deployment, template, index=2, incarnation=3, avoided_nodes=("a", "b"))["spec"]["affinity"]
+    nodes = affinity["nodeAffinity"]
+    wanted = asked.get("affinity", {}).get("nodeAffinity", {}).get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("a", "b")]
+    elsewhere = {"weight": 100, "preference": {"matchFields": fields}}
+    assert nodes.pop("preferredDuringSchedulingIgnoredDuringExecution") == [*wanted, elsewhere]
+    assert "requiredDuringSchedulingIgnoredDuringExecution" in nodes or not asked
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [

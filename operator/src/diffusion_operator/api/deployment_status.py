@@ -77,6 +77,14 @@ class ReplicaStatus(_Status, frozen=True):
     last_operation: OperationStatus | None = None
 
 
+class AvoidedNode(_Status, frozen=True):
+    """A node that ended or refused pods by a fault of its own. New pods prefer other nodes until `until`."""
+
+    name: str
+    faults: int
+    until: datetime
+
+
 class ModelStatus(_Status, frozen=True):
     source: str | None = None
     revision: str | None = None
@@ -136,6 +144,7 @@ class DeploymentStatus(_Status, frozen=True):
     held: HeldStatus | None = None
     last_request_time: datetime | None = None
     sleep_eligible_time: datetime | None = None
+    avoided_nodes: tuple[AvoidedNode, ...] = ()
     replica_states_truncated: bool | None = None
     replica_states: tuple[ReplicaStatus, ...] = ()
     conditions: tuple[Condition, ...] = ()

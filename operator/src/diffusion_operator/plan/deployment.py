@@ -15,6 +15,7 @@ from diffusion_operator.plan.observed.children import ChildState
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Observed
 from diffusion_operator.plan.observed.replica_state import Group, observe_groups
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
+from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
 from diffusion_operator.plan.replicas.recovery import with_failures
 from diffusion_operator.plan.replicas.revision import Template, template_of
 from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
@@ -58,7 +59,9 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
 def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     deployment = observed.deployment
     template = template_of(deployment, default_image=observed.default_image, pods=observed.pods)
-    seen = with_failures(observe_groups(observed), deployment.spec, now)
+    found = observe_groups(observed)
+    nodes = avoided_nodes(deployment.status.avoided_nodes, found, now)
+    seen = with_failures(found, deployment.spec, now, faults=faults_of(nodes))
     adapters = plan_adapters(observed, seen, now, revision=template.revision)
     groups = adapters.groups
     departures, told = plan_removals(observed.departures, groups, views=adapters.views, removals=adapters.removals)
@@ -75,7 +78,14 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
     )
     resolution = resolve_model(deployment, template, present, now)
     replicas = plan_replicas(
-        observed, groups, revision=template.revision, progress=progress, held=trial.holds, raced=unpinned(resolution), now=now
+        observed,
+        groups,
+        revision=template.revision,
+        progress=progress,
+        held=trial.holds,
+        raced=unpinned(resolution),
+        avoided_nodes=tuple(node.name for node in nodes),
+        now=now,
     )
     retiring = frozenset(action.uid for action in replicas.retire)
     routing = plan_routing(groups, retiring=retiring)
@@ -92,6 +102,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         template_refusal=trial.refusal,
         policy_possible=observed.policy_possible,
         children=observed.children,
+        avoided_nodes=nodes,
     )
     sleep = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
     left_alone = retiring | {call.worker.pod_uid for call in sleep}

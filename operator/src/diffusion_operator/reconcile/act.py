@@ -104,7 +104,7 @@ async def _act_on_pod(
 async def _create(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
 ) -> bool:
-    manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
+    manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation, avoided_nodes=action.avoided_nodes)
     guard_key(runtime.settings, manifest)
     created = await runtime.cluster.create(manifest)
     log.info("pod made namespace=%s pod=%s new=%s", deployment.metadata.namespace, manifest["metadata"]["name"], created)

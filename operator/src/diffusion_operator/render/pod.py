@@ -2,6 +2,7 @@
 """The pod of one replica: one container, the worker, under the restricted Pod Security profile."""
 
 import math
+from collections.abc import Sequence
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DeploymentSpec, Identity, SecurityContext
@@ -29,7 +30,9 @@ PROBE_PERIOD_S = 2
 STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the kubelet only if it hangs
 
 
-def pod(deployment: DiffusionDeployment, template: Template, *, index: int, incarnation: int) -> Manifest:
+def pod(
+    deployment: DiffusionDeployment, template: Template, *, index: int, incarnation: int, avoided_nodes: Sequence[str] = ()
+) -> Manifest:
     own = {LABEL_REPLICA_INDEX: str(index), LABEL_INCARNATION: str(incarnation), LABEL_REVISION: template.revision}
     name, asked = pod_name(deployment.metadata.name, index, incarnation), deployment.spec.pod_metadata
     return {
@@ -37,7 +40,7 @@ def pod(deployment: DiffusionDeployment, template: Template, *, index: int, inca
         "kind": "Pod",
         "metadata": with_asked(child_metadata(deployment, name, **own), labels=asked.labels, annotations=asked.annotations),
         "spec": {
-            **pod_scheduling(deployment),
+            **pod_scheduling(deployment, avoided_nodes),
             "restartPolicy": "Always",
             "terminationGracePeriodSeconds": deployment.spec.drain.timeout_seconds + STOP_MARGIN_S,
             "automountServiceAccountToken": False,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the pod of a replica may run, as its spec says it under Kubernetes' own names."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,12 +12,21 @@ from diffusion_operator.api.scheduling import TopologySpread
 from diffusion_operator.render import Manifest
 
 
-def pod_scheduling(deployment: DiffusionDeployment) -> Manifest:
-    """What nobody said is left out."""
+def pod_scheduling(deployment: DiffusionDeployment, avoided_nodes: Sequence[str] = ()) -> Manifest:
+    """What nobody said is left out. `avoided_nodes` are for the last resort."""
     said: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(deployment.spec.scheduling))  # lists, not tuples
     said.pop("topologySpread", None)
     spread = [_spread(one, deployment.metadata.name) for one in deployment.spec.scheduling.topology_spread]
+    if avoided_nodes:
+        node_affinity = said.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+        node_affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(_elsewhere(avoided_nodes))
     return said | ({"topologySpreadConstraints": spread} if spread else {})
+
+
+def _elsewhere(nodes: Sequence[str]) -> Manifest:
+    """A field takes one value a requirement; a node must meet all of them."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in nodes]
+    return {"weight": 100, "preference": {"matchFields": fields}}
 
 
 def _spread(asked: TopologySpread, deployment: str) -> Manifest:

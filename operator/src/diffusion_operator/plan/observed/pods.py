@@ -15,6 +15,11 @@ import msgspec
 from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.api.names import CONTAINER, LABEL_REVISION, LABEL_ROUTABLE
 
+NODE_FAULTS = ("NodeShutdown", "Terminated", "UnexpectedAdmissionError", "TopologyAffinityError", "NodeAffinity")
+"""Reasons of a finished pod that say something of its node, beside those that begin with `OutOf` and the condition DisruptionTarget.
+
+An eviction for the pod's own use of a disk has no such condition.
+"""
 WORDS = 8192
 """Characters of a container's last words: the kubelet keeps 4096 bytes, which are longer when they are escaped."""
 
@@ -49,6 +54,8 @@ class Pod(msgspec.Struct, frozen=True):
     finished: bool = False
     """Phase Failed or Succeeded: evicted or refused by the node; the kubelet will not start it again."""
     finished_message: str = ""
+    node_fault: bool = False
+    """It is finished because of its node, which lacked something, went away or refused it: the same pod may do well elsewhere."""
     disruption: str = ""
     """The cluster's reason for telling it to go: an eviction, a preemption, a tainted node. Not the kubelet's, which ends what failed."""
     scheduled: bool = False
@@ -78,6 +85,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
     labels = metadata.get("labels", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions", ())}
     scheduling = conditions.get("PodScheduled", {})
+    finished = status.get("phase") in ("Failed", "Succeeded")
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -87,8 +95,9 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         revision=labels.get(LABEL_REVISION, ""),
         image=next((one["image"] for one in spec.get("containers", ()) if one["name"] == CONTAINER), ""),
         terminating=bool(metadata.get("deletionTimestamp")),
-        finished=status.get("phase") in ("Failed", "Succeeded"),
+        finished=finished,
         finished_message=plain_text(_sentence(status.get("reason"), status.get("message")), WORDS),
+        node_fault=finished and _is_fault_of_node(status, conditions),
         disruption=_disruption(conditions.get("DisruptionTarget", {})),
         scheduled=bool(spec.get("nodeName")),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
@@ -108,6 +117,11 @@ def _lost(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]
     ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
     taken = ready.get("status") == "False" and containers.get("status") == "True" and ready.get("reason") in (None, "", "NodeLost")
     return taken or status.get("reason") == "NodeLost"
+
+
+def _is_fault_of_node(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> bool:
+    reason = status.get("reason") or ""
+    return conditions.get("DisruptionTarget", {}).get("status") == "True" or reason in NODE_FAULTS or reason.startswith("OutOf")
 
 
 def _disruption(condition: Mapping[str, Any]) -> str:

@@ -75,7 +75,7 @@ class Failures(msgspec.Struct, frozen=True):
     next_restart: datetime | None = None
     """When its pod is made again."""
     spent: bool = False
-    """It failed too often to be made again."""
+    """It failed so often that a pod is made every ten minutes at most."""
 
 
 class Group(msgspec.Struct, frozen=True):

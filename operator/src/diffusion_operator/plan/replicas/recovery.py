@@ -3,9 +3,10 @@
 
 The kubelet starts a container again in place, with pauses of its own that grow to five minutes. A new pod is made where that does not help:
 the pod ended for good, its container ended more than three times, its ranks do not come up, or nobody can reach it. Before it there is a
-pause that doubles with each failure. After `failureThreshold` of them no pod is made again until the template changes, and the kubelet's
-tries go on. A worker that refuses its configuration or model would say the same in a new pod, so it stays where it is. A node that does
-not answer is the cluster's to judge: its pods are removed when their toleration ends, and then replaced without a pause.
+pause that doubles with each failure. After `failureThreshold` of them a pod is made every ten minutes at most: nothing is given up for
+good. A worker that refuses its configuration or model would say the same in a new pod, so it stays where it is. A node that does
+not answer is the cluster's to judge: its pods are removed when their toleration ends, and then replaced without a pause. A pod that its
+node ended or refused has not failed; see node_faults.py.
 
 Times in a status are the operator's own; ages are the worker's own. They are never subtracted from one another.
 """
@@ -21,6 +22,8 @@ from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.plan.observed.replica_state import CRASH_LOOP_RESTARTS, STARTUP_ERROR_EXIT, Failures, Group, Problem
 
 UNREACHABLE_FOR = timedelta(minutes=5)
+SLOW_PAUSE = timedelta(minutes=10)
+"""Between the pods of a replica that failed too often."""
 RESTART_PERIODS = 2  # of startup.timeoutSeconds: what a load of all ranks may take, and once more
 
 _ITS_OWN_WORDS = (Problem.MODEL_ERROR, Problem.NODE_LOST)
@@ -31,14 +34,17 @@ class Reason(msgspec.Struct, frozen=True):
 
     text: str
     in_place: bool = False
+    of_node: bool = False
+    """The node is at fault, so the replica has not failed."""
 
 
-def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> tuple[Group, ...]:
-    """The groups with what is known of their failures, and the verdict on those for which no pod is made any more."""
+def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime, *, faults: Mapping[str, int]) -> tuple[Group, ...]:
+    """The groups with what is known of their failures, and the verdict on those that fail too often. `faults` are of nodes, by name."""
     recovery = spec.replica_recovery
     counted = [_counted(group, recovery, now) for group in groups]
     reasons = given_up(counted, spec)
-    return tuple(_with_verdict(_with_pause(group, reasons.get(group.index), recovery, now), recovery) for group in counted)
+    paused = [_with_pause(group, reasons.get(group.index), recovery, now, faults=faults.get(group.pod.node, 1)) for group in counted]
+    return tuple(_with_verdict(group, recovery) for group in paused)
 
 
 def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reason]:
@@ -63,7 +69,7 @@ def _reason(group: Group, spec: DeploymentSpec) -> Reason | None:
     if group.state is ReplicaState.TERMINATING or group.pod.lost:
         return None
     if group.pod.finished:
-        return Reason("the pod ended for good")
+        return Reason("the pod ended for good", of_node=group.pod.node_fault)
     if not container.running:
         refused = container.last_exit is None or container.last_exit.code == STARTUP_ERROR_EXIT
         # A container may have ended that often in the course of months.
@@ -93,39 +99,49 @@ def _counted(group: Group, recovery: ReplicaRecovery, now: datetime) -> Group:
         return msgspec.structs.replace(group, failures=failures)
     new = max(0, group.pod.container.restarts - (known.restarts or 0 if same_pod else 0))
     failures = msgspec.structs.replace(failures, next_restart=known.next_restart_time if same_pod else None)
-    window = timedelta(seconds=recovery.window_seconds)
-    over = failures.since is not None and now - failures.since >= window
-    if over and (group.live or (new and failures.count < recovery.failure_threshold)):
+    if group.live and _is_over(failures, recovery, now):
         failures = Failures(next_restart=failures.next_restart)
-    return msgspec.structs.replace(group, failures=_more(failures, new, now))
+    return msgspec.structs.replace(group, failures=_more(failures, new, recovery, now))
 
 
-def _more(failures: Failures, new: int, now: datetime) -> Failures:
-    return msgspec.structs.replace(failures, count=failures.count + new, since=failures.since or now) if new else failures
+def _is_over(failures: Failures, recovery: ReplicaRecovery, now: datetime) -> bool:
+    return failures.since is not None and now - failures.since >= timedelta(seconds=recovery.window_seconds)
 
 
-def _with_pause(group: Group, reason: Reason | None, recovery: ReplicaRecovery, now: datetime) -> Group:
-    """What was given up stays so until it is live, or replaced; what failed too often gets no pause any more."""
-    failures, threshold = group.failures, recovery.failure_threshold
+def _more(failures: Failures, new: int, recovery: ReplicaRecovery, now: datetime) -> Failures:
+    """A failure after the window is the first of a new one."""
+    if not new:
+        return failures
+    before = Failures(next_restart=failures.next_restart) if _is_over(failures, recovery, now) else failures
+    return msgspec.structs.replace(before, count=before.count + new, since=before.since or now)
+
+
+def _with_pause(group: Group, reason: Reason | None, recovery: ReplicaRecovery, now: datetime, *, faults: int) -> Group:
+    """What was given up stays so until it is live, or replaced. `faults` are those of its node."""
+    failures = group.failures
     if group.live and reason is None:
         failures = msgspec.structs.replace(failures, next_restart=None)
-    if reason is not None and failures.next_restart is None and failures.count < threshold:
-        failures = _more(failures, int(not reason.in_place), now)
-        failures = msgspec.structs.replace(failures, next_restart=now + backoff(recovery, failures.count))
-    if failures.count >= threshold:
-        failures = msgspec.structs.replace(failures, next_restart=None, spent=True)
-    return msgspec.structs.replace(group, failures=failures)
+    if reason is not None and failures.next_restart is None:
+        if not reason.of_node:
+            failures = _more(failures, int(not reason.in_place), recovery, now)
+        pause = backoff(recovery, faults if reason.of_node else failures.count)
+        spent = failures.count >= recovery.failure_threshold and not reason.of_node
+        failures = msgspec.structs.replace(failures, next_restart=now + (max(SLOW_PAUSE, pause) if spent else pause))
+    return msgspec.structs.replace(group, failures=msgspec.structs.replace(failures, spent=failures.count >= recovery.failure_threshold))
 
 
 def _with_verdict(group: Group, recovery: ReplicaRecovery) -> Group:
-    failures = group.failures
-    if failures.next_restart is not None:
-        pause = f"a new pod is made at {failures.next_restart:%H:%M:%S} UTC (spec.replicaRecovery)"
-        return msgspec.structs.replace(group, message=f"{group.message[:900]}; {pause}".lstrip("; "))
-    if not failures.spent or group.live or group.problem in _ITS_OWN_WORDS or group.state is ReplicaState.TERMINATING:
-        return group
-    text = (
-        f"{failures.count} failures within {recovery.window_seconds} s (spec.replicaRecovery), so no pod is made again until "
-        f"the template or the restartedAt annotation changes: {group.message[:900] or 'it is starting once more'}"
-    )
-    return msgspec.structs.replace(group, problem=Problem.CRASH_LOOPING, message=text)
+    """With when its next pod comes, and with the problem of its own that a replica has which failed too often."""
+    failures, message = group.failures, group.message[:900]
+    when = f"{failures.next_restart:%H:%M:%S} UTC (spec.replicaRecovery)" if failures.next_restart is not None else ""
+    if when and group.pod.node_fault:
+        text = f"{message}; the fault is that of node {group.pod.node}, others are preferred for the new pod, which is made at {when}"
+        return msgspec.structs.replace(group, message=text.lstrip("; "))
+    own = group.problem in _ITS_OWN_WORDS or group.state is ReplicaState.TERMINATING
+    if failures.spent and not group.live and not own:
+        pace = f"{failures.count} failures within {recovery.window_seconds} s, so a new pod is made every ten minutes at most"
+        text = f"{pace}{f', the next at {when}' if when else ''}: {message or 'it is starting once more'}"
+        return msgspec.structs.replace(group, problem=Problem.CRASH_LOOPING, message=text)
+    if when:
+        return msgspec.structs.replace(group, message=f"{message}; a new pod is made at {when}".lstrip("; "))
+    return group

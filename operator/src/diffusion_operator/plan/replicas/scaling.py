@@ -34,9 +34,13 @@ def plan_replicas(
     progress: RolloutProgress,
     held: bool,
     raced: Collection[str],
+    avoided_nodes: tuple[str, ...] = (),
     now: datetime,
 ) -> ReplicaPlan:
-    """`held`: no pod can be made now, so none goes for another one; `raced`: UIDs of pods with another model than the pinned one."""
+    """`held`: no pod can be made now, so none goes for another one; `raced`: UIDs of pods with another model than the pinned one.
+
+    `avoided_nodes` are the names of those that new pods prefer not to go to.
+    """
     spec = observed.deployment.spec
     rollout, replicas = spec.rollout, spec.wanted_replicas
     present = [group for group in groups if group.state is not ReplicaState.TERMINATING]
@@ -49,8 +53,9 @@ def plan_replicas(
         retire += _replaced(kept, spec, revision=revision, stalled=progress.stalled, raced=raced, now=now, quiet=bool(retire))
     retire += _twins(observed, groups)
     count = missing(rollout, present, observed.pods, replicas=replicas, revision=revision, stalled=progress.stalled or held)
+    create = pods_to_make({group.index for group in present}, count, observed)
     return ReplicaPlan(
-        create=pods_to_make({group.index for group in present}, count, observed),
+        create=tuple(msgspec.structs.replace(one, avoided_nodes=avoided_nodes) for one in create),
         retire=tuple(retire),
         outdated=sum(group.pod.revision != revision for group in present),
     )

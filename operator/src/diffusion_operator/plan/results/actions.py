@@ -11,6 +11,8 @@ from diffusion_operator.plan.observed.observed import AttemptKey
 class CreatePod(msgspec.Struct, frozen=True):
     index: int
     incarnation: int
+    avoided_nodes: tuple[str, ...] = ()
+    """By their names; the pod goes there where no other node can take it."""
 
 
 class DeletePod(msgspec.Struct, frozen=True):

@@ -56,6 +56,7 @@ def deployment_status(
         sleep_eligible_time=sleep_eligible_time(
             deployment.spec, situation.groups, rolling=situation.rolling, before=before.sleep_eligible_time, now=now
         ),
+        avoided_nodes=situation.avoided_nodes,
         replica_states_truncated=truncated or None,
         replica_states=shown,
         conditions=settle_conditions(

@@ -4,7 +4,7 @@
 import msgspec
 
 from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
-from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.api.deployment_status import AvoidedNode, ReplicaState
 from diffusion_operator.plan.adapters.plan import AdapterPlan
 from diffusion_operator.plan.observed.children import ChildState, no_service, pods_wait_for, policy_refusal
 from diffusion_operator.plan.observed.control_security import PolicyOutcome
@@ -28,6 +28,7 @@ class Situation(msgspec.Struct, frozen=True):
     policy_possible: bool = False
     """The operator knows the labels of its own pods."""
     children: tuple[ChildState, ...] = ()
+    avoided_nodes: tuple[AvoidedNode, ...] = ()
 
     @property
     def policy(self) -> PolicyOutcome:
