@@ -6,6 +6,7 @@ the scheduler's place.
 """
 
 import json
+from functools import partial
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_t6_a_node_that_refuses_pods_is_told_and_avoided_and_the_replica_has_not
     try:
         for faults in (1, 2):
             bind(rig, waiting(rig), where)
-            avoided = rig.eventually(f"fault {faults} is told", lambda: avoided_nodes(rig, faults), deadline_s=60)
+            avoided = rig.eventually(f"fault {faults} is told", partial(avoided_nodes, rig, faults), deadline_s=60)
             assert [one["name"] for one in avoided] == [where]
         (replica,) = rig.kubectl.get(f"dd/{NAME}")["status"]["replicaStates"]
         assert "failures" not in replica
