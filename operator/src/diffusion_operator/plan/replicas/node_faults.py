@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes that ended or refused pods by a fault of their own: a device that is gone, memory that is short, a shutdown.
 
-Such an end is no failure of the replica. Its next pod comes after a pause that doubles with each fault of that node, and prefers other
+Such an end is no failure of the replica. The next pod comes after a pause that doubles with each fault of that node, and prefers other
 nodes for ten minutes. It may come back to that node, because its claim or its volume may be nowhere else.
 """
 
@@ -28,7 +28,7 @@ def avoided_nodes(before: Sequence[AvoidedNode], groups: Sequence[Group], now: d
 
 
 def faults_of(nodes: Sequence[AvoidedNode]) -> Mapping[str, int]:
-    """How often each node was at fault, by its name."""
+    """Count the faults of each node, by its name."""
     return {node.name: node.faults for node in nodes}
 
 

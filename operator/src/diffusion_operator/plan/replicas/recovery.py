@@ -117,7 +117,7 @@ def _more(failures: Failures, new: int, recovery: ReplicaRecovery, now: datetime
 
 
 def _with_pause(group: Group, reason: Reason | None, recovery: ReplicaRecovery, now: datetime, *, faults: int) -> Group:
-    """What was given up stays so until it is live, or replaced. `faults` are those of its node."""
+    """Keep a replica given up until it is live, or replaced. `faults` are those of its node."""
     failures = group.failures
     if group.live and reason is None:
         failures = msgspec.structs.replace(failures, next_restart=None)

@@ -12,7 +12,7 @@ class CreatePod(msgspec.Struct, frozen=True):
     index: int
     incarnation: int
     avoided_nodes: tuple[str, ...] = ()
-    """By their names; the pod goes there where no other node can take it."""
+    """Name those where the pod goes only if no other node can take it."""
 
 
 class DeletePod(msgspec.Struct, frozen=True):
