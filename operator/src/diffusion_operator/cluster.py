@@ -28,6 +28,7 @@ Operation = dict[str, Any]
 """An operation of a JSON patch."""
 
 REQUEST_TIMEOUT_S = 15
+RETRY_AFTER_MAX_S = 600.0
 POOL_SIZE = 0  # no limit: the queue bounds what runs at once
 PAGE = 500
 # With the parameter the client library sends our bytes as they are.
@@ -71,8 +72,8 @@ class Cluster(Protocol):
     async def try_create(self, manifest: Manifest) -> None:
         """Ask whether it would be made, and make nothing. Raises what `create` would; a name that is taken is no refusal."""
 
-    async def apply(self, manifest: Manifest) -> None:
-        """Server-side apply, bound to the UID and the resourceVersion that the manifest's metadata may have."""
+    async def apply(self, manifest: Manifest) -> Manifest:
+        """Server-side apply, bound to the UID and the resourceVersion that the manifest's metadata may have. Return the object after it."""
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
         """Send a JSON patch (RFC 6902) and return the object after it. A test that fails is a ClusterRefused with status 422."""
@@ -159,9 +160,9 @@ class KubernetesCluster:
         except ClusterConflict:
             return  # names are compared last
 
-    async def apply(self, manifest: Manifest) -> None:
+    async def apply(self, manifest: Manifest) -> Manifest:
         kind, namespace, name = _identity(manifest)
-        await self._apply(kind, namespace, name, manifest)
+        return await self._apply(kind, namespace, name, manifest)
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
         """Not bound to a UID: the status endpoint ignores one. A status of an object made again meanwhile lasts until its own pass."""
@@ -195,8 +196,8 @@ class KubernetesCluster:
         body, content_type = list(operations), "application/json-patch+json"
         return await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
 
-    async def _apply(self, kind: Kind, namespace: str, name: str, body: Manifest, *, subresource: str = "") -> None:
-        await self._send(
+    async def _apply(self, kind: Kind, namespace: str, name: str, body: Manifest, *, subresource: str = "") -> Manifest:
+        return await self._send(
             "patch", kind, namespace, name, subresource=subresource, body=_yaml(body), content_type=APPLY,
             field_manager=FIELD_MANAGER, force_conflicts=True,
         )  # fmt: skip
@@ -264,7 +265,13 @@ def _translate(what: str, error: ApiException) -> ClusterError:
         kind = NamespaceEnds
     elif error.status == 422 and "metadata.uid: Invalid value" in said:  # a write that was bound to another object of the name
         return ClusterConflict(message, status=409, reason="Conflict", said=said)
-    return kind(message, status=error.status, reason=reason, said=said)
+    return kind(message, status=error.status, reason=reason, said=said, retry_after_s=_retry_after_s(error))
+
+
+def _retry_after_s(error: ApiException) -> float:
+    """Seconds only: the API server sends no dates."""
+    text = (error.headers or {}).get("Retry-After", "")
+    return min(float(text), RETRY_AFTER_MAX_S) if text.isdigit() else 0.0
 
 
 def _answer(error: ApiException) -> tuple[str, str]:

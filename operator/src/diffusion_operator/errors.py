@@ -32,12 +32,13 @@ class WatchStale(OperatorError):
 class ClusterError(OperatorError):
     """The Kubernetes API did not do what was asked."""
 
-    def __init__(self, message: str, *, status: int = 0, reason: str = "", said: str = "") -> None:
-        """`reason` and `said` are the API server's own, as `Forbidden` and a sentence; empty where it gave none."""
+    def __init__(self, message: str, *, status: int = 0, reason: str = "", said: str = "", retry_after_s: float = 0.0) -> None:
+        """`reason`, `said` and `retry_after_s` are the API server's own, as `Forbidden` and a sentence; empty where it gave none."""
         super().__init__(message)
         self.status = status
         self.reason = reason
         self.said = said or message
+        self.retry_after_s = retry_after_s
 
 
 class ClusterUnavailable(ClusterError):

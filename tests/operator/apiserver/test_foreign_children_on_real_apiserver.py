@@ -8,6 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -256,6 +257,29 @@ async def test_t23_a_service_whose_port_was_edited_is_put_back_with_its_address(
     assert (after["metadata"]["uid"], after["spec"]["clusterIP"]) == (before["metadata"]["uid"], before["spec"]["clusterIP"])
     assert any("Service d was put back as a whole" in note for note in await place.notes("Repaired"))
     assert (await place.condition("ChildrenReady"))[:2] == ("True", "AllApplied")
+
+
+async def test_t24_a_policy_and_a_service_are_put_back_whole_and_who_fights_is_named(place: Place) -> None:
+    name = CHILDREN[NETWORK_POLICY]
+    wanted = (await place.get(NETWORK_POLICY, name))["spec"]
+    ports = (await place.get(SERVICE, "d"))["spec"]["ports"]
+
+    async def is_back(kind: Kind, child: str, field: str, spec: Any) -> bool:
+        return bool((await place.get(kind, child))["spec"].get(field) == spec)
+
+    for path, field in (("ingress/-", "ingress"), ("podSelector/matchLabels/team", "podSelector"), ("policyTypes/-", "policyTypes")):
+        added = {"ingress": {}, "podSelector": "a", "policyTypes": "Egress"}[field]
+        await place.patch(NETWORK_POLICY, name, [{"op": "add", "path": f"/spec/{path}", "value": added}])
+        await place.eventually(partial(is_back, NETWORK_POLICY, name, field, wanted[field]))
+    await place.patch(NETWORK_POLICY, name, [{"op": "add", "path": "/spec/ingress/-", "value": {}}])
+    assert "spec.ingress" in await place.until("ChildrenReady", "False", "ChildContested")
+    assert (await place.condition("ControlSecured"))[0] == "False"
+    await place.patch(SERVICE, "d", [{"op": "add", "path": "/spec/ports/-", "value": {"name": "more", "port": 9999}}])
+    await place.eventually(partial(is_back, SERVICE, "d", "ports", ports))
+    await place.patch(SERVICE, "d", [{"op": "add", "path": "/spec/publishNotReadyAddresses", "value": True}])
+    await place.eventually(partial(is_back, SERVICE, "d", "publishNotReadyAddresses", None))
+    await place.patch(NETWORK_POLICY, name, [{"op": "replace", "path": "/spec/ingress", "value": wanted["ingress"]}])
+    await place.until("ChildrenReady", "True", "AllApplied")
 
 
 @pytest.mark.parametrize("kind", CHILDREN, ids=lambda kind: kind.kind)

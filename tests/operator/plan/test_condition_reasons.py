@@ -9,7 +9,7 @@ import pytest
 
 from diffusion_operator.plan.adapters import acceptance
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, SOURCE_REASONS
-from diffusion_operator.plan.observed.children import LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
+from diffusion_operator.plan.observed.children import CONTESTED, LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
 from support.operator.condition_reasons import PROBLEM, problems, reasons_of, returned
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
@@ -18,7 +18,7 @@ REASONS = reasons_of(
     {
         "view.decision.reason": {acceptance.Decision.__struct_defaults__[0], *DEPLOYMENT_REASONS, *returned(acceptance)},
         "_source_error(view)": set(SOURCE_REASONS.values()),
-        "worst.reason": {NAME_CONFLICT, LEAVING, REFUSED, PASS_FAILED, *REFUSALS},
+        "worst.reason": {CONTESTED, NAME_CONFLICT, LEAVING, REFUSED, PASS_FAILED, *REFUSALS},
     }
 )
 KINDS = {"DiffusionDeployment": REASONS.deployment, "LoRAAdapter": REASONS.adapter}

@@ -13,10 +13,12 @@ from diffusion_operator.api.names import (
     DISRUPTION_BUDGET,
     LABEL_DEPLOYMENT,
     LABEL_ROUTABLE,
+    NETWORK_POLICY,
     POD,
     SECRET,
     SERVICE,
     Kind,
+    control_policy_name,
 )
 from diffusion_operator.plan.results.drift import drift
 from support.operator.rig import Rig, adapter, serving
@@ -43,7 +45,8 @@ def edited(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 
 DRIFTS: list[tuple[str, Callable[[dict[str, Any]], object], tuple[str, ...]]] = [
     ("nothing", lambda live: None, ()),
-    ("a port of another client", lambda live: live["spec"]["ports"].append({"name": "more", "port": 81}), ()),
+    ("a port of another client", lambda live: live["spec"]["ports"].append({"name": "more", "port": 81}), ("spec.ports",)),
+    ("an owner of another client", lambda live: live["metadata"]["ownerReferences"].append({"uid": "v"}), ()),
     ("our port", lambda live: live["spec"]["ports"][0].update(port=81), ("spec.ports",)),
     ("a selector that takes other pods", lambda live: live["spec"]["selector"].update(x="y"), ("spec.selector",)),
     ("a field and a label", lambda live: (live["spec"].update(type="NodePort"), live["metadata"]["labels"].pop(LABEL_DEPLOYMENT)),
@@ -172,9 +175,91 @@ async def test_who_edits_all_the_time_is_told_of_once_a_minute() -> None:
         edit(rig, SERVICE, "d", lambda live: live["spec"].update(type="NodePort"))
         await rig.run(1)
     assert 1 <= len(rig.cluster.notes("Repaired")) <= 2
-    found = rig.cluster.find(SERVICE, "d")
-    assert found is not None
-    assert found["spec"]["type"] == "ClusterIP"
+
+
+POLICY_EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a rule that lets everybody in": lambda spec: spec["ingress"].append({}),
+    "a rule for fewer clients": lambda spec: spec["ingress"][0].update({"from": [{"podSelector": {}}]}),
+    "fewer pods": lambda spec: spec["podSelector"]["matchLabels"].update(team="a"),
+    "a block of what pods send": lambda spec: spec["policyTypes"].append("Egress"),
+}
+
+
+@pytest.mark.parametrize("change", POLICY_EDITS.values(), ids=POLICY_EDITS)
+async def test_t24_a_policy_that_another_client_changed_is_put_back(change: Callable[[dict[str, Any]], object]) -> None:
+    rig = await serving(1)
+    name = control_policy_name("d")
+    before = copy.deepcopy(content(rig.cluster.find(NETWORK_POLICY, name)))
+    edit(rig, NETWORK_POLICY, name, lambda live: change(live["spec"]))
+    await rig.run(1)
+    assert content(rig.cluster.find(NETWORK_POLICY, name)) == before
+    assert len(rig.cluster.notes("Repaired")) == 1
+    assert rig.condition("ControlSecured")[0] == "True"
+
+
+async def test_t24_a_service_that_publishes_pods_which_are_not_ready_is_put_back() -> None:
+    rig = await serving(1)
+    edit(rig, SERVICE, "d", lambda live: live["spec"].update(publishNotReadyAddresses=True))
+    await rig.run(1)
+    assert content(rig.cluster.find(SERVICE, "d"))["spec"]["publishNotReadyAddresses"] is False
+
+
+async def fought(kind: Kind, name: str, change: Callable[[dict[str, Any]], object], *, minutes: int) -> tuple[Rig, int]:
+    """Another client changes a child every five seconds. Return the number of times that it was put back."""
+    rig = await serving(1)
+    repairs = 0
+    for _ in range(12 * minutes):
+        before = rig.cluster.find(kind, name)
+        assert before is not None
+        wanted = copy.deepcopy(before["spec"])
+        edit(rig, kind, name, change)
+        await rig.run(5)
+        found = rig.cluster.find(kind, name)
+        assert found is not None
+        repairs += found["spec"] != wanted if wanted == changed_spec(wanted, change) else found["spec"] == wanted
+    return rig, repairs
+
+
+def changed_spec(spec: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    live = {"spec": copy.deepcopy(spec)}
+    change(live)
+    return live["spec"]
+
+
+async def test_t24_a_child_that_another_client_changes_again_and_again_is_put_back_every_ten_minutes() -> None:
+    rig, repairs = await fought(SERVICE, "d", lambda live: live["spec"].update(type="NodePort"), minutes=22)
+    assert repairs == 3 + 2
+    status, reason = rig.condition("ChildrenReady")
+    assert (status, reason) == ("False", "ChildContested")
+    await rig.run(700)
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied"), "the other client has stopped"
+
+
+async def test_t24_a_contested_policy_is_put_back_every_minute_and_the_control_port_is_not_called_secured() -> None:
+    name = control_policy_name("d")
+    rig, repairs = await fought(NETWORK_POLICY, name, lambda live: live["spec"].update(ingress=[{}]), minutes=5)
+    assert 3 + 3 <= repairs <= 3 + 5
+    assert rig.condition("ControlSecured") == ("False", "PolicyRefused")
+    await rig.run(120)
+    assert rig.condition("ControlSecured")[0] == "True"
+
+
+async def test_t24_a_webhook_that_changes_each_write_is_told_and_not_fought() -> None:
+    rig = await serving(1)
+    replace, writes = rig.cluster._replace, 0
+
+    def mutated(existing: dict[str, Any], updated: dict[str, Any]) -> dict[str, Any]:
+        nonlocal writes
+        if updated["kind"] == SERVICE.kind:
+            writes += 1
+            updated["spec"]["type"] = "LoadBalancer"
+        return replace(existing, updated)
+
+    rig.cluster._replace = mutated  # type: ignore[method-assign]
+    rig.cluster.change(DEPLOYMENT, "d", lambda now: now.update(service={"port": 8080}))
+    await rig.run(300)
+    assert writes <= 3 * 4, "three requests each"
+    assert rig.condition("ChildrenReady") == ("False", "ChildContested")
 
 
 async def without_its_secret() -> Rig:

@@ -71,16 +71,15 @@ class FakeCluster:
         self.dry_runs.append(manifest["metadata"]["name"])
         self._admit("create", manifest)
 
-    async def apply(self, manifest: Manifest) -> None:
+    async def apply(self, manifest: Manifest) -> Manifest:
         self._check()
         self._admit("apply", manifest)
         existing = self._objects.get(self._key(manifest))
         if existing is None and "uid" in manifest["metadata"]:
             raise ClusterConflict("there is no object of this uid", status=409, reason="Conflict")
         if existing is None:
-            self._store(manifest | {"metadata": manifest["metadata"] | {"managedFields": [entry(manifest, "Apply")]}})
-        else:
-            self._replace(existing, applied(existing, manifest))
+            return copy.deepcopy(self._store(manifest | {"metadata": manifest["metadata"] | {"managedFields": [entry(manifest, "Apply")]}}))
+        return copy.deepcopy(self._replace(existing, applied(existing, manifest)))
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Manifest]) -> Manifest:
         self._check()
@@ -92,6 +91,7 @@ class FakeCluster:
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
         self._check()
         if (manifest := self.find(kind, name, namespace=namespace)) is not None:
+            self._admit("apply_status", manifest)
             self.status_writes += 1
             self._changed(manifest, status=copy.deepcopy(status))
 

@@ -58,13 +58,24 @@ async def act_on_pods(
     for action in actions:
         if isinstance(action, CreatePod) and waits:
             continue
+        what = _what(action)
+        if error := memory.backoffs.waiting(what, runtime.now()):
+            memory.refusal = error if isinstance(action, CreatePod) else memory.refusal
+            continue
         try:
             made = await _act_on_pod(runtime, deployment, memory, action, template=template) or made
+            memory.backoffs.succeeded(what)
         except NamespaceEnds:
             raise
-        except Exception as error:
-            _remember_failure(memory, action, error)
+        except Exception as failure:
+            memory.backoffs.failed(what, failure, runtime.now())
+            _remember_failure(memory, action, failure)
     return made
+
+
+def _what(action: PodAction) -> str:
+    """Name the action for its backoff."""
+    return f"create {action.index}" if isinstance(action, CreatePod) else f"{type(action).__name__} {action.uid}"
 
 
 def _remember_failure(memory: DeploymentMemory, action: PodAction, error: Exception) -> None:

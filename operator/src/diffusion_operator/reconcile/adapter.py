@@ -4,9 +4,11 @@
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
+from diffusion_operator.errors import ClusterError, NamespaceEnds
 from diffusion_operator.plan.adapters.plan import AdapterView
 from diffusion_operator.plan.adapters.status import adapter_status
 from diffusion_operator.plan.results.events import adapter_events
+from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.observe import parse
 from diffusion_operator.reconcile.report import report
@@ -14,12 +16,14 @@ from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deploymen
 from diffusion_operator.reconcile.status_write import encode_status
 
 VIEW_WAIT_S = 5.0
+STATUS = "status"
 
 
 async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
     manifest = await runtime.cluster.get(ADAPTER, key.namespace, key.name)
     if manifest is None or manifest["metadata"].get("deletionTimestamp"):
         runtime.ready_reasons.pop(key, None)
+        runtime.adapter_backoffs.pop(key, None)
         return Result(gone=True)
     adapter = parse(manifest, LoRAAdapter)
     deployment = await runtime.cluster.get(DEPLOYMENT, key.namespace, adapter.spec.deployment_ref.name)
@@ -29,8 +33,18 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
         if view is None:  # the deployment's pass makes one and wakes this key
             runtime.wake(deployment_key(key.namespace, adapter.spec.deployment_ref.name))
             return Result(requeue_after_s=VIEW_WAIT_S)
-    await _write_status(runtime, adapter, view)
-    return Result()
+    backoffs = runtime.adapter_backoffs.setdefault(key, Backoffs())
+    backoffs.see(adapter.metadata.generation)
+    if not backoffs.waiting(STATUS, runtime.now()):
+        try:
+            await _write_status(runtime, adapter, view)
+        except NamespaceEnds:
+            raise
+        except ClusterError as error:
+            backoffs.failed(STATUS, error, runtime.now())
+            raise
+        backoffs.succeeded(STATUS)
+    return Result(requeue_after_s=backoffs.next_s(runtime.now()))
 
 
 def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str) -> AdapterView | None:

@@ -22,6 +22,7 @@ from diffusion_operator.plan.observed.ownership import (
     secret_is_ours,
     was_posted,
 )
+from diffusion_operator.plan.results.drift import drift
 from diffusion_operator.plan.results.events import repaired
 from diffusion_operator.reconcile.repairs import tell
 from diffusion_operator.reconcile.runtime import Runtime
@@ -77,10 +78,15 @@ async def remove_child(runtime: Runtime, deployment: DiffusionDeployment, kind: 
 
 
 async def _apply(runtime: Runtime, deployment: DiffusionDeployment, live: Manifest, manifest: Manifest, *, version: bool = False) -> None:
-    """Bound to the object that was seen; `version`: and to its state, where somebody could take it meanwhile."""
+    """Bound to the object that was seen; `version`: and to its state, where somebody could take it meanwhile.
+
+    An apply leaves what others added to a list that it merges. Such a list is replaced.
+    """
     bound = {name: live["metadata"][name] for name in ("uid", *(("resourceVersion",) if version else ()))}
     try:
-        await runtime.cluster.apply(manifest | {"metadata": manifest["metadata"] | bound})
+        after = await runtime.cluster.apply(manifest | {"metadata": manifest["metadata"] | bound})
+        if drift(after, manifest):
+            await _patch(runtime, manifest, replace_whole(after, manifest))
     except ClusterRefused as error:
         if error.status != CANNOT_BE or not await _mend(runtime, deployment, manifest, error):
             raise

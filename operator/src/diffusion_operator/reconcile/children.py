@@ -31,7 +31,16 @@ from diffusion_operator.api.names import (
     desired_config_name,
 )
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, NamespaceEnds
-from diffusion_operator.plan.observed.children import PASS_FAILED, ChildState, leaving, refused, stranger, tried
+from diffusion_operator.plan.observed.children import (
+    PASS_FAILED,
+    ChildState,
+    Repairs,
+    contested,
+    leaving,
+    refused,
+    stranger,
+    tried,
+)
 from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.plan.results.drift import drift
@@ -106,7 +115,8 @@ async def _keep(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
     except ClusterError as error:
         ours = await _is_there(runtime, deployment, memory, child)
         passing = isinstance(error, ClusterConflict | ClusterUnavailable)
-        state = refused(child.kind, child.name, ours=ours, reason=error.reason, message=error.said, passing=passing)
+        asked = runtime.now() + timedelta(seconds=error.retry_after_s)
+        state = refused(child.kind, child.name, ours=ours, reason=error.reason, message=error.said, passing=passing, not_before=asked)
         if isinstance(error, ClusterUnavailable):
             memory.failures.append(error)
     except Exception as error:
@@ -129,6 +139,13 @@ async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
     repaired = await _to_repair(runtime, deployment, memory, child)
     if repaired is None:
         return ours
+    repairs = memory.repairs.get(kind, Repairs())
+    if repaired and child.manifest is not None:
+        there = await _is_there(runtime, deployment, memory, child)
+        again_at = repairs.next_at(child.kind, runtime.now(), missing=not there)
+        if again_at > runtime.now():
+            memory.repairs[kind] = repairs.put_off()
+            return contested(child.kind, child.name, repaired, ours=there, not_before=again_at)
     if child.manifest is None:
         await remove_child(runtime, deployment, child.kind)
     else:
@@ -140,7 +157,12 @@ async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
             return stranger(child.kind, child.name)
     memory.applied[kind] = Applied(content=_mark(child.manifest), at=runtime.now())
     if repaired:
+        repairs = memory.repairs[kind] = repairs.and_now(runtime.now())
         await tell_repaired(runtime, deployment, repaired, about=kind)
+    left = await _changed(runtime, deployment, child, known=True) if child.manifest is not None else None
+    if left:  # an admission webhook changed the write itself
+        again_at = repairs.next_at(child.kind, runtime.now(), missing=False)
+        return contested(child.kind, child.name, left, ours=True, not_before=again_at)
     return ours
 
 

@@ -35,6 +35,8 @@ from diffusion_operator.render.control_secret import control_secret
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.service import service
 
+LOOK, STATUS = "look", "status"
+
 log = logging.getLogger(__name__)
 
 
@@ -49,6 +51,8 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
     memory = runtime.memory(deployment.metadata)
 
     _begin(memory, deployment, runtime)
+    if memory.backoffs.waiting(LOOK, runtime.now()):
+        return Result(requeue_after_s=memory.backoffs.next_s(runtime.now()))
     observed, plan, manifests = await _look(runtime, deployment, memory)
     memory.attempts, memory.departures = dict(plan.attempts), plan.departures
     await tell_missed_pods(runtime, deployment, memory, plan)
@@ -74,6 +78,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key, *, touched: bool) -> 
 def _begin(memory: DeploymentMemory, deployment: DiffusionDeployment, runtime: Runtime) -> None:
     """Forget the failures of the pass before. After an edit of the spec every child is tried at once."""
     memory.failures.clear()
+    memory.backoffs.see(deployment.metadata.generation)
     if memory.generation != deployment.metadata.generation:
         memory.generation = deployment.metadata.generation
         memory.tries = {kind: hurried(one, runtime.now()) for kind, one in memory.tries.items()}
@@ -86,19 +91,23 @@ async def _look(
     try:
         observed = await observe(runtime, deployment, memory)
         plan = plan_deployment(observed, runtime.now())
-        return observed, plan, _children(runtime, deployment, plan)
+        manifests = _children(runtime, deployment, plan)
+        memory.backoffs.succeeded(LOOK)
+        return observed, plan, manifests
     except NamespaceEnds:
         raise
     except Exception as error:
+        memory.backoffs.failed(LOOK, error, runtime.now())
         await _tell_of_no_plan(runtime, deployment, memory, error)
         raise
 
 
 def _next_pass(runtime: Runtime, memory: DeploymentMemory, observed: Observed, plan: DeploymentPlan) -> Result:
-    steady_s, retry_s = runtime.settings.steady_poll_s, next_try_s(memory, runtime.now())
+    now, steady_s = runtime.now(), runtime.settings.steady_poll_s
+    retry_s = min((one for one in (next_try_s(memory, now), memory.backoffs.next_s(now)) if one is not None), default=None)
     look_again_s = min((one for one in (plan.look_again_s, retry_s) if one is not None), default=None)
     if retry_s is None:
-        memory.snapshot = snapshot_of(observed, look_again_s=look_again_s, now=runtime.now(), steady_s=steady_s)
+        memory.snapshot = snapshot_of(observed, look_again_s=look_again_s, now=now, steady_s=steady_s)
     return Result(requeue_after_s=min(look_again_s or steady_s, steady_s))
 
 
@@ -140,10 +149,7 @@ async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, me
     now, generation, before = runtime.now(), deployment.metadata.generation, deployment.status.conditions
     (ready,) = settle_conditions((pass_failed(text),), previous=before, generation=generation, now=now)
     others = tuple(one for one in before if one.type != ready.type)
-    try:
-        await _write_status(runtime, deployment, memory, msgspec.structs.replace(deployment.status, conditions=(ready, *others)))
-    except ClusterError as refused:
-        log.warning("status not written object=%s error=%s", deployment.metadata.name, refused)
+    await _write_status(runtime, deployment, memory, msgspec.structs.replace(deployment.status, conditions=(ready, *others)))
 
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, status: DeploymentStatus) -> None:
@@ -151,11 +157,20 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     runtime.ready_reasons[key] = reason_of(status.conditions, "Ready")
     runtime.statuses[key] = DeploymentStatus(replica_states=status.replica_states, held=status.held)
-    if not worth_writing(deployment.status, status, last=memory.status_written_at, now=now):
+    due = not memory.backoffs.waiting(STATUS, now)
+    if not due or not worth_writing(deployment.status, status, last=memory.status_written_at, now=now):
         return
     events = (*deployment_events(deployment.status, status), *child_events(deployment.status, status))
     await report(runtime, events, kind=DEPLOYMENT, about=metadata)
-    await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(status))
+    try:
+        await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(status))
+    except NamespaceEnds:
+        raise
+    except ClusterError as error:
+        memory.backoffs.failed(STATUS, error, now)
+        memory.failures.append(error)
+        return
+    memory.backoffs.succeeded(STATUS)
     memory.status_written_at = now
     for wake in wakes_between(deployment.status, status):
         runtime.meter.woke(wake.level or "unknown", float(wake.seconds or 0))

@@ -11,8 +11,9 @@ from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.plan.adapters.plan import AdapterView
 from diffusion_operator.plan.adapters.publishing import worth_publishing
-from diffusion_operator.plan.observed.children import ChildState, ChildTry
+from diffusion_operator.plan.observed.children import ChildState, ChildTry, Repairs
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Poll, TemplateTrial
+from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 
 
@@ -70,6 +71,8 @@ class DeploymentMemory:
     operation_not_before: dict[str, datetime] = field(default_factory=dict)
     applied: dict[str, Applied] = field(default_factory=dict)
     """By kind; the content is None where there must be none."""
+    repairs: dict[str, Repairs] = field(default_factory=dict)
+    """Those of each child, by its kind."""
     doubted: set[str] = field(default_factory=set)
     """Kinds of children that were touched since the last pass."""
     pods: dict[str, KnownPod] = field(default_factory=dict)
@@ -94,6 +97,7 @@ class DeploymentMemory:
     trial: TemplateTrial | None = None
     """The last dry run of a template."""
     refusal: str = ""
+    backoffs: Backoffs = field(default_factory=Backoffs)
     status_written_at: datetime | None = None
     departures: Departures = field(default_factory=Departures)
     snapshot: SleepSnapshot | None = None

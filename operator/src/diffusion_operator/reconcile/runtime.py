@@ -11,6 +11,7 @@ from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
 from diffusion_operator.plan.results.worker_changes import WorkerChanges
+from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.memory import DeploymentMemory
@@ -42,6 +43,7 @@ class Runtime:
     meter: Meter
     memories: dict[tuple[str, str], DeploymentMemory] = field(default_factory=dict)
     """By namespace and name."""
+    adapter_backoffs: dict[Key, Backoffs] = field(default_factory=dict)
     ready_reasons: dict[Key, str] = field(default_factory=dict)
     """Of every object that was looked at, for metrics."""
     touched: set[Key] = field(default_factory=set)

@@ -16,6 +16,7 @@ def service(deployment: DiffusionDeployment) -> Manifest:
         "spec": {
             "type": spec.type.value,
             "selector": {LABEL_DEPLOYMENT: name, LABEL_ROUTABLE: "true"},
+            "publishNotReadyAddresses": False,
             "ports": [{"name": "http", "port": spec.port, "targetPort": DATA_PORT, "protocol": "TCP"}],
         },
     }

@@ -11,6 +11,7 @@ from diffusion_operator.api.names import CONFIG_MAP, NETWORK_POLICY, SECRET, SER
 
 NAME_CONFLICT = "NameConflict"
 LEAVING = "EarlierObjectLeaving"
+CONTESTED = "ChildContested"
 REFUSED = "Refused"
 PASS_FAILED = "PassFailed"
 REFUSALS = frozenset(
@@ -21,7 +22,14 @@ REFUSALS = frozenset(
 )  # fmt: skip
 """Reasons of the API server that a condition repeats. An admission webhook may answer any other, which becomes `Refused`."""
 
-STRANGER_AGAIN = timedelta(seconds=60)
+CONTEST_AFTER = 3
+"""Repairs within CONTEST_WINDOW. After them a child is put back at the pace of CONTEST_PACE."""
+CONTEST_WINDOW = timedelta(minutes=10)
+CONTEST_PACE = timedelta(minutes=10)
+CONTEST_PACE_URGENT = timedelta(minutes=1)
+"""The pace for a NetworkPolicy, and for a child that is missing."""
+_FIXED = {NAME_CONFLICT: timedelta(seconds=60), CONTESTED: timedelta(seconds=1)}
+"""Pauses that do not grow with the count of tries."""
 RETRY_FIRST = timedelta(seconds=1)
 RETRY_MAX = timedelta(seconds=60)
 TOLD_AFTER = 3
@@ -44,6 +52,8 @@ class ChildState(msgspec.Struct, frozen=True):
     """A conflict, or an API server that is away: usually over at the next try."""
     silent: bool = False
     """It may take this long; no condition is False for it yet."""
+    not_before: datetime | None = None
+    """The earliest time of the next try, where its reason sets one."""
 
     @property
     def what(self) -> str:
@@ -66,11 +76,41 @@ def tried(before: ChildTry | None, state: ChildState, *, content: str, now: date
     """Return the record of a try that did not succeed. A stranger is looked at each minute; all else after 1, 2, 4 … 60 s."""
     same = before is not None and before.state.reason == state.reason
     count, since = (before.count + 1, before.since) if before is not None and same else (1, now)
-    wait = STRANGER_AGAIN if state.reason == NAME_CONFLICT else min(RETRY_MAX, RETRY_FIRST * 2 ** min(count - 1, 10))
+    wait = _FIXED.get(state.reason) or min(RETRY_MAX, RETRY_FIRST * 2 ** min(count - 1, 10))
     leaves = state.reason == LEAVING and now - since < SILENT_FOR
     silent = leaves or (state.passing and count < TOLD_AFTER)
-    again_at = min(now + wait, since + SILENT_FOR) if leaves else now + wait
+    again_at = min(now + wait, since + SILENT_FOR) if leaves else max(now + wait, state.not_before or now)
     return ChildTry(state=msgspec.structs.replace(state, silent=silent), content=content, count=count, since=since, again_at=again_at)
+
+
+class Repairs(msgspec.Struct, frozen=True):
+    """The last times when a change of a child by others was put back, in order."""
+
+    times: tuple[datetime, ...] = ()
+    contested: bool = False
+    """The last of them was put off, because there had been many."""
+
+    def next_at(self, kind: Kind, now: datetime, *, missing: bool) -> datetime:
+        """Return the time from which the child may be put back: now, or later where others change it often."""
+        many = len([when for when in self.times if now - when < CONTEST_WINDOW]) >= CONTEST_AFTER
+        goes_on = self.contested and now - self.times[-1] < CONTEST_PACE + CONTEST_WINDOW
+        if not (many or goes_on):
+            return now
+        return max(now, self.times[-1] + (CONTEST_PACE_URGENT if missing or kind == NETWORK_POLICY else CONTEST_PACE))
+
+    def put_off(self) -> "Repairs":
+        return Repairs(times=self.times, contested=True)
+
+    def and_now(self, now: datetime) -> "Repairs":
+        """With one more. A contest that paused for the window is over."""
+        contested = self.contested and now - self.times[-1] < CONTEST_PACE + CONTEST_WINDOW
+        return Repairs(times=(*self.times, now)[-CONTEST_AFTER:], contested=contested)
+
+
+def contested(kind: Kind, name: str, what: str, *, ours: bool, not_before: datetime) -> ChildState:
+    """`what` says how it differs from the spec."""
+    text = f"{what}; another client or an admission webhook changes it each time, so the operator puts it back less often"
+    return ChildState(kind=kind.kind, name=name, ours=ours, reason=CONTESTED, message=text, not_before=not_before)
 
 
 def hurried(known: ChildTry, now: datetime) -> ChildTry:
@@ -88,11 +128,13 @@ def leaving(kind: Kind, name: str) -> ChildState:
     return ChildState(kind=kind.kind, name=name, ours=False, reason=LEAVING, message=text)
 
 
-def refused(kind: Kind, name: str, *, ours: bool, reason: str, message: str, passing: bool) -> ChildState:
-    """`reason` and `message` are the API server's."""
+def refused(
+    kind: Kind, name: str, *, ours: bool, reason: str, message: str, passing: bool, not_before: datetime | None = None
+) -> ChildState:
+    """`reason`, `message` and `not_before` are the API server's."""
     known = reason if reason in REFUSALS else REFUSED
     text = f"{kind.kind} {name} was refused: {message}"
-    return ChildState(kind=kind.kind, name=name, ours=ours, reason=known, message=text, passing=passing)
+    return ChildState(kind=kind.kind, name=name, ours=ours, reason=known, message=text, passing=passing, not_before=not_before)
 
 
 def children_ready(children: Sequence[ChildState]) -> Verdict:

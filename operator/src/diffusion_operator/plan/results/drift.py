@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a child is not as it was rendered: only what we own counts, because an API server fills in defaults and others add their own."""
+"""Differences of a child from what was rendered. Only what we own counts: an API server fills in defaults, and others add their own.
+
+A list or selector that means something as a whole has nothing of others: with one more rule, a NetworkPolicy lets in more.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 _METADATA = ("labels", "annotations", "ownerReferences")
+_WHOLE = ("selector", "podSelector", "policyTypes", "ingress")
+_CLOSED = ("ports",)
+"""Lists to whose elements the API server adds fields."""
 
 
 def drift(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]:
@@ -17,18 +23,18 @@ def drift(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]
 def _differences(live: Mapping[str, Any], wanted: Mapping[str, Any], path: str) -> Iterator[str]:
     for key, value in wanted.items():
         place = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping) and value and isinstance(live.get(key), Mapping) and key != "selector":
+        if isinstance(value, Mapping) and value and isinstance(live.get(key), Mapping) and key not in _WHOLE:
             yield from _differences(live[key], value, place)
-        elif not _same(live.get(key), value, whole=key == "selector"):
+        elif not _same(live.get(key), value, key=key):
             yield place
 
 
-def _same(live: Any, wanted: Any, *, whole: bool = False) -> bool:
-    """Every element of a list of ours is there; a selector is replaced as a whole. What is empty may be left out."""
-    if whole:
+def _same(live: Any, wanted: Any, *, key: str = "") -> bool:
+    """Compare by what is ours, unless the key stands for a whole. What is empty may be left out."""
+    if key in _WHOLE:
         return bool(live == wanted)
     if isinstance(wanted, Mapping) and isinstance(live, Mapping):
         return not list(_differences(live, wanted, ""))
     if isinstance(wanted, list) and isinstance(live, list):
-        return all(any(_same(one, each) for one in live) for each in wanted)
+        return all(any(_same(one, each) for one in live) for each in wanted) and (key not in _CLOSED or len(live) == len(wanted))
     return bool(live == wanted) or (not wanted and not live and live is not False)
