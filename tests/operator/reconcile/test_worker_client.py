@@ -141,7 +141,7 @@ async def test_silence_ends_after_the_limit(server: Server, client: HttpWorkerCl
 
 async def test_a_document_of_another_shape_is_not_believed(server: Server, client: HttpWorkerClient) -> None:
     async def other(request: web.Request) -> web.Response:
-        return web.json_response({"bootId": "b", "state": "dreaming"})
+        return web.json_response({"bootId": "b", "state": 7})
 
     server.answer = other
     with pytest.raises(ControlUnreachable, match="not understood"):

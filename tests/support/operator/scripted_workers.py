@@ -6,7 +6,7 @@ drain that a wake ends, a wake by a held request, ages by a clock.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -287,6 +287,9 @@ class ScriptedWorkers:
     def __init__(self) -> None:
         self._by_ip: dict[str, ScriptedWorker] = {}
         self.tokens: set[str] = set()
+
+    def __iter__(self) -> Iterator[ScriptedWorker]:
+        return iter(self._by_ip.values())
 
     def add(self, ip: str, worker: ScriptedWorker) -> ScriptedWorker:
         self._by_ip[ip] = worker

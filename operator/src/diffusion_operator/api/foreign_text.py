@@ -5,7 +5,8 @@ A worker's container image belongs to a tenant, so its words are data. A control
 refuse a whole status for a number without a bound, and a time could overflow by it.
 """
 
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Self
 
 from msgspec import Meta
 
@@ -22,3 +23,22 @@ def plain_text(text: str, limit: int) -> str:
     cut = text[: limit + 1]
     plain = cut if cut.isprintable() else "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut)
     return plain if len(plain) <= limit else plain[: limit - 1] + "…"
+
+
+WORD_LENGTH = 32
+
+
+class OpenWord(StrEnum):
+    """Words of which a newer worker may have more: any other is kept as text, and equals none of the members."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, str):
+            return None
+        other = str.__new__(cls, plain_text(value, WORD_LENGTH))
+        other._name_, other._value_ = "OTHER", str.__str__(other)
+        return other
+
+    @property
+    def known(self) -> bool:
+        return self.name in type(self).__members__

@@ -5,7 +5,6 @@ The worker owns its own structs; tests/contract drives the worker's real server 
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import cached_property
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from msgspec import Meta
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
-from diffusion_operator.api.foreign_text import Count, Seconds, SmallCount, plain_text
+from diffusion_operator.api.foreign_text import Count, OpenWord, Seconds, SmallCount, plain_text
 from diffusion_operator.api.source import AdapterSource
 
 CODE_LENGTH = 64
@@ -37,7 +36,7 @@ def _make_plain(struct: msgspec.Struct, **limits: int) -> None:
             msgspec.structs.force_setattr(struct, name, plain_text(text, limit))
 
 
-class WorkerPhase(StrEnum):
+class WorkerPhase(OpenWord):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -130,7 +129,7 @@ class RankReport(_Wire, frozen=True):
     memory: MemoryReport = MemoryReport()
 
 
-class RecordState(StrEnum):
+class RecordState(OpenWord):
     """An adapter as its worker says. A `Cached` one is known and its file is there, but in no rank's memory.
 
     A `Deferred` one is loaded before its sleeping worker serves again.

@@ -58,8 +58,8 @@ class WatchedCluster:
     async def try_create(self, manifest: Manifest) -> None:
         await self._cluster.try_create(manifest)
 
-    async def apply(self, manifest: Manifest) -> None:
-        await self._cluster.apply(manifest)
+    async def apply(self, manifest: Manifest) -> Manifest:
+        return await self._cluster.apply(manifest)
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
         return await self._cluster.patch(kind, namespace, name, operations)

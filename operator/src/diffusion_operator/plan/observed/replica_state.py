@@ -136,6 +136,9 @@ def observe_groups(observed: Observed) -> tuple[Group, ...]:
 def read_group(pod: Pod, poll: Poll, previous: ReplicaStatus | None, deployment: DiffusionDeployment) -> Group:
     state = _state(pod, poll, previous)
     problem, message = _problem(pod, poll, state, deployment)
+    if poll.state is not None and not poll.state.state.known:
+        word = f"the worker says {poll.state.state.value!r}, which this operator does not know: the worker is newer than the operator"
+        message = f"{message}; {word}".lstrip("; ")
     return Group(index=pod.index, pod=pod, poll=poll, state=state, previous=previous, problem=problem, message=message)
 
 
@@ -150,7 +153,7 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
     if not container.running:
         return ReplicaState.FAILED if container.restarts or container.last_exit else ReplicaState.STARTING
     if poll.state is not None:
-        return _PHASES[poll.state.state]
+        return _PHASES.get(poll.state.state, ReplicaState.AWAKE if pod.ready else ReplicaState.STARTING)
     same_pod = previous is not None and previous.leader_pod == pod.name and previous.restarts == container.restarts
     if pod.ready and previous is not None and same_pod:
         return previous.state
