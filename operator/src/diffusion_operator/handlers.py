@@ -5,10 +5,11 @@ Only `on.event` handlers: kopf then keeps no annotation and no finalizer on any 
 """
 
 import asyncio
+import itertools
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +19,7 @@ from prometheus_client.registry import Collector
 from diffusion_operator import metrics
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, Kind
 from diffusion_operator.cluster import KubernetesCluster, Manifest, connect
-from diffusion_operator.errors import WatchStale
+from diffusion_operator.errors import ClusterRefused, WatchStale
 from diffusion_operator.kopf_storage import NoDiffBase, NoProgress
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
@@ -28,6 +29,19 @@ from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deploymen
 from diffusion_operator.reconcile.watched_cluster import CHILD_KINDS, WATCHED, WatchedCluster
 from diffusion_operator.settings import Settings
 from diffusion_operator.worker_client import HttpWorkerClient
+
+FORBIDDEN = 403
+BACKOFFS_S = (1, 1, 2, 4, 8, 16, 30)
+
+
+class EndlessBackoffs:
+    """Pauses between the tries of a request that the API server refuses; the last is repeated for ever.
+
+    After a finite list kopf ends the whole operator, as for the watch of one deleted namespace.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain(BACKOFFS_S, itertools.repeat(BACKOFFS_S[-1]))
 
 
 class Process:
@@ -45,13 +59,12 @@ class Process:
         self.runtime: Runtime | None = None
 
     async def start(self, **_: Any) -> None:
-        """Everything is listed before the first pass; where the CRDs or the rights are missing it fails here, with a clear error."""
+        """List everything before the first pass; where the CRDs or all rights are missing it fails here, with a clear error."""
         settings = self._settings
         self._cluster = await connect(self._answered)
         cluster = self._cluster
         self.listings = tuple(Listing(cluster, self._store, scope, clock=time.monotonic) for scope in _scopes(settings))
-        for listing in self.listings:
-            await listing.list()
+        await self._list_first()
         self._workers = HttpWorkerClient(poll_timeout_s=settings.poll_timeout_s, call_timeout_s=settings.call_timeout_s)
         self.runtime = Runtime(
             cluster=WatchedCluster(self._cluster, self._store),
@@ -68,6 +81,18 @@ class Process:
             for namespace, name in self._store.places(kind, ""):
                 self.wake(Key(kind.kind, namespace, name))
         self._tasks = [asyncio.create_task(one.run(settings.resync_s), name=f"listing {one.scope}") for one in self.listings]
+
+    async def _list_first(self) -> None:
+        """A named namespace that is gone has taken the rights with it; the others are served."""
+        for listing in self.listings:
+            try:
+                await listing.list()
+            except ClusterRefused as error:
+                if not self._settings.namespaces or error.status != FORBIDDEN:
+                    raise
+                listing.set_aside(error)
+                if all(one.refusal for one in self.listings):
+                    raise
 
     async def stop(self, **_: Any) -> None:
         for task in self._tasks:
@@ -179,6 +204,7 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     result = kopf.OperatorSettings()
     result.networking.connect_timeout = 10
     result.networking.request_timeout = 60
+    result.networking.error_backoffs = EndlessBackoffs()  # type: ignore[assignment]  # kopf iterates it anew for each request
     result.watching.server_timeout = 600
     result.watching.client_timeout = 660
     result.watching.inactivity_timeout = 70  # the API server sends a bookmark about once a minute

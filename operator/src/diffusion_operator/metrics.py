@@ -114,7 +114,7 @@ class Replicas(Collector):
 
 
 class Watches(Collector):
-    """Seconds that each kind's watch has been stalled, the longest of its namespaces; 0 for a healthy watch."""
+    """Seconds that each kind's watch has been stalled, the longest of its namespaces; and what cannot be listed at all."""
 
     def __init__(self, listings: Sequence[Listing]) -> None:
         self._listings = listings
@@ -132,6 +132,15 @@ class Watches(Collector):
         for kind, seconds in stalled.items():
             family.add_metric([kind], seconds)
         yield family
+        refused = GaugeMetricFamily(
+            "diffusion_operator_watch_refused",
+            "1 for each kind in a namespace that the operator cannot list and does without.",
+            labels=["kind", "watched_namespace"],
+        )
+        for listing in self._listings:
+            if listing.refusal:
+                refused.add_metric([listing.scope.kind.kind, listing.scope.namespace], 1)
+        yield refused
 
 
 class Waiting(Collector):

@@ -24,7 +24,7 @@ from tools.devcluster import programs
 
 pytestmark = pytest.mark.apiserver
 
-TEAM = "team"
+TEAM, SECOND = "team", "second"
 OLD, NEW = "o" * 32, "n" * 32
 WORKER_IP = "127.31.0.1"  # a pod's address of its own, where the control port is the one that every worker has
 API = "diffusion-operator.dev/v1alpha1"
@@ -67,13 +67,13 @@ EDITS: tuple[tuple[str, str, Document], ...] = (("networkpolicy", "d-control", {
 
 
 class Team:
-    """The namespace with the objects."""
+    """A namespace with objects."""
 
-    def __init__(self, cluster: AuditedApiserver) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: AuditedApiserver, namespace: str = TEAM) -> None:
+        self._cluster, self._namespace = cluster, namespace
 
     def kubectl(self, *words: str) -> str:
-        return self._cluster.kubectl("--namespace", TEAM, *words)
+        return self._cluster.kubectl("--namespace", self._namespace, *words)
 
     def get(self, kind: str, name: str) -> Any:
         text = self.kubectl("get", kind, name, "--output=json", "--ignore-not-found")
@@ -92,7 +92,7 @@ class Team:
     def run_pod(self, name: str) -> None:
         """What a scheduler and a kubelet say of a pod that runs."""
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": "node"}}
-        path = f"/api/v1/namespaces/{TEAM}/pods/{name}/binding"
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{name}/binding"
         self._cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
         status = {
             "phase": "Running",
@@ -190,6 +190,27 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
     assert usage.refused == []
     assert Right("", "pods", "create") in usage.used
     assert set(usage.used) <= granted(role) == granted(the_only(cluster.rendered(), "Role"))
+
+
+def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when_they_are_back(cluster: AuditedApiserver) -> None:
+    """As when it was deleted and made again: this server has no controller that would empty it."""
+    documents = cluster.rendered(fullnameOverride="two", watchNamespaces=[TEAM, SECOND])
+    cluster.namespace(SECOND)
+    cluster.give_rights(documents)
+    cluster.kubectl("delete", "rolebinding", "two", "--namespace", SECOND)
+    team, second = Team(cluster), Team(cluster, SECOND)
+    with cluster.operator(documents, [OLD]) as operator:
+        for place in (TEAM, SECOND):
+            cluster.apply(DEPLOYMENT | {"metadata": {"name": "f", "namespace": place}})
+        operator.eventually(lambda: "f-0-0" in team.names("pods"))
+        refused = {key for key, value in operator.metrics().items() if key.startswith("diffusion_operator_watch_refused") and value}
+        assert refused
+        assert all(f'watched_namespace="{SECOND}"' in one for one in refused)
+        assert second.names("pods") == []
+        cluster.give_rights(documents)
+        operator.eventually(lambda: "f-0-0" in second.names("pods"))
+        for place in (team, second):
+            place.kubectl("delete", "dd", "f", "--wait=false")
 
 
 PEOPLE = [

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`diffusion-operator run`: what it refuses, before anything is started, and what it starts with."""
 
-from pathlib import Path
+from pathlib import itertools
 from typing import Any
 
 import kopf
+import Path
 import pytest
 from click.testing import CliRunner
 
@@ -106,3 +107,11 @@ def test_only_event_handlers_are_registered_one_a_kind() -> None:
     for others in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):
         assert not others.get_all_handlers()
     assert build_kopf_settings().posting.enabled is False
+
+
+def test_t8_a_watch_that_is_refused_never_ends_the_operator() -> None:
+    """kopf ends after the last pause."""
+    backoffs = build_kopf_settings().networking.error_backoffs
+    for _ in range(2):
+        pauses = list(itertools.islice(backoffs, 1000))  # type: ignore[arg-type]
+        assert (len(pauses), pauses[0], pauses[-1]) == (1000, 1, 30)

@@ -99,6 +99,16 @@ async def test_an_api_server_that_is_down_is_no_reason_to_stop_listing() -> None
     assert rig.changes == ["a"]
 
 
+async def test_t8_a_scope_that_is_refused_is_set_aside_and_taken_up_when_it_can_be_listed() -> None:
+    rig = Rig()
+    rig.cluster.down = True
+    await rig.run()
+    assert rig.listing.refusal == "list pods: down"
+    rig.cluster.down, rig.cluster.items = False, [pod("a", 3)]
+    await rig.run()
+    assert (rig.listing.refusal, rig.changes) == ("", ["a"])
+
+
 async def test_after_the_api_servers_store_was_restored_from_a_backup_older_versions_are_taken_again() -> None:
     rig = Rig()
     for manifest in (pod("a", 100), pod("b", 200), pod("gone", 300)):

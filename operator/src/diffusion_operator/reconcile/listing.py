@@ -17,6 +17,9 @@ from diffusion_operator.cluster import KubernetesCluster
 from diffusion_operator.errors import OperatorError
 from diffusion_operator.reconcile.object_store import ObjectStore
 
+RETRY_S = 30.0
+"""Between two listings of a scope that is set aside."""
+
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +44,8 @@ class Listing:
         self._stalled_since: float | None = None
         self._reported = 0
         self.scope = scope
+        self.refusal = ""
+        """The error of the last listing, for which the scope is set aside. Empty where it succeeded."""
 
     @property
     def stalled_s(self) -> float:
@@ -51,6 +56,12 @@ class Listing:
         """Note that the watch reported something."""
         self._reported += 1
         self._stalled_since = None
+
+    def set_aside(self, error: OperatorError) -> None:
+        """Go on without this scope until it can be listed again, as after a deleted namespace was made again."""
+        if not self.refusal:
+            log.warning("scope set aside kind=%s error=%s", self.scope, error)
+        self.refusal = str(error)
 
     async def list(self) -> bool:
         """List everything into the store; return whether there was news."""
@@ -67,17 +78,20 @@ class Listing:
                 seen.add(manifest["metadata"]["uid"])
                 news = self._store.put(kind, manifest) or news
             version = page.version
+        if self.refusal:
+            log.info("scope listed again kind=%s", self.scope)
+            self.refusal = ""
         return self._store.keep_only(kind, before, seen, version=version) or news
 
     async def run(self, every_s: float) -> None:
-        """List again every `every_s` seconds, for ever."""
+        """List again every `every_s` seconds, for ever. A scope that is set aside is tried more often."""
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(min(RETRY_S, every_s) if self.refusal else every_s)
             reported = self._reported
             try:
                 news = await self.list()
             except OperatorError as error:
-                log.warning("listing failed kind=%s error=%s", self.scope, error)
+                self.set_aside(error)
                 continue
             if news and self._stalled_since is None and reported == self._reported:  # Stalled only if the watch reported nothing meanwhile.
                 self._stalled_since = self._clock()  # a watch that is only a moment late clears this
