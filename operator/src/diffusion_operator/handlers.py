@@ -204,7 +204,7 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     result = kopf.OperatorSettings()
     result.networking.connect_timeout = 10
     result.networking.request_timeout = 60
-    result.networking.error_backoffs = EndlessBackoffs()  # type: ignore[assignment]  # kopf iterates it anew for each request
+    result.networking.error_backoffs = EndlessBackoffs()  # kopf begins it again for each request
     result.watching.server_timeout = 600
     result.watching.client_timeout = 660
     result.watching.inactivity_timeout = 70  # the API server sends a bookmark about once a minute

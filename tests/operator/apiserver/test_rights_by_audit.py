@@ -193,7 +193,7 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
 
 
 def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when_they_are_back(cluster: AuditedApiserver) -> None:
-    """As when it was deleted and made again: this server has no controller that would empty it."""
+    """The binding goes and comes, as with a namespace that is deleted and made again. This server could not empty one."""
     documents = cluster.rendered(fullnameOverride="two", watchNamespaces=[TEAM, SECOND])
     cluster.namespace(SECOND)
     cluster.give_rights(documents)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`diffusion-operator run`: what it refuses, before anything is started, and what it starts with."""
 
-from pathlib import itertools
+import itertools
+from pathlib import Path
 from typing import Any
 
 import kopf
-import Path
 import pytest
 from click.testing import CliRunner
 
