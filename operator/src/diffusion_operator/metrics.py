@@ -80,7 +80,7 @@ METER = PrometheusMeter(REGISTRY)
 
 
 class ObjectsByReason(Collector):
-    """How many objects there are of each kind by the reason of their Ready condition, counted when somebody asks."""
+    """Objects of each kind in each namespace by the reason of their Ready condition, counted when somebody asks."""
 
     def __init__(self, reasons: Mapping[Key, str]) -> None:
         self._reasons = reasons
@@ -88,10 +88,13 @@ class ObjectsByReason(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """In the thread of the metrics server; the copy is one step of the interpreter."""
         family = GaugeMetricFamily(
-            "diffusion_operator_objects", "Objects by the reason of their Ready condition.", labels=["kind", "reason"]
+            "diffusion_operator_objects",
+            "Objects by the reason of their Ready condition.",
+            labels=["kind", "object_namespace", "reason"],
         )
-        for (kind, reason), count in sorted(collections.Counter((key.kind, reason) for key, reason in list(self._reasons.items())).items()):
-            family.add_metric([kind, reason], count)
+        counts = collections.Counter((key.kind, key.namespace, reason) for key, reason in list(self._reasons.items()))
+        for labels, count in sorted(counts.items()):
+            family.add_metric(labels, count)
         yield family
 
 
@@ -135,7 +138,7 @@ class Watches(Collector):
         refused = GaugeMetricFamily(
             "diffusion_operator_watch_refused",
             "1 for each kind in a namespace that the operator cannot list and does without.",
-            labels=["kind", "watched_namespace"],
+            labels=["kind", "object_namespace"],
         )
         for listing in self._listings:
             if listing.refusal:

@@ -205,7 +205,7 @@ def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_w
         operator.eventually(lambda: "f-0-0" in team.names("pods"))
         refused = {key for key, value in operator.metrics().items() if key.startswith("diffusion_operator_watch_refused") and value}
         assert refused
-        assert all(f'watched_namespace="{SECOND}"' in one for one in refused)
+        assert all(f'object_namespace="{SECOND}"' in one for one in refused)
         assert second.names("pods") == []
         cluster.give_rights(documents)
         operator.eventually(lambda: "f-0-0" in second.names("pods"))

@@ -31,14 +31,14 @@ async def test_objects_are_counted_by_kind_and_reason_and_forgotten_when_they_go
     rig.cluster.put(adapter("c", "/loras/c", suspend=True))
     await rig.run()
     assert scraped(rig) == [
-        'diffusion_operator_objects{kind="DiffusionDeployment",reason="Serving"} 1.0',
-        'diffusion_operator_objects{kind="LoRAAdapter",reason="LoadedEverywhere"} 2.0',
-        'diffusion_operator_objects{kind="LoRAAdapter",reason="Suspended"} 1.0',
+        'diffusion_operator_objects{kind="DiffusionDeployment",object_namespace="default",reason="Serving"} 1.0',
+        'diffusion_operator_objects{kind="LoRAAdapter",object_namespace="default",reason="LoadedEverywhere"} 2.0',
+        'diffusion_operator_objects{kind="LoRAAdapter",object_namespace="default",reason="Suspended"} 1.0',
     ]
     for name in ("a", "b", "c"):
         rig.cluster.remove(ADAPTER, name)
     await rig.run()
-    assert scraped(rig) == ['diffusion_operator_objects{kind="DiffusionDeployment",reason="Serving"} 1.0']
+    assert scraped(rig) == ['diffusion_operator_objects{kind="DiffusionDeployment",object_namespace="default",reason="Serving"} 1.0']
 
 
 async def nothing(key: Key) -> Result:
