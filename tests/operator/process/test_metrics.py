@@ -78,11 +78,15 @@ async def test_a_pass_is_counted_with_its_time_by_kind_and_outcome(result: Resul
     assert samples() == [1, 2.5]
 
 
-def test_a_kind_s_watch_is_stalled_as_long_as_that_of_its_worst_namespace() -> None:
-    watched = [(DEPLOYMENT, 0.0), (POD, 2.0), (POD, 95.0), (POD, 0.0)]
-    listings: Any = [SimpleNamespace(scope=SimpleNamespace(kind=kind), stalled_s=stalled_s) for kind, stalled_s in watched]
-    [family] = Watches(listings).collect()
-    assert [(one.labels["kind"], one.value) for one in family.samples] == [("DiffusionDeployment", 0.0), ("Pod", 95.0)]
+def test_a_kind_s_watch_is_stalled_as_long_as_that_of_its_worst_namespace_and_refused_scopes_are_named() -> None:
+    watched = [(DEPLOYMENT, 0.0, ""), (POD, 2.0, ""), (POD, 95.0, "forbidden"), (POD, 0.0, "")]
+    listings: Any = [
+        SimpleNamespace(scope=SimpleNamespace(kind=kind, namespace=f"n{number}"), stalled_s=stalled_s, refusal=refusal)
+        for number, (kind, stalled_s, refusal) in enumerate(watched)
+    ]
+    stalled, refused = Watches(listings).collect()
+    assert [(one.labels["kind"], one.value) for one in stalled.samples] == [("DiffusionDeployment", 0.0), ("Pod", 95.0)]
+    assert [(one.labels, one.value) for one in refused.samples] == [({"kind": "Pod", "object_namespace": "n2"}, 1)]
 
 
 @pytest.mark.looptime
