@@ -197,7 +197,7 @@ def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_w
     documents = cluster.rendered(fullnameOverride="two", watchNamespaces=[TEAM, SECOND])
     cluster.namespace(SECOND)
     cluster.give_rights(documents)
-    cluster.kubectl("delete", "rolebinding", "two", "--namespace", SECOND)
+    cluster.kubectl("delete", "rolebinding", f"two-{NAMESPACE}", "--namespace", SECOND)
     team, second = Team(cluster), Team(cluster, SECOND)
     with cluster.operator(documents, [OLD]) as operator:
         for place in (TEAM, SECOND):
