@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,11 +96,15 @@ def test_images_that_are_finished_when_the_model_goes_to_sleep_or_the_server_end
         def ask(seed: int) -> None:
             answers.append(worker.request_images(**ASKED | {"seed": seed, "n": 4}).status_code)
 
+        def both_came(answered: int) -> bool:
+            state = worker.state()
+            return state["inFlight"] > 0 and (state["inFlight"] + state["queued"] > 4 or len(answers) > answered)
+
         def begin() -> list[threading.Thread]:
             threads = [threading.Thread(target=ask, args=(seed,)) for seed in (10, 20)]
             for thread in threads:
                 thread.start()
-            worker.wait_until(lambda: worker.state()["inFlight"], what="an image that is being made")
+            worker.wait_until(partial(both_came, len(answers)), what="an image that is being made, and both requests")
             return threads
 
         asked = begin()
