@@ -145,6 +145,7 @@ def test_a_template_that_cannot_start_stops_at_its_deadline_and_is_gone_with_the
 def test_a_worker_that_dies_at_every_start_gets_another_pod_and_then_the_verdict_and_what_was_wrong_is_kept(rig: ClusterRig) -> None:
     """RF13."""
     resource = f"dd/{TIGHT}"
+    rig.wait(resource, Wanted("Ready", "False", ["CrashLooping"]), deadline_s=200)
     rig.eventually("the verdict", lambda: "every ten minutes at most" in rig.condition(resource, "Ready")["message"], deadline_s=200)
     told, status = rig.condition(resource, "Ready"), rig.kubectl.get(resource)["status"]
     assert (told["status"], told["reason"], rig.condition(resource, "Degraded")["reason"]) == ("False", "CrashLooping", "CrashLooping")
