@@ -4,19 +4,16 @@
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
-from diffusion_operator.errors import ClusterError, NamespaceEnds
 from diffusion_operator.plan.adapters.plan import AdapterView
 from diffusion_operator.plan.adapters.status import adapter_status
 from diffusion_operator.plan.results.events import adapter_events
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.observe import parse
-from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
-from diffusion_operator.reconcile.status_write import encode_status
+from diffusion_operator.reconcile.status_write import write_status
 
 VIEW_WAIT_S = 5.0
-STATUS = "status"
 
 
 async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
@@ -35,15 +32,7 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
             return Result(requeue_after_s=VIEW_WAIT_S)
     backoffs = runtime.adapter_backoffs.setdefault(key, Backoffs())
     backoffs.see(adapter.metadata.generation)
-    if not backoffs.waiting(STATUS, runtime.now()):
-        try:
-            await _write_status(runtime, adapter, view)
-        except NamespaceEnds:
-            raise
-        except ClusterError as error:
-            backoffs.failed(STATUS, error, runtime.now())
-            raise
-        backoffs.succeeded(STATUS)
+    await _write_status(runtime, backoffs, adapter, view)
     return Result(requeue_after_s=backoffs.next_s(runtime.now()))
 
 
@@ -54,11 +43,8 @@ def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str
     return view if view is not None and view.decision.adapter.metadata.generation == adapter.metadata.generation else None
 
 
-async def _write_status(runtime: Runtime, adapter: LoRAAdapter, view: AdapterView | None) -> None:
+async def _write_status(runtime: Runtime, backoffs: Backoffs, adapter: LoRAAdapter, view: AdapterView | None) -> None:
     status, metadata = adapter_status(adapter, view, now=runtime.now()), adapter.metadata
     runtime.ready_reasons[adapter_key(metadata.namespace, metadata.name)] = reason_of(status.conditions, "Ready")
-    if status == adapter.status:
-        return
-    # Events first, as for a deployment: one that is written again after a crash in between is the same one.
-    await report(runtime, adapter_events(adapter, status), kind=ADAPTER, about=metadata)
-    await runtime.cluster.apply_status(ADAPTER, metadata.namespace, metadata.name, status=encode_status(status))
+    if status != adapter.status:
+        await write_status(runtime, backoffs, ADAPTER, metadata, events=adapter_events(adapter, status), status=status)

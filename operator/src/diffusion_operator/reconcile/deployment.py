@@ -28,14 +28,14 @@ from diffusion_operator.reconcile.repairs import tell_missed_pods
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.sleep_snapshot import sleepers_unchanged, snapshot_of
-from diffusion_operator.reconcile.status_write import encode_status, worth_writing
+from diffusion_operator.reconcile.status_write import worth_writing, write_status
 from diffusion_operator.reconcile.template_trial import try_template
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.control_secret import control_secret
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.service import service
 
-LOOK, STATUS = "look", "status"
+LOOK = "look"
 
 log = logging.getLogger(__name__)
 
@@ -153,24 +153,23 @@ async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, me
 
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, status: DeploymentStatus) -> None:
-    """Events first: they are named after what they tell, so one that is written again after a crash in between is the same one."""
+    """Keep a failure for the end of the pass."""
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     runtime.ready_reasons[key] = reason_of(status.conditions, "Ready")
     runtime.statuses[key] = DeploymentStatus(replica_states=status.replica_states, held=status.held)
-    due = not memory.backoffs.waiting(STATUS, now)
-    if not due or not worth_writing(deployment.status, status, last=memory.status_written_at, now=now):
+    if not worth_writing(deployment.status, status, last=memory.status_written_at, now=now):
         return
     events = (*deployment_events(deployment.status, status), *child_events(deployment.status, status))
-    await report(runtime, events, kind=DEPLOYMENT, about=metadata)
     try:
-        await runtime.cluster.apply_status(DEPLOYMENT, metadata.namespace, metadata.name, status=encode_status(status))
+        written = await write_status(runtime, memory.backoffs, DEPLOYMENT, metadata, events=events, status=status)
     except NamespaceEnds:
         raise
     except ClusterError as error:
-        memory.backoffs.failed(STATUS, error, now)
+        log.warning("status not written object=%s error=%s", metadata.name, error)
         memory.failures.append(error)
         return
-    memory.backoffs.succeeded(STATUS)
+    if not written:
+        return
     memory.status_written_at = now
     for wake in wakes_between(deployment.status, status):
         runtime.meter.woke(wake.level or "unknown", float(wake.seconds or 0))

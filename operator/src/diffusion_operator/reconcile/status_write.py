@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing a status: only if it says something new, what only counts at most every five seconds, and what requests change every fifteen."""
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any
 
 import msgspec
 
 from diffusion_operator.api.deployment_status import DeploymentStatus
+from diffusion_operator.api.meta import ObjectMeta
+from diffusion_operator.api.names import Kind
+from diffusion_operator.errors import ClusterError, NamespaceEnds
+from diffusion_operator.plan.results.events import PlannedEvent
+from diffusion_operator.reconcile.backoff import Backoffs
+from diffusion_operator.reconcile.report import report
+from diffusion_operator.reconcile.runtime import Runtime
+
+STATUS = "status"
 
 PROGRESS_INTERVAL = timedelta(seconds=5)
 TRAFFIC_INTERVAL = timedelta(seconds=15)
@@ -23,9 +32,25 @@ def worth_writing(old: DeploymentStatus, new: DeploymentStatus, *, last: datetim
     return calm_old != calm_new and now - last >= PROGRESS_INTERVAL
 
 
-def encode_status(status: msgspec.Struct) -> dict[str, Any]:
-    encoded: dict[str, Any] = msgspec.to_builtins(status)
-    return encoded
+async def write_status(
+    runtime: Runtime, backoffs: Backoffs, kind: Kind, about: ObjectMeta, *, events: Sequence[PlannedEvent], status: msgspec.Struct
+) -> bool:
+    """Return whether it was written: after a failure it waits. Raises that failure.
+
+    Events come first. They are named after what they tell, so one that is written again after a crash in between is the same one.
+    """
+    if backoffs.waiting(STATUS, runtime.now()):
+        return False
+    try:
+        await report(runtime, events, kind=kind, about=about)
+        await runtime.cluster.apply_status(kind, about.namespace, about.name, status=msgspec.to_builtins(status))
+    except NamespaceEnds:
+        raise
+    except ClusterError as error:
+        backoffs.failed(STATUS, error, runtime.now())
+        raise
+    backoffs.succeeded(STATUS)
+    return True
 
 
 def _without_traffic(status: DeploymentStatus) -> DeploymentStatus:

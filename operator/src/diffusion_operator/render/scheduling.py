@@ -13,7 +13,7 @@ from diffusion_operator.render import Manifest
 
 
 def pod_scheduling(deployment: DiffusionDeployment, avoided_nodes: Sequence[str] = ()) -> Manifest:
-    """What nobody said is left out. `avoided_nodes` are for the last resort."""
+    """Render the fields that the spec sets. The pod goes to `avoided_nodes` only if no other node can take it."""
     said: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(deployment.spec.scheduling))  # lists, not tuples
     said.pop("topologySpread", None)
     spread = [_spread(one, deployment.metadata.name) for one in deployment.spec.scheduling.topology_spread]

@@ -93,8 +93,7 @@ class Repairs(msgspec.Struct, frozen=True):
     def next_at(self, kind: Kind, now: datetime, *, missing: bool) -> datetime:
         """Return the time from which the child may be put back: now, or later where others change it often."""
         many = len([when for when in self.times if now - when < CONTEST_WINDOW]) >= CONTEST_AFTER
-        goes_on = self.contested and now - self.times[-1] < CONTEST_PACE + CONTEST_WINDOW
-        if not (many or goes_on):
+        if not (many or self._goes_on(now)):
             return now
         return max(now, self.times[-1] + (CONTEST_PACE_URGENT if missing or kind == NETWORK_POLICY else CONTEST_PACE))
 
@@ -102,9 +101,12 @@ class Repairs(msgspec.Struct, frozen=True):
         return Repairs(times=self.times, contested=True)
 
     def and_now(self, now: datetime) -> "Repairs":
-        """With one more. A contest that paused for the window is over."""
-        contested = self.contested and now - self.times[-1] < CONTEST_PACE + CONTEST_WINDOW
-        return Repairs(times=(*self.times, now)[-CONTEST_AFTER:], contested=contested)
+        """Add a repair."""
+        return Repairs(times=(*self.times, now)[-CONTEST_AFTER:], contested=self._goes_on(now))
+
+    def _goes_on(self, now: datetime) -> bool:
+        """A contest is over when nothing was put back for the window after its pace."""
+        return self.contested and now - self.times[-1] < CONTEST_PACE + CONTEST_WINDOW
 
 
 def contested(kind: Kind, name: str, what: str, *, ours: bool, not_before: datetime) -> ChildState:
