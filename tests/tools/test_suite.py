@@ -82,7 +82,9 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_ends_what_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    sleeper = stage("sleeper", f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)")
+    # A descriptor, because Python drops an interrupt that comes while it closes a file object.
+    write = f"os.write(os.open({str(pid_file)!r}, os.O_CREAT | os.O_WRONLY), str(os.getpid()).encode())"
+    sleeper = stage("sleeper", f"import os, time; {write}; time.sleep(600)")
 
     def interrupt() -> None:
         deadline = time.monotonic() + 30

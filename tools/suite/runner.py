@@ -97,6 +97,7 @@ class _Running:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(10)
 
     def result(self) -> StageRun:
         """Return how it went."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import kopf
-import msgspec
 import pytest
 
 from diffusion_operator.api.adapter import (
@@ -28,6 +27,7 @@ from diffusion_operator.api.names import ADAPTER
 from diffusion_operator.cluster import connect
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
 from diffusion_operator.reconcile.observe import parse
+from diffusion_operator.reconcile.status_write import encode_status
 from diffusion_operator.settings import Settings
 from support.operator.real_apiserver import kubectl
 
@@ -227,7 +227,7 @@ async def test_the_schema_takes_every_field_of_a_status_and_gives_it_back(
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig_of_apiserver))
     await namespace.create(adapter())
     async with await connect() as cluster:
-        await cluster.apply_status(ADAPTER, namespace.name, "x", status=msgspec.to_builtins(FULL_STATUS))
+        await cluster.apply_status(ADAPTER, namespace.name, "x", status=encode_status(FULL_STATUS))
         found = parse(await cluster.get(ADAPTER, namespace.name, "x") or {}, LoRAAdapter)
     assert found.status == FULL_STATUS
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,11 @@ def worth_writing(old: DeploymentStatus, new: DeploymentStatus, *, last: datetim
     return calm_old != calm_new and now - last >= PROGRESS_INTERVAL
 
 
+def encode_status(status: msgspec.Struct) -> dict[str, Any]:
+    encoded: dict[str, Any] = msgspec.to_builtins(status)
+    return encoded
+
+
 async def write_status(
     runtime: Runtime, backoffs: Backoffs, kind: Kind, about: ObjectMeta, *, events: Sequence[PlannedEvent], status: msgspec.Struct
 ) -> bool:
@@ -43,7 +49,7 @@ async def write_status(
         return False
     try:
         await report(runtime, events, kind=kind, about=about)
-        await runtime.cluster.apply_status(kind, about.namespace, about.name, status=msgspec.to_builtins(status))
+        await runtime.cluster.apply_status(kind, about.namespace, about.name, status=encode_status(status))
     except NamespaceEnds:
         raise
     except ClusterError as error:
