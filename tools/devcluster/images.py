@@ -13,7 +13,7 @@ from pathlib import Path
 from . import programs
 from .cache import cached, content_hash, locked
 from .errors import CommandFailed, DevclusterError
-from .paths import IMAGES_RUN, REPOSITORY, cache_dir, log_dir
+from .paths import IMAGES_RUN, REPOSITORY, image_store, log_dir
 from .progress import run_logged, run_quiet, say
 
 # What each Dockerfile copies; a test holds the two together.
@@ -73,14 +73,14 @@ def buildah_build_command(image: str, name: str, base: str) -> list[str]:
 
 def buildah() -> list[str]:
     """buildah with a store of our own in the cache; the machine's other images stay apart."""
-    places = ["--root", str(cache_dir() / "storage"), "--runroot", str(IMAGES_RUN)]
+    places = ["--root", str(image_store()), "--runroot", str(IMAGES_RUN)]
     return ["buildah", *places, "--storage-driver", "overlay"]
 
 
 def clear_unfinished() -> None:
     """Removes what a killed build left: half-made containers and the mounts of the store, which makes them again when it needs them.
     The caller holds the lock `images`."""
-    store = cache_dir() / "storage"
+    store = image_store()
     if shutil.which("buildah") is None or not store.exists():
         return
     run_quiet([*buildah(), "rm", "--all"])

@@ -22,6 +22,11 @@ def cache_dir() -> Path:
     return Path(base) / "diffusion-operator"
 
 
+def image_store() -> Path:
+    """The images that buildah made, with their layers; buildah mounts the folder upon itself while it builds."""
+    return cache_dir() / "storage"
+
+
 def log_dir() -> Path:
     """Logs of builds; the node's own logs lie with its state."""
     directory = cache_dir() / "log"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next command puts the machine back as it was, after a program of kind's engine was killed.
 
-Real: the engine, the signals, and the machine's own control groups, links, mounts and sysctls. They are read here without the
-provider's help, but for the little that our own node, which may run beside, has of its own.
+Real: the engine, the signals, and the machine's own control groups, links, mounts and sysctls.
+They are read here without the provider's help. Our own node and builds of images may run beside: what they have is left out.
 """
 
 import os
@@ -19,7 +19,7 @@ from tools.devcluster import cluster
 from tools.devcluster.cache import locked
 from tools.devcluster.kind import engine, machine
 from tools.devcluster.node import config, namespace
-from tools.devcluster.paths import NODE_RUN, NODE_STATE, REPOSITORY
+from tools.devcluster.paths import IMAGES_RUN, NODE_RUN, NODE_STATE, REPOSITORY, image_store
 from tools.devcluster.providers.kind_engine import LOCKS, KindEngineProvider
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -48,11 +48,12 @@ def look() -> dict[str, list[str]]:
     """List what the machine has of each kind."""
     settings = [file for folder in ("vm", "kernel") for file in Path("/proc/sys", folder).rglob("*") if not set(file.parts) & set(VOLATILE)]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    others = (NODE_RUN, NODE_STATE, IMAGES_RUN, image_store())
     return {
         "sysctls": [f"{file} {file.read_text()}" for file in sorted(settings) if file.is_file() and file.stat().st_mode & 0o444],
         "cgroups": sorted(str(folder) for folder in Path("/sys/fs/cgroup").glob("*/*") if folder.is_dir() and folder.name != "kubepods"),
         "links": sorted(link.name for link in Path("/sys/class/net").iterdir() if link.name != config.MACHINE_LINK),
-        "mounts": sorted(mount for mount in mounts if not any(Path(mount).is_relative_to(own) for own in (NODE_RUN, NODE_STATE))),
+        "mounts": sorted(mount for mount in mounts if not any(Path(mount).is_relative_to(other) for other in others)),
     }
 
 
