@@ -5,9 +5,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
+
 from diffusion_operator.api.names import POD, Kind
 from diffusion_operator.cluster import Page
 from diffusion_operator.errors import ClusterUnavailable
+from diffusion_operator.reconcile import listing
 from diffusion_operator.reconcile.listing import Listing, Scope
 from diffusion_operator.reconcile.object_store import ObjectStore
 
@@ -69,6 +72,7 @@ async def test_a_watch_that_tells_everything_is_not_taken_for_stalled() -> None:
 async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_until_it_tells_something() -> None:
     """RF8"""
     rig = Rig()
+    await rig.run()
     rig.store.put(POD, pod("a", 3))
     rig.store.put(POD, pod("gone", 4))
     rig.cluster.items = [pod("a", 5)]
@@ -81,9 +85,22 @@ async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_un
     assert rig.listing.stalled_s == 0.0
 
 
+async def test_what_went_before_the_watch_was_open_is_found_soon_and_says_nothing_about_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RF8"""
+    monkeypatch.setattr(listing, "CATCH_UP_S", EVERY_S)
+    rig = Rig()
+    rig.store.put(POD, pod("gone", 4))
+    task = asyncio.create_task(rig.listing.run(600.0))
+    await asyncio.sleep(20 * EVERY_S)
+    task.cancel()
+    rig.now = 100.0
+    assert (rig.changes, rig.cluster.asked, rig.listing.stalled_s) == (["gone", "gone"], 1, 0.0)
+
+
 async def test_a_watch_that_tells_a_change_while_the_listing_still_runs_is_not_stalled() -> None:
     """RF8"""
     rig = Rig()
+    await rig.run()
     rig.cluster.items, rig.cluster.meanwhile = [pod("a", 5)], rig.listing.record_event
     await rig.run()
     rig.now = 100.0

@@ -8,6 +8,7 @@ A listing that finds a change which no watch reported shows both.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -17,6 +18,8 @@ from diffusion_operator.cluster import KubernetesCluster
 from diffusion_operator.errors import OperatorError
 from diffusion_operator.reconcile.object_store import ObjectStore
 
+CATCH_UP_S = 10.0
+"""From the first listing to the second. kopf opens its watches in between, and no watch tells what went before that."""
 RETRY_S = 30.0
 """Between two listings of a scope that is set aside."""
 
@@ -43,6 +46,7 @@ class Listing:
         self._clock = clock
         self._stalled_since: float | None = None
         self._reported = 0
+        self._caught_up = False
         self.scope = scope
         self.refusal = ""
         """The error of the last listing, for which the scope is set aside. Empty where it succeeded."""
@@ -84,14 +88,25 @@ class Listing:
         return self._store.keep_only(kind, before, seen, version=version) or news
 
     async def run(self, every_s: float) -> None:
-        """List again every `every_s` seconds, for ever. A scope that is set aside is tried more often."""
+        """List again every `every_s` seconds, for ever. A scope that is set aside is tried more often.
+
+        The second listing comes early, and what it finds says nothing about the watch.
+        """
         while True:
-            await asyncio.sleep(min(RETRY_S, every_s) if self.refusal else every_s)
+            await asyncio.sleep(min(self._pause_s, every_s))
             reported = self._reported
             try:
                 news = await self.list()
             except OperatorError as error:
                 self.set_aside(error)
                 continue
-            if news and self._stalled_since is None and reported == self._reported:  # Stalled only if the watch reported nothing meanwhile.
+            # Stalled only if the watch reported nothing meanwhile.
+            if news and self._caught_up and self._stalled_since is None and reported == self._reported:
                 self._stalled_since = self._clock()  # a watch that is only a moment late clears this
+            self._caught_up = True
+
+    @property
+    def _pause_s(self) -> float:
+        if self.refusal:
+            return RETRY_S
+        return math.inf if self._caught_up else CATCH_UP_S
